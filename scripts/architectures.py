@@ -1,4 +1,4 @@
-"""The table of docs/architectures.md: every architecture of mlx-lm through kvant's cache.
+"""The table of docs/data/architectures.md: every architecture of mlx-lm through kvant's cache.
 
 Run: python scripts/architectures.py (needs the extra ``test``; a minute). It measures, records the figures in
 scripts/results/architectures.json and writes the page. With --page it writes the page from what is recorded.
@@ -28,7 +28,7 @@ from kvant.bridge.architectures import ALLOWED, NEEDS_METAL, REFUSED, REMAPPED, 
 from kvant.models.architectures import ARCHITECTURES  # noqa: E402
 
 RECORDED = ROOT / "scripts" / "results" / "architectures.json"
-PAGE = ROOT / "docs" / "architectures.md"
+PAGE = ROOT / "docs" / "data" / "architectures.md"
 
 PROMPT = [(7 + 31 * i) % 97 for i in range(24)]
 FEEDS = (13, 11, *[1] * 20)  # tokens a call: two chunks of the prompt, then steps
@@ -217,7 +217,7 @@ def record() -> dict[str, Any]:
 
 
 def page(recorded: dict[str, Any]) -> str:
-    """docs/architectures.md, from what is recorded."""
+    """docs/data/architectures.md, from what is recorded."""
     rows, versions = recorded["architectures"], recorded["versions"]
     keeping = [row for row in rows.values() if has_rows(row)]
     both = [row for row in keeping if not isinstance(row["mlx-lm at 8 bits"], str)]

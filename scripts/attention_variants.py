@@ -20,11 +20,11 @@ SHAPES = {  # query heads, kv heads, head_dim, layers
     "qwen2.5-7b": (28, 4, 128, 28),
     "qwen3-4b": (32, 8, 128, 36),
 }
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 SPARE = 256  # tokens reserved past the context, as every cache has some
 GROUP, MLX_LM_GROUP = 32, 64  # the defaults
 # Relative error, root mean square: to the same cache in float64, by dtype; to one that is not quantized, by bits.
-EXACT = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
+EXACT = {"float32": 1e-4, "bfloat16": 2e-2}
 MLX_LM_FACTOR = 5  # its scores are in the activations' dtype, on a CPU its sums too
 QUANTIZED = {0: 0.0, 8: 0.02, 4: 0.25}
 

@@ -1,6 +1,6 @@
 """One layer's attention of one new token: time and achieved bytes a second against the length of the context.
 
-Run: python scripts/bench_attention.py [--contexts 1k,4k,32k] [--output FILE.json] [--plot FILE.svg]    (--help: more)
+Run: python scripts/bench_attention.py [--contexts 1k,4k,32k] [--output FILE.json]    (--help: more)
 
 kvant over its own cache (0, 8 and 4 bits; the fused kernel on a GPU, unfused elsewhere, both with --paths), MLX's
 attention over a cache of the activations' dtype, and mlx-lm's pair of quantized products. All variants hold the same
@@ -30,11 +30,9 @@ from claims import in_turns, ratio  # isort: skip  (before MLX: it loads a faste
 import mlx.core as mx
 from attention_variants import DTYPES, GROUP, MLX_LM_GROUP, SHAPES, SPARE, Arrays, Variant, check, make_variants
 
-from kvant.errors import KvantError
 from kvant.machine import default_device, environment, this_machine
 from kvant.operators.dispatch import gpu_backend
 from kvant.tools.bench.bandwidth import COPY_BYTES, copy_bandwidth_gb_s
-from kvant.tools.drawing import COLORS, check_plot_path, drawing
 
 CONTEXTS = {"gpu": "1k,2k,4k,8k,16k,32k,64k,128k", "cpu": "1k,4k,16k"}
 CHAIN_BYTES = {"gpu": 2**30, "cpu": 2**27}  # of an unquantized cache: chains have fewer layers if this is exceeded
@@ -49,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         plan = _plan(options)
-    except (ValueError, KvantError) as error:
+    except ValueError as error:
         parser.error(str(error))
     here = environment()
     recording: dict[str, Any] = {
@@ -105,11 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not recording["results"]:
         print("nothing was measured: no context fits in the memory", file=sys.stderr)
         return 1
-    print(json.dumps(recording, indent=1) if options.json else table(recording))
+    print(table(recording))
     if options.output is not None:
         options.output.write_text(json.dumps(recording, indent=1) + "\n", encoding="utf-8")
-    if options.plot is not None:
-        draw(recording, options.plot)
     return 0
 
 
@@ -160,21 +156,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bits", default="0,8,4", help="of a cached element; default %(default)s")
     parser.add_argument("--paths", help="unfused, fused or both; default: fused on a GPU, unfused on a CPU")
     parser.add_argument("--paged", action="store_true", help="also the fused kernel over a pool's pages")
-    parser.add_argument("--dtype", choices=DTYPES, help="of activations and plain caches; default as the model's here")
     parser.add_argument("--rounds", type=int, default=15, help="default %(default)s")
     parser.add_argument("--memory-gb", type=float, help="leave out contexts that need more; default: half the device's")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the JSON there too")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg|png", help="draw time against context; needs matplotlib")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write JSON there, too")
     return parser
 
 
 def _plan(options: argparse.Namespace) -> dict[str, Any]:
-    """What is measured, checked.
-
-    Raises:
-        ValueError, KvantError: options that cannot be used.
-    """
+    """The options, checked; a ValueError for one that cannot be used."""
     kind, backend = default_device(), gpu_backend()
     plan: dict[str, Any] = {
         "kind": kind,
@@ -184,7 +173,7 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
         "bits": _numbers("--bits", options.bits),
         "paths": (options.paths or ("fused" if backend else "unfused")).split(","),
         "paged": options.paged,
-        "dtype": options.dtype or ("bfloat16" if kind == "gpu" else "float32"),
+        "dtype": "bfloat16" if kind == "gpu" else "float32",
         "rounds": options.rounds,
         "memory_bytes": int(options.memory_gb * 1e9) if options.memory_gb else this_machine().limit_bytes // 2,
     }
@@ -199,8 +188,6 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--rounds, --contexts and --memory-gb are to be above 0")
     if options.output is not None and not options.output.parent.is_dir():
         raise ValueError(f"--output is {options.output}; its folder does not exist")
-    if options.plot is not None:
-        check_plot_path(options.plot)
     return plan
 
 
@@ -274,38 +261,6 @@ def table(recording: dict[str, Any]) -> str:
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"left out: {reason}" for reason in recording["skipped"]), *goals(recording)])
-
-
-def draw(recording: dict[str, Any], path: Path) -> None:
-    """Time against context, a panel a shape, a line a variant in a band from its fastest to its slowest round.
-
-    Dotted: the time in which the bytes of a cache are read once at the measured copy bandwidth.
-    """
-    shapes = list(dict.fromkeys(result["shape"] for result in recording["results"]))
-    caption = f"{recording['dtype']}; median and range of {recording['rounds']} rounds; dotted: its cache read once"
-    with drawing(path, max(8.0, 4.5 * len(shapes)), caption) as figure:
-        panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)[0]
-        lines: dict[str, Any] = {}
-        for axes, shape in zip(panels, shapes, strict=True):
-            own = [result for result in recording["results"] if result["shape"] == shape]
-            for number, label in enumerate(dict.fromkeys(result["variant"] for result in own)):
-                rows = [result for result in own if result["variant"] == label]
-                places, color = [row["context"] for row in rows], COLORS[number % len(COLORS)]
-                low, high = ([pick(row["ms"]) for row in rows] for pick in (min, max))
-                axes.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
-                (lines[label],) = axes.plot(
-                    places, [median(row["ms"]) for row in rows], "o-", color=color, markersize=3
-                )
-                if "kvant" in label:
-                    floor = [row["cache_bytes"] / recording["copy_bandwidth_gb_s"] / 1e6 for row in rows]
-                    axes.plot(places, floor, ":", color=color, linewidth=1.2)
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.set_title(f"{shape}: {SHAPES[shape][0]} / {SHAPES[shape][1]} heads of {SHAPES[shape][2]}", fontsize=10)
-            axes.set_xlabel("cached tokens")
-        panels[0].set_ylabel("attention of one token, ms a layer")
-        title = f"{recording['device']}, {recording['cores']} cores"
-        figure.legend(lines.values(), lines, loc="outside upper center", ncols=4, frameon=False, title=title)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CLASSES = [
-    "AutoProcessor",
-    "AutoFeatureExtractor",
-    "MusicgenProcessor",
-    "AutoTokenizer",
-    "evil.Evil",
-    "ConvBertTokenizer",
-]
-MODULES = (
+CLASSES = ["AutoProcessor", "AutoFeatureExtractor", "MusicgenProcessor", "AutoTokenizer", "evil.Evil"]
+CLASSES += ["ConvBertTokenizer"]
+MODULES = [
     "evil",
     "tokenization_evil",
     "processing_evil",
@@ -29,9 +23,10 @@ MODULES = (
     "tokenizers",
     "kvant",
     "__init__",
-)
+]
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-BIG_TEXT = "{{ 'a b c d ' * 4000000 }}"
+BIG_TEXTS = ["{{ 'a b c d ' * 4000000 }}", "{{ '🦊' * 30000000 }}", "{{ ' ' * 33000000 }}"]
+BIG_TEXTS += ["{% for i in range(10**6) %}a b {% endfor %}"]
 
 
 def plant(folder: Path) -> Path:
@@ -152,18 +147,15 @@ def word_piece(folder: Path, rng: random.Random) -> str:
 
 def long_file(folder: Path, rng: random.Random) -> str:
     """A tokenizer.json of 60 MB that takes a hundred times as much to read."""
-    item = rng.choice(["{}", "[]", '{"a":[]}', "0"])
+    item, key = rng.choice(["{}", "[]", '{"a":[]}', "0"]), rng.choice(["added_tokens", "more", "model"])
     text = ",".join([item] * (60_000_000 // (len(item) + 1)))
-    key = rng.choice(["added_tokens", "more", "model"])
     (folder / "tokenizer.json").write_text(f'{{"{key}": [{text}]}}')
     return f"{key}: {item}"
 
 
 def big_text(folder: Path, rng: random.Random) -> str:
     """A template that writes a text of any size."""
-    template = rng.choice(
-        [BIG_TEXT, "{{ '🦊' * 30000000 }}", "{% for i in range(10**6) %}a b {% endfor %}", "{{ ' ' * 33000000 }}"]
-    )
+    template = rng.choice(BIG_TEXTS)
     change(folder / "tokenizer_config.json", chat_template=template)
     return template
 
@@ -181,10 +173,5 @@ def hostile_config(folder: Path, rng: random.Random) -> str:
     return f"{key} {value[:20]}"
 
 
-KINDS: dict[str, Callable[[Path, random.Random], str]] = {
-    kind.__name__: kind
-    for kind in (
-        *(foreign_class, init_inputs, growth, expression, added_tokens, unigram, word_piece),
-        *(long_file, big_text, hostile_config),
-    )
-}
+ALL = (foreign_class, init_inputs, growth, expression, added_tokens, unigram, word_piece, long_file, big_text)
+KINDS: dict[str, Callable[[Path, random.Random], str]] = {kind.__name__: kind for kind in (*ALL, hostile_config)}

@@ -105,11 +105,9 @@ def test_what_differs_from_a_decoder(tmp_path: Path) -> None:
         model(mx.array([[1]]), 3, model.make_cache(8))
     with pytest.raises(ValueError, match=r"expected what model\.make_cache returns"):
         model.check_cache([])
-    with pytest.raises(ValueError, match="a batch of 2; given 1"):
-        Run(model, [1], model.make_cache(8, batch=2))
     with pytest.raises(kvant.errors.ContextError, match="this machine has"):
         model.make_cache(2**40)
-    both = model(mx.array([IDS, IDS[::-1]]), cache=model.make_cache(64, batch=2, quant_bit=0))
+    both = model(mx.array([IDS, IDS[::-1]]))
     alone = model(mx.array([IDS[::-1]]), cache=model.make_cache(64, quant_bit=0))
     assert mx.abs(both[1] - alone[0]).max().item() < 1e-5  # type: ignore[operator]
 
@@ -120,8 +118,7 @@ def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
     other = load_model(copy_folder("gemma3", tmp_path / "c"))
     with pytest.raises(ValueError, match="for a model with other layers"):
         model(mx.array([IDS]), cache=other.make_cache(64))
-    for batch in (1, 2):
-        assert model(mx.array([IDS] * batch), cache=second.make_cache(64, batch=batch)).shape[0] == batch
+    assert model(mx.array([IDS]), cache=second.make_cache(64)).shape[0] == 1
 
 
 def test_ids_that_are_no_batch(tmp_path: Path) -> None:

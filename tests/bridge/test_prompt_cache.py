@@ -150,22 +150,6 @@ def test_a_trim_that_one_layer_cannot_do_is_refused_by_all() -> None:
         _layers(cache)[0].trim(1)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_two_sequences_side_by_side(name: str) -> None:
-    model, _ = build(name)
-    other = PROMPT[::-1]
-    together = kvant.make_prompt_cache(model, 64, batch=2)
-    alone = [kvant.make_prompt_cache(model, 64) for _ in range(2)]
-    for first, last in ((0, 20), (20, 29), (29, 30)):
-        given = model(mx.array([PROMPT[first:last], other[first:last]]), cache=together)
-        single = [model(mx.array([ids[first:last]]), cache=c) for ids, c in zip((PROMPT, other), alone, strict=True)]
-        assert relative_error(given, mx.concatenate(single)) < 2e-2  # rounding flips a quantized value now and then
-        assert relative_error(single[0], single[1]) > 0.1
-    if name not in WITH_STATE:  # mlx-lm's own state refuses before
-        with pytest.raises(ValueError, match="the cache is for a batch of 2"):
-            model(mx.array([[1]]), cache=together)
-
-
 def test_a_copy_has_a_life_of_its_own() -> None:
     """mlx-lm's server copies caches."""
     model, _ = build("gpt_oss")
@@ -191,7 +175,6 @@ def test_what_is_refused() -> None:
         ({"max_kv_size": 8, "kv_bits": 3}, "kv_bits is 3; expected 8, 4, 0 for no quantization"),
         ({"max_kv_size": 8, "kv_group_size": 0}, "kv_group_size is 0; expected at least 1"),
         ({"max_kv_size": 8, "kv_group_size": 7}, "kv_group_size is 7; expected a multiple of 8"),
-        ({"max_kv_size": 8, "batch": True}, "batch is True; expected a positive int"),
         ({"max_kv_size": 2**45}, "a cache of 35184372088832 tokens needs"),
     ):
         with pytest.raises((ValueError, ContextError), match=message):

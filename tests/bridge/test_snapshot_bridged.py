@@ -7,13 +7,12 @@ from typing import Any
 import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from support.counts import at_widths
 from support.numbers import relative_error
 from support.tiny_models import build
 
 from kvant.bridge.config import BridgedConfig
-from kvant.bridge.layers import BridgedKVCache
 from kvant.bridge.model import BridgedModel
 from kvant.cache import Identity
 from kvant.engine.run import Run
@@ -52,11 +51,9 @@ def test_the_next_tokens_are_those_of_an_uninterrupted_run(name: str, bits: int,
     _fill(model, cache)
     if name not in WITH_STATE:
         cache.trim(2)
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs.safetensors"
-    cache.save(ours, {"a": "b"})
-    save_prompt_cache(str(theirs), cache)
-    assert larger.load(ours) == {"a": "b"}
-    others = [larger, cache.fork(), kvant.load_prompt_cache(ours), kvant.load_prompt_cache(theirs)]
+    cache.save(tmp_path / "saved", {"a": "b"})
+    assert larger.load(tmp_path / "saved") == {"a": "b"}
+    others = [larger, cache.fork()]
     before = [state.nbytes for state in cache.layers]
     for step in (STEP, mx.array([[8]])):
         expected = model(step, cache=cache)
@@ -68,45 +65,15 @@ def test_the_next_tokens_are_those_of_an_uninterrupted_run(name: str, bits: int,
         assert [type(entry) for entry in other] == [type(entry) for entry in cache]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_list_for_mlx_lms_own_loops(name: str, tmp_path: Path) -> None:
-    module, _ = build(name)
-    cache = kvant.make_prompt_cache(module, 64, kv_group_size=16)
-    _fill(module, cache)
-    path = str(tmp_path / "saved.safetensors")
-    save_prompt_cache(path, cache, {"a": "b"})
-    loaded, metadata = kvant.load_prompt_cache(path, return_metadata=True)
-    assert metadata == {"a": "b"}
-    assert [type(entry) for entry in loaded] == [type(entry) for entry in cache]
-    for step in (STEP, mx.array([[8]])):
-        assert mx.array_equal(*(module(step, cache=one) for one in (loaded, cache)))
-    if name in WITH_STATE:
-        parts = [part for entry in loaded for part in getattr(entry, "caches", [entry])]
-        layer = next(part for part in parts if isinstance(part, BridgedKVCache))
-        with pytest.raises(ValueError, match="the cache can forget all, or the last 0"):
-            layer.trim(1)
-
-
-@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
-def test_two_sequences(name: str, tmp_path: Path) -> None:
-    model = _model(name)
-    cache, loaded = (model.make_cache(64, batch=2) for _ in range(2))
-    mx.eval(model(mx.array([PROMPT, PROMPT[::-1]]), cache=cache))
-    cache.save(tmp_path / "saved")
-    loaded.load(tmp_path / "saved")
-    step = mx.array([[5, 6], [7, 8]])
-    others = [loaded, cache.fork(), kvant.load_prompt_cache(tmp_path / "saved")]
-    expected = model(step, cache=cache)
-    assert all(mx.array_equal(model(step, cache=other), expected) for other in others)
-
-
 def test_a_state_goes_back_to_nothing_only(tmp_path: Path) -> None:
     model = _model("qwen3_next")
     cache = model.make_cache(64)
     _fill(model, cache)
     fork = cache.fork()
     cache.save(tmp_path / "saved")
-    for other in (fork, kvant.load_prompt_cache(tmp_path / "saved")):
+    loaded = model.make_cache(64)
+    loaded.load(tmp_path / "saved")
+    for other in (fork, loaded):
         assert not other.can_trim_to(39)
         other.reset()
         fresh = model.make_cache(64)
@@ -123,7 +90,8 @@ def test_while_a_run_is_suspended(name: str, tmp_path: Path) -> None:
     run = Run(model, PROMPT, cache, max_tokens=12)
     given = [next(run)[0] for _ in range(5)]
     cache.save(tmp_path / "saved")
-    others = [cache.fork(), kvant.load_prompt_cache(tmp_path / "saved")]
+    others = [cache.fork(), model.make_cache(64)]
+    others[1].load(tmp_path / "saved")
     assert given + [token for token, _ in run] == tokens
     for other in others:
         assert [token for token, _ in Run(model, tokens[4:5], other, max_tokens=7)] == tokens[5:]
@@ -158,15 +126,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     cache.save(path)
     with pytest.raises(SnapshotError, match="of another model: its layout has"):
         other.make_cache(64).load(path)
-    with pytest.raises(ValueError, match="the cache is for a model with other layers"):
-        other(STEP, cache=kvant.load_prompt_cache(path))
     model.identity = Identity("c" * 64, "b" * 64)
-    loaded = kvant.load_prompt_cache(path)
-    for _ in range(2):
-        with pytest.raises(
-            SnapshotError, match=f"{path}: of another model: the model's digest is aaaa.*; expected cccc"
-        ):
-            model(STEP, cache=loaded)
     with pytest.raises(SnapshotError, match="the model's digest is aaaa"):
         model.make_cache(64).load(path)
 

@@ -163,7 +163,7 @@ def test_attention_of_the_pocket_model_is_exact(
             qkv = qkv.transpose(0, 2, 1, 3)
             turned = mx.fast.rope(qkv[:, : H + K], D, traditional=False, base=THETA, scale=1.0, offset=first)
             given.append(cache.attend(turned[:, :H], turned[:, H:], qkv[:, H + K :]))
-            cache.sequences.commit(last - first)
+            cache.sequence.commit(last - first)
         scores = np.abs(np.einsum("bskd,btkd->bkst", query[:, :, :: H // K], key)).max() / math.sqrt(D)
         tolerance = 8 * FLOAT32_EPSILON * max(1.0, scores) * np.abs(value).max()
         error = np.abs(np.array(mx.concatenate(given, axis=2)).transpose(0, 2, 1, 3) - expected).max()

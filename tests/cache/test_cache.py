@@ -139,7 +139,7 @@ def test_full_cache_contract() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"max_seq_len": 0}, {"num_kv_heads": -1}, {"head_dim": True}, {"batch": 0}, {"quant_bit": 3},
+        {"max_seq_len": 0}, {"num_kv_heads": -1}, {"head_dim": True}, {"quant_bit": 3},
         {"quant_group": 48}, {"quant_group": 0}, {"scale_dtype": mx.bfloat16},
         {"dtype": mx.int8},
     ],

@@ -83,15 +83,6 @@ def test_a_step_counts_when_it_is_committed(pocket: Pocket) -> None:
         assert mx.array_equal(*(model(mx.array([[60, 61]]), cache=used) for used in (cache, fresh)))
 
 
-def test_sequences_are_committed_each_by_its_own_number(pocket: Pocket) -> None:
-    model, _ = pocket
-    cache = model.make_cache(32, batch=2)
-    mx.eval(model.hidden_states(mx.array([[5, 6, 7], [8, 9, 10]]), cache=cache))
-    cache.commit([1, 3])
-    assert cache.lengths == (1, 3)
-    assert cache.ids == [[5], [8, 9, 10]]
-
-
 def test_commits_that_are_refused(pocket: Pocket) -> None:
     model, _ = pocket
     cache = model.make_cache(32)

@@ -15,7 +15,7 @@ from support.pools import check_pages, close, decode, prefill, tiny_model
 from kvant.cache import ModelCache
 from kvant.errors import ContextError
 from kvant.models import Decoder, load_decoder
-from kvant.models.pool import pool_size
+from kvant.models.caches import pool_size
 from kvant.operators import paged_attention
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.dynamic_batching import multi_head_cache_attention
@@ -313,12 +313,6 @@ def test_what_a_batch_is_not_made_of(pocket: Pocket) -> None:
         model.next_logits(mx.array([[1]]), batch)
     with pytest.raises(RuntimeError, match="no step was begun"):
         batch[0].attend(*[mx.zeros((3, 2, 1, 64))] * 3)
-    batch.begin(mx.array([[1]] * 3))
-    heads = mx.zeros((3, 2, 1, 64))
-    with pytest.raises(ValueError, match="a mask is given"):
-        batch[0].attend(heads, heads, heads, mask=mx.zeros((1, 1)))
-    with pytest.raises(ValueError, match=r"key has shape \(3, 2, 2, 64\); expected \(3, 2, 1, 64\)"):
-        batch[0].attend(*[mx.zeros((3, 2, 2, 64))] * 3)
 
 
 def test_another_models_pool_is_refused(pocket: Pocket, tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_a_load_that_is_interrupted_leaves_an_empty_sequence(model: Decoder, mon
     pool, cache = _pool(model, 0), _fed(model, 0, 500)
     sequence = pool.sequence(900)
     with monkeypatch.context() as patch:
-        patch.setattr(cache[2], "stored", lambda sequence: 1 / 0)
+        patch.setattr(cache[2], "stored", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             sequence.load(cache)
     assert sequence.length == 0

@@ -58,19 +58,6 @@ def test_text_to_standard_output_and_statistics_to_standard_error() -> None:
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, done.stdout, "")
 
 
-def test_the_prompt_can_come_in_several_ways() -> None:
-    flags = ["-q", "-m", "12", "--temp", "0"]
-    ways = [
-        call("generate", QUESTION, *flags),
-        call("generate", "--prompt", QUESTION, *flags),
-        call("generate", "-", *flags, stdin=QUESTION),
-        call("generate", *flags, stdin=QUESTION + "\n"),
-        call("generate", QUESTION, *flags, stdin=" \n"),
-    ]
-    assert [way.returncode for way in ways] == [0] * 5
-    assert len({way.stdout for way in ways}) == 1
-
-
 @pytest.mark.parametrize("kv_bits", ["0", "4", "8"])
 def test_kv_bits_are_applied(kv_bits: str) -> None:
     group = ["--kv-group-size", "16"] if kv_bits != "0" else []
@@ -262,28 +249,6 @@ def test_interrupted() -> None:
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert "ended by interruption" in errors
-
-
-def test_chat_over_a_pipe() -> None:
-    lines = f"{QUESTION}\n/stats\n/nonsense\n\nThank you!\n/stats\n/reset\n/stats\n"
-    done = run("chat", stdin=lines)
-    assert done.returncode == 0
-    assert "Pip" in done.stdout
-    assert "cache:" not in done.stdout
-    assert "/nonsense is not a command" in done.stderr
-    reused = [int(n) for n in re.findall(r"last turn: (\d+) tokens were in the cache", done.stderr)]
-    assert reused[0] == 0
-    assert reused[1] > 50
-    held = [int(n) for n in re.findall(r"messages, (\d+) tokens in the cache", done.stderr)]
-    assert held[0] < held[1]
-    assert held[2] == 0
-
-
-def test_chat_that_does_not_fit_goes_on() -> None:
-    done = call("chat", "--max-kv-size", "30", "--max-tokens", "5", stdin=f"{QUESTION * 4}\nHello!\n/quit\n")
-    assert done.returncode == 0
-    assert "30 are reserved; --max-kv-size reserves more" in done.stderr
-    assert done.stdout.strip()
 
 
 def test_chat_applies_its_flags() -> None:

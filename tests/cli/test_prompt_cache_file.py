@@ -126,15 +126,3 @@ def test_numbers_of_answers_that_mean_nothing(arguments: list[str], words: str) 
     done = call("generate", "Hello!", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr
-
-
-def test_a_chat_that_outgrows_its_context() -> None:
-    lines = f"{QUESTION}\nWho helped Pip?\nThank you!\n{QUESTION}\n/stats\n"
-    flags = ["chat", "-m", "20", "--temp", "0", "--max-kv-size", "80"]
-    forgetting, stopping = (call(*flags, "--overflow", overflow, stdin=lines) for overflow in ("forget", "stop"))
-    assert "messages were forgotten" in forgetting.stderr
-    assert len(forgetting.stdout.splitlines()) == 4
-    assert forgetting.stdout == call(*flags, stdin=lines).stdout
-    assert "the conversation would have" in stopping.stderr
-    assert "--max-kv-size reserves more" in stopping.stderr
-    assert call(*flags, "--overflow", "drop").returncode == 2

@@ -35,39 +35,6 @@ def _fresh_answer(pocket: Pocket, messages: list[Any], question: str, **options:
     return _text(other.send(question, **options))
 
 
-@pytest.mark.parametrize("max_tokens", [300, 9])
-def test_a_turn_feeds_only_new_tokens(pocket: Pocket, conversation: Conversation, max_tokens: int) -> None:
-    """Whether the answer came to its end or was cut."""
-    _, tokenizer = pocket
-    for turn, question in enumerate(QUESTIONS):
-        messages = list(conversation.messages)
-        held = conversation.num_tokens
-        responses = list(conversation.send(question, max_tokens=max_tokens))
-        answer = "".join(r.text for r in responses)
-        everything = tokenizer.apply_chat_template(
-            [*messages, {"role": "user", "content": question}], add_generation_prompt=True
-        )
-        assert conversation.reused_tokens == held
-        assert responses[0].prompt_tokens == len(everything) - held
-        # The question, its frame, the end mark of the last answer and at most one token of it; not the history.
-        if turn:
-            assert responses[0].prompt_tokens < 30
-            assert held > 0
-        assert answer == _fresh_answer(pocket, messages, question, max_tokens=max_tokens)
-        assert conversation.messages[-1] == {"role": "assistant", "content": answer}
-    assert len(conversation.messages) == 6
-
-
-def test_a_system_prompt_stays(pocket: Pocket) -> None:
-    model, tokenizer = pocket
-    conversation = Conversation(model, tokenizer, model.make_cache(512), system_prompt="Be brief.")
-    _text(conversation.send("Hello!", max_tokens=5))
-    assert [m["role"] for m in conversation.messages] == ["system", "user", "assistant"]
-    conversation.reset()
-    assert conversation.messages == [{"role": "system", "content": "Be brief."}]
-    assert conversation.num_tokens == 0
-
-
 def test_a_stopped_answer_is_the_turn(pocket: Pocket, conversation: Conversation) -> None:
     run = conversation.send(QUESTIONS[0], max_tokens=50)
     heard = "".join(next(run).text for _ in range(12))
@@ -188,17 +155,3 @@ def test_a_full_context_loses_nothing(pocket: Pocket) -> None:
     assert conversation.num_tokens == 48
     conversation.reset()
     assert _text(conversation.send(QUESTIONS[0], max_tokens=3))
-
-
-def test_what_the_cache_holds_is_what_was_said(pocket: Pocket, conversation: Conversation) -> None:
-    """The logits after two turns are those of the whole text fed at once."""
-    model, _ = pocket
-    for question in QUESTIONS[:2]:
-        _text(conversation.send(question, max_tokens=30))
-    ids = conversation._cache.ids[0]
-    assert len(ids) == conversation.num_tokens
-    probe = mx.array([[5]])
-    again = model.make_cache(1024, quant_bit=0)
-    model(mx.array([ids]), cache=again)
-    expected, given = model(probe, cache=again), model(probe, cache=conversation._cache)
-    assert mx.abs(expected - given).max().item() < 1e-4 * mx.abs(expected).max().item()

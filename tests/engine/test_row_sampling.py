@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from support.counts import count
 
-from kvant.engine.draw import draw_key, for_a_run, greedy, sample
-from kvant.engine.row_sampling import Row, sample_rows
+from kvant.engine.draw import SeededSampler, draw_keys, for_a_run, greedy
+from kvant.engine.row_sampling import Row, check_options, sample_rows
 from kvant.engine.sampling import make_logits_processors, make_sampler
+from kvant.operators.exponential import logsumexp
 
 SIZES = (13, 300, 1283)  # multiples of no vector's width among them
 
@@ -80,10 +81,13 @@ def _logits(random: Random, rows: int, vocab_size: int) -> mx.array:
 
 
 def _alone(logits: mx.array, row: Row) -> tuple[int, mx.array]:
-    """As a run samples it: logits (1, vocab)."""
-    tokens = mx.array(list(row.tokens), mx.int32)
-    token, logprobs = sample(logits, tokens, row.sampler, row.processors, draw_key(row.sampler, row.position))
-    return int(token.item()), logprobs  # type: ignore[arg-type]
+    """By its own functions, one after the other: logits (1, vocab)."""
+    logits, tokens = logits.astype(mx.float32), mx.array(list(row.tokens), mx.int32)
+    for processor in row.processors:
+        logits = processor(tokens, logits).astype(mx.float32)
+    logprobs = logits - logsumexp(logits)
+    keys = [draw_keys([row.sampler], [row.position])] if isinstance(row.sampler, SeededSampler) else []
+    return int(row.sampler(logprobs, *keys).item()), logprobs.squeeze(0)  # type: ignore[arg-type, call-arg]
 
 
 def _bits(array: mx.array) -> bytes:
@@ -165,12 +169,6 @@ def test_functions_and_options_that_fail() -> None:
     for row, error, words in (
         (Row(greedy, (fails, _flattened), 4, [1]), KeyError, "mine"),
         (Row(lambda logprobs: logprobs, (), 4, [1]), ValueError, "returned the shape (1, 20); expected (1,)"),
-        (Row(make_sampler(1.0, top_k=20, seed=1), (), 4, [1]), ValueError, "top_k is 20; expected at most 19"),
-        (
-            Row(greedy, make_logits_processors({20: 1.0}), 4, [1]),
-            ValueError,
-            "logit_bias has token 20; the model knows 0 to 19",
-        ),
         (
             Row(greedy, (lambda _, logits: logits[:, :3],), 4, [1]),
             ValueError,
@@ -184,6 +182,13 @@ def test_functions_and_options_that_fail() -> None:
     ):
         with pytest.raises(error, match=re.escape(words)):
             sample_rows(logits, [row])
+    for sampler, processors, words in (
+        (make_sampler(1.0, top_k=20, seed=1), (), "top_k is 20; expected at most 19"),
+        (greedy, make_logits_processors({20: 1.0}), "logit_bias has token 20; the model knows 0 to 19"),
+        (greedy, [5], "no logits processor"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            check_options(sampler, processors, 20)  # type: ignore[arg-type]
 
 
 def test_a_users_functions_see_their_own_row() -> None:

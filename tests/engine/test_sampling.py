@@ -298,6 +298,13 @@ def test_bad_processors(options: dict[str, Any], message: str) -> None:
         ({"temp": 1.0, "min_tokens_to_keep": 2}, "min_tokens_to_keep is 2, which has no effect without min_p"),
         ({"repetition_context_size": 5}, "repetition_context_size is 5, which has no effect without repetition_pen"),
         ({"temp": 1.0, "top_p": 0}, "top_p is 0; expected above 0"),
+        ({"temp": float("nan")}, "temp is nan"),
+        ({"temp": 1e-40}, "temp is 1e-40"),
+        ({"temp": 1, "top_k": 300}, "top_k is 300; expected at most 299"),
+        ({"temp": 1, "min_p": 0.1, "min_tokens_to_keep": 301}, "min_tokens_to_keep is 301; expected at most 300"),
+        ({"temp": 0, "seed": 3}, "seed is 3, which has no effect at temperature 0"),
+        ({"logit_bias": {300: 1.0}}, "token 300"),
+        ({"logit_bias": {5: float("inf")}}, "expected finite"),
         ({"temp": 1.0, "seed": -4}, "seed is -4; expected from 0"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvant import generate, stream_generate
-from kvant.engine.draw import draw_key, splitmix64
+from kvant.engine.draw import draw_keys, splitmix64
 from kvant.engine.run import Run
 from kvant.engine.sampling import SamplingOptions, make_logits_processors, make_sampler
 from kvant.models import Decoder
@@ -53,7 +53,7 @@ def test_keys_of_all_seeds_and_positions_differ() -> None:
     for seed in seeds:
         sampler = make_sampler(1.0, seed=seed)
         for position in range(500):
-            key = draw_key(sampler, position)
+            key = draw_keys([sampler], [position])
             assert key is not None
             assert key.dtype == mx.random.key(0).dtype
             keys.add(tuple(key[0].tolist()))  # type: ignore[arg-type]
@@ -157,12 +157,12 @@ def test_sampling_imports_neither_mlx_lm_nor_transformers() -> None:
 import sys
 import kvant
 import mlx.core as mx
-from kvant.engine.draw import draw_key, sample
+from kvant.engine.row_sampling import Row, sample_rows
 from kvant.engine.sampling import SamplingOptions
 for temp in (0.0, 1.0):
     options = SamplingOptions(temp=temp, seed=3 if temp else None, presence_penalty=1.0, logit_bias={1: 2.0})
     sampler, processors = options.build(9)
-    token, _ = sample(mx.zeros((1, 9)), mx.array([3]), sampler, processors, draw_key(sampler, 1))
+    token, _ = sample_rows(mx.zeros((1, 9)), [Row(sampler, processors, 1, [3])])
     mx.eval(token)
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"mlx_lm", "transformers", "tokenizers"}))
 """

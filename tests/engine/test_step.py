@@ -7,7 +7,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support import compiled_runs, compiled_steps
-from support.numbers import relative_error
 from support.without_compiler import printed_by
 
 import kvant.engine.run as running
@@ -17,7 +16,7 @@ from kvant.engine.run import Run, prefill
 from kvant.engine.step import STEP_SIZES, CompiledStep, bucket_size, step_size
 from kvant.errors import ContextError
 from kvant.models import Decoder
-from kvant.operators.bias_split import BiasSplit, rotation_table
+from kvant.operators.bias_split import BiasSplit
 from kvant.operators.rotary import Rotary
 
 
@@ -44,10 +43,6 @@ def test_through_the_fused_kernel_it_is_compiled_once(runs: dict[str, Any], bits
     assert same
     assert compilations == 1
     assert grown < 2**16
-
-
-def test_other_rotary_positions_are_compiled_too(runs: dict[str, Any]) -> None:
-    assert runs["turned"] == [[True, True]] * 2  # the same compiled, and not what plain positions give
 
 
 @pytest.mark.parametrize("path", ["windowed", "fused windowed"])
@@ -187,47 +182,6 @@ def test_buckets() -> None:
         assert rows <= bucket_size(rows, 1 << 20) <= max(256, rows * 1.25 + 256)
     assert bucket_size(300, 300) == 300
     assert bucket_size(10, 100) == 100
-
-
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("bits", [8, 4, 0])
-@pytest.mark.parametrize("shape", [(4, 2, 64), (7, 1, 64), (4, 4, 80)], ids=str)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_static_append_is_the_same_attention(shape: tuple[int, int, int], bits: int, split: bool, batch: int) -> None:
-    """Against the cache's own way, at offsets around what is read, with rows past the offset that must not be read."""
-    H, K, D = shape
-    pairs = (3, D // 2 - 1)
-    bias_split = None
-    if split:
-        bias_split = BiasSplit(
-            key_bias=mx.random.normal((K, 2, 2), key=mx.random.key(3)) * 30,
-            pairs=pairs,
-            rotation=rotation_table(Rotary.plain(D, 1e4), pairs, 20),
-            value_bias=mx.random.normal((K, D), key=mx.random.key(4)),
-        )
-    group = 16
-    for offset, rows, S in ((0, 1, 1), (0, 16, 2), (9, 10, 1), (9, 20, 4), (19, 20, 1), (2, 10, 8)):
-        caches = [
-            QuantizedKVCache(
-                20, K, D, batch=batch, quant_bit=bits, quant_group=group, dtype=mx.float32, bias_split=bias_split
-            )
-            for _ in range(2)
-        ]
-        for cache in caches:
-            past = mx.random.normal((batch, K, 20, D), key=mx.random.key(1))
-            cache.attend(mx.repeat(past, H // K, axis=1), past, past + 1)
-            cache.trim(20 - offset)
-            poisoned = cache.arrays[1 if bits else 0]
-            poisoned[..., offset:, :] = float("nan")
-        query = mx.random.normal((batch, H, S, D), key=mx.random.key(2))
-        key = mx.random.normal((batch, K, S, D), key=mx.random.key(5))
-        expected = caches[0].attend(query, key, key * 2)
-        given = CompiledCacheView(caches[1], mx.array(offset), rows).attend(query, key, key * 2)
-        assert relative_error(given, expected) < 2e-5
-        assert caches[1].offset == offset
-        for mine, theirs in zip(caches[1].arrays, caches[0].arrays, strict=True):
-            same = (mine == theirs) | (mx.isnan(mine) & mx.isnan(theirs))
-            assert same.all().item()
 
 
 def test_half_precision_stays_half(pocket: tuple[Decoder, Any]) -> None:

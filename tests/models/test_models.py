@@ -145,18 +145,6 @@ def test_pocket_model(pocket: tuple[Decoder, Any], pocket_mlx_lm: nn.Module, hel
     _check_three_ways(pocket[0], reference_logits(pocket_mlx_lm, ids), ids)
 
 
-def test_a_batch_is_its_rows(make_checkpoint: Callable[..., tuple[Path, nn.Module]]) -> None:
-    model = load_decoder(make_checkpoint()[0])
-    rows = [_ids(20)[:10], _ids(20)[10:]]
-    cache = model.make_cache(16, batch=2)
-    batch = mx.concatenate(
-        [model(mx.array(rows)[:, :6], cache=cache), model(mx.array(rows)[:, 6:], cache=cache)], axis=1
-    )
-    for row, logits in zip(rows, batch, strict=True):
-        one = model.make_cache(16)
-        assert relative_error(logits, model(mx.array([row]), cache=one)[0]) < TOLERANCE
-
-
 def test_an_offset_can_only_confirm_the_cache(make_checkpoint: Callable[..., tuple[Path, nn.Module]]) -> None:
     model = load_decoder(make_checkpoint()[0])
     cache = model.make_cache(16)
@@ -183,3 +171,29 @@ def test_an_offset_can_only_confirm_the_cache(make_checkpoint: Callable[..., tup
         model(mx.array([[5]]), cache=cache[:1])
     with pytest.raises(ValueError, match=r"expected \(B, S\) token ids"):
         model(mx.array([1, 2]))
+
+
+def test_an_offset_that_is_none_is_refused(make_checkpoint: Any) -> None:
+    model = load_decoder(make_checkpoint()[0])
+    cache = model.make_cache(16)
+    model(mx.array([[1, 2, 3]]), cache=cache)
+    expected = r"expected an int or an array of integers \(1,\)"
+    for offset, message in (
+        (mx.array([3.0]), rf"offset is an array of mlx.core.float32 \(1,\); {expected}"),
+        (mx.array([3, 1]), rf"offset is an array of mlx.core.int32 \(2,\); {expected}"),
+        (mx.array(3), rf"offset is an array of mlx.core.int32 \(\); {expected}"),
+        ([3], rf"offset is \[3\]; {expected}"),
+        (3.0, rf"offset is 3.0; {expected}"),
+        (2, "offset is 2; the cache holds 3 tokens"),
+        (mx.array([1]), r"offset is \[1\]; the cache holds 3 tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(mx.array([[5]]), offset=offset, cache=cache)
+    with pytest.raises(ValueError, match=r"offset is \[1, 0\]; the cache holds 0 tokens"):
+        model(mx.array([[5], [6]]), offset=mx.array([1, 0]))
+    with pytest.raises(ValueError, match="inputs has 3 sequences; a cache has one"):
+        model(mx.array([[5], [6], [7]]), cache=cache)
+    model(mx.array([[5]]), offset=mx.array([3]), cache=cache)
+    assert {layer.offset for layer in cache} == {4}
+    cache[1].trim(1)
+    assert {layer.offset for layer in cache} == {3}  # one cache: of every layer

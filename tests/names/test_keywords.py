@@ -257,10 +257,9 @@ def test_mlx_lms_functions_on_kvants_objects_and_kvants_own(pocket: Pocket) -> N
 
 def test_a_cache_of_either_kind_of_model(pocket: Pocket) -> None:
     model, _ = pocket
-    own = kvant.make_prompt_cache(model, 50, kv_bits=4, kv_group_size=16, batch=2)
+    own = kvant.make_prompt_cache(model, 50, kv_bits=4, kv_group_size=16)
     assert own.max_seq_len == 50
-    assert len(own.lengths) == 2
-    assert own.nbytes == model.make_cache(50, batch=2, quant_bit=4, quant_group=16).nbytes
+    assert own.nbytes == model.make_cache(50, quant_bit=4, quant_group=16).nbytes
     other, _ = build("qwen3")
     layers = kvant.make_prompt_cache(other)
     assert {layer.max_seq_len for layer in layers} == {4096}
@@ -288,7 +287,7 @@ def test_a_group_that_does_not_divide_a_bridged_models_width(tmp_path: Path) -> 
 
 
 def test_a_cache_is_saved(pocket: Pocket, tmp_path: Path) -> None:
-    """As the cache's own method does; a list for mlx-lm's own model as mlx-lm does."""
+    """As the cache's own method does. A list for mlx-lm's own model is not saved, by mlx-lm neither."""
     model, _ = pocket
     cache, again = (kvant.make_prompt_cache(model, 64) for _ in range(2))
     model(mx.array([[5, 6, 7]]), cache=cache)
@@ -297,11 +296,6 @@ def test_a_cache_is_saved(pocket: Pocket, tmp_path: Path) -> None:
     assert again.ids == [[5, 6, 7]]
     other, _ = build("qwen3")
     layers = kvant.make_prompt_cache(other, 64)
-    mx.eval(other(mx.array([[5, 6, 7]]), cache=layers))
-    files = [tmp_path / name for name in ("ours.safetensors", "theirs.safetensors")]
-    for file, save in zip(files, (kvant.save_prompt_cache, mlx_lm_cache.save_prompt_cache), strict=True):
-        save(str(file), layers, {"title": "a story"})
-    ours, theirs = (mx.load(str(file), return_metadata=True) for file in files)
-    assert ours[1] == theirs[1]
-    assert ours[0].keys() == theirs[0].keys()
-    assert all(mx.array_equal(ours[0][name], array) for name, array in theirs[0].items())
+    for save in (kvant.save_prompt_cache, mlx_lm_cache.save_prompt_cache):
+        with pytest.raises(ValueError, match="kvant"):
+            save(str(tmp_path / "theirs.safetensors"), layers)

@@ -191,7 +191,7 @@ SCRIPTS = {
 CHANGED = {
     "from mlx_lm import": "from kvant import",
     "from mlx_lm.sample_utils import": "from kvant.sample_utils import",
-    "from mlx_lm.models.cache import": "from kvant.cache import",
+    "from mlx_lm.models.cache import": "from kvant import",
 }
 
 

@@ -76,7 +76,7 @@ def life(model, cache, chosen):  # tokens and logits of a text, of one that goes
         mx.eval(logits[-1])
     logits.append(model.every_logits(mx.array([[5, 9, 2, 7]]), cache))  # a draft, of which two tokens are accepted
     mx.eval(logits[-1])
-    takes_back = min((limit.tokens for limit in cache.layers[0].sequences.limits), default=4)
+    takes_back = min((limit.tokens for limit in cache.layers[0].sequence.limits), default=4)
     cache.commit(2 if takes_back >= 4 else None)
     logits.append(model.next_logits(mx.array([[3]]), cache))
     mx.eval(logits[-1])
@@ -103,7 +103,7 @@ for folder, bits in json.loads(sys.argv[1]):
     found = []
     for width in bits:
         cache = part.make_cache(48, quant_bit=width)
-        part.check_cache(cache, 1)
+        part.check_cache(cache)
         found.append([*life(part, cache, shared), cache.nbytes])
         lines, describes = cache.describe(), sum(not layer.absent for layer in cache.layers)
         assert sum(int(line.split()[0]) for line in lines if " layer" in line.split(":")[0]) == describes

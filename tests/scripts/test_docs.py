@@ -70,7 +70,7 @@ def test_every_flag_is_named(name: str) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [README, *(ROOT / "docs" / name for name in ("api.md", "batching.md", "conversations.md", "operators.md"))],
+    [README, *(ROOT / "docs" / name for name in ("python.md", "batching.md", "operators.md"))],
     ids=page_ids,
 )
 def test_python_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from support.interfaces import SWITCHED, service
+from support.interfaces import SWITCHED, refused, service
 
 from kvant.server.anthropic import MessagesBody, messages_generation, shows_thinking
 from kvant.server.body import decode
@@ -27,10 +27,7 @@ def _made(on: Any = None, **fields: Any) -> Generation:
 
 
 def _refused(on: Any = None, **fields: Any) -> ApiError:
-    with pytest.raises(ApiError) as caught:
-        _made(on, **fields)
-    assert caught.value.status == 400
-    return caught.value
+    return refused(lambda: _made(on, **fields))
 
 
 def test_a_conversation_with_tools() -> None:
@@ -171,16 +168,10 @@ def test_whether_thinking_is_shown() -> None:
         ({"max_tokens": None}, "max_tokens"),
         ({"temperature": 1.1}, "temperature"),
         ({"top_p": -0.1}, "top_p"),
-        ({"top_k": -2}, "top_k"),
         ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The"}]}, "messages"),
-        ({"seed": 1}, "seed"),
         ({"container": "c"}, "container"),
-        ({"mcp_servers": []}, "mcp_servers"),
-        ({"thread": {"type": "create"}}, "thread"),
         ({"speed": "fast"}, "speed"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
@@ -188,7 +179,6 @@ def test_whether_thinking_is_shown() -> None:
         ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
         ({"tools": [{**TOOL, "input_examples": [{}]}]}, "tools[0].input_examples"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
-        ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "auto", "name": "weather"}}, "tool_choice.name"),
@@ -196,17 +186,13 @@ def test_whether_thinking_is_shown() -> None:
     ],
 )  # fmt: skip
 def test_what_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    error = _refused(**fields)
-    assert error.param == param
-    assert "\n" not in error.message
+    assert _refused(**fields).param == param
 
 
 @pytest.mark.parametrize(
     ("role", "block"),
     [
         ("user", {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}),
-        ("user", {"type": "document", "source": {"type": "text", "data": "x"}}),
-        ("user", {"type": "search_result", "content": []}),
         ("assistant", {"type": "redacted_thinking", "data": "x"}),
         ("user", {"type": "thinking", "thinking": "x", "signature": ""}),
         ("user", {"type": "tool_use", "id": "a", "name": "b", "input": {}}),

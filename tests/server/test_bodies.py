@@ -75,8 +75,6 @@ def test_lengths_that_lie(short: Running) -> None:
     assert time.monotonic() - began < 10
     assert _status(short.exchange(_chunked([b"x" * 900] * 200))) == 413
     assert _status(short.exchange(_chunked([b"x"] * 5000))) == 200
-    both = f"{HEAD}Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /nothing HTTP/1.1\r\n\r\n"
-    assert short.exchange(both.encode()).count(b"HTTP/1.1") == 1  # nothing is smuggled behind it
 
 
 def test_a_slow_body(short: Running) -> None:
@@ -169,20 +167,8 @@ def test_what_is_no_json(body: bytes) -> None:
 
 def test_counting_values() -> None:
     """Against the decoded body. Strings of marks, quotes and backslashes do not count."""
-    texts = [
-        "",
-        "\\",
-        '"',
-        '\\"',
-        '",[{',
-        "\\\\",
-        "a\\",
-        'a\\"',
-        "\n\t\u2028é",
-        "{" * 70_000,
-        '"' * 70_000,
-        "\\" * 70_001,
-    ]
+    texts = ["", "\\", '"', '\\"', '",[{', "\\\\", "a\\", 'a\\"', "\n\t\u2028é"]
+    texts += ["{" * 70_000, '"' * 70_000, "\\" * 70_001]
     for first in texts:
         for second in texts[:: 1 if len(first) < 10 else 4]:
             found = {"a": [first, second, {first: second}], second: {"b": [[], {}], "c": first}}

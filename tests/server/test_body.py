@@ -17,21 +17,10 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "y"}]}
     ("kind", "fields", "message"),
     [
         (ResponsesBody, {"truncation": "auto"}, "Invalid enum value 'auto' - at `$.truncation`; expected \"disabled\""),
-        (ResponsesBody, {"background": True}, "Invalid enum value True - at `$.background`; expected false"),
-        (
-            ResponsesBody,
-            {"tools": [{"type": "mcp"}]},
-            'Invalid enum value \'mcp\' - at `$.tools[0].type`; expected "function"',
-        ),
         (
             ResponsesBody,
             {"tool_choice": {"type": "mcp"}},
             'Invalid value \'mcp\' - at `$.tool_choice.type`; expected "function" or "allowed_tools"',
-        ),
-        (
-            MessagesBody,
-            {"messages": [{"role": "tool", "content": ""}]},
-            'Invalid enum value \'tool\' - at `$.messages[0].role`; expected "assistant" or "system" or "user"',
         ),
         (
             MessagesBody,
@@ -49,8 +38,3 @@ def test_what_was_given_and_what_was_expected(kind: Any, fields: dict[str, Any],
     with pytest.raises(ApiError) as caught:
         decode(json.dumps(body).encode(), kind)
     assert caught.value.message == message
-
-
-def test_bytes_that_are_no_text() -> None:
-    with pytest.raises(ApiError, match="can't decode byte 0xff"):
-        decode(b'{"model": "\xff"}', ResponsesBody)

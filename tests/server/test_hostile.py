@@ -7,12 +7,11 @@ import os
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +19,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from support.command import COMMAND
-from support.server import SOON, Running, read_all, running, start
+from support.server import SOON, Running, read_all, running, start, started
 
 from kvant.errors import EngineError
 from kvant.server import run
@@ -139,34 +137,6 @@ main()
 """
 
 
-@contextmanager
-def _process(folder: Path, *command: str) -> Iterator[tuple["subprocess.Popen[str]", httpx2.Client, list[str]]]:
-    """A server's process, a client of it, and a list of what it writes."""
-    given = command or (*COMMAND, "serve", "--port", "0", "--sequences", "1", "--max-kv-size", "128")
-    process = subprocess.Popen(
-        given, stderr=subprocess.PIPE, text=True, cwd=folder, env=os.environ | {"HOME": str(folder)}
-    )
-    assert process.stderr is not None
-    lines: list[str] = []
-    try:
-        url = ""
-        while not url:
-            line = process.stderr.readline()
-            assert line, "".join(lines)
-            lines.append(line)
-            url = next((word for word in line.split() if word.startswith("http://127")), "")
-        reading = threading.Thread(target=lambda: lines.extend(process.stderr or ()))
-        reading.start()
-        with httpx2.Client(base_url=url, trust_env=False, timeout=SOON) as client:
-            yield process, client, lines
-        process.kill()
-        reading.join(SOON)
-    finally:
-        process.kill()
-        process.wait(SOON)
-        process.stderr.close()
-
-
 def _address(client: httpx2.Client) -> tuple[str, int]:
     return str(client.base_url.host), int(client.base_url.port or 0)
 
@@ -174,7 +144,7 @@ def _address(client: httpx2.Client) -> tuple[str, int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="it counts the files of a process by Linux's limits")
 def test_more_connections_than_files(tmp_path: Path) -> None:
     """Those that are too many are told so, and the log says little."""
-    with _process(tmp_path, sys.executable, "-c", SERVE_FEW) as (_, client, lines), ExitStack() as held:
+    with started(tmp_path, command=[sys.executable, "-c", SERVE_FEW]) as (_, client, lines), ExitStack() as held:
         before = len(lines)
         connections = [held.enter_context(socket.create_connection(_address(client), SOON)) for _ in range(300)]
         time.sleep(0.5)
@@ -188,7 +158,7 @@ def test_more_connections_than_files(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks for children in Linux's /proc")
 def test_an_end_leaves_no_stopped_process(tmp_path: Path) -> None:
     """Nor does a body of which half came hold it up. A terminal that goes ends a server as SIGTERM does."""
-    with _process(tmp_path) as (process, client, _):
+    with started(tmp_path) as (process, client, _):
         body = {"model": "pocket", "messages": ASKED, "max_tokens": 1, "response_format": {"type": "json_object"}}
         assert client.post("/v1/chat/completions", json=body).status_code == 200
         threads = Path(f"/proc/{process.pid}/task").iterdir()

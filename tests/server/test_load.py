@@ -29,10 +29,6 @@ def test_only_answers_that_are_allowed_and_every_page_is_free_afterwards(server:
     ("change", "problem"),
     [
         ({"statuses": {"200": 1, "400": 1, "429": 1, "500": 1}}, "statuses [500]; expected none but"),
-        ({"statuses": {"200": 1}}, "no [400, 429]: there was no such load"),
-        ({"wrong": ["429 without Retry-After: x"]}, "a client: 429 without Retry-After"),
-        ({"health_ms": {"p100": 101.0}}, "/health once took 101.0 ms; expected at most 100"),
-        ({"memory_bytes": [1 << 30, 2 << 30]}, "the process grew from"),
         ({"idle_afterwards": False}, "idle_afterwards is false"),
     ],
 )

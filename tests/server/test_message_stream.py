@@ -2,12 +2,12 @@
 
 import copy
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import given, settings
 from support.counts import count
-from support.interfaces import answers
+from support.interfaces import answers, streamed
 
 from kvant.server.anthropic import MessageStream
 from kvant.server.generation import Begun, Call, End, Event, Text
@@ -17,11 +17,6 @@ ANSWER = [
     Begun(20, 16), Text(0, "Hm", True), Text(0, "m.", True), Text(0, "I "), Text(0, ""), Text(0, "look."),
     Call(0, 0, "weather", CALL), Call(0, 1, "weather", "{}"), End(0, "tool_calls", 12, 4),
 ]  # fmt: skip
-
-
-def _streamed(stream: MessageStream, events: Iterable[Event]) -> list[dict[str, Any]]:
-    """As they were when they were sent."""
-    return [copy.deepcopy(told) for event in events for told in stream.add(event)]
 
 
 def _client(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -62,50 +57,31 @@ def _client(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
-def test_the_order_of_events() -> None:
-    told = _streamed(MessageStream("pocket"), ANSWER)
-    block = ["content_block_start", "content_block_delta", "content_block_stop"]
-    assert [event["type"] for event in told] == [
-        "message_start", *block[:1], *[block[1]] * 3, *block[2:], *block[:1], *[block[1]] * 2, *block[2:],
-        *block, *block, "message_delta", "message_stop",
-    ]  # fmt: skip
-    assert [event["index"] for event in told[1:-2]] == [0] * 5 + [1] * 4 + [2] * 3 + [3] * 3
-
-
 def test_the_whole_message() -> None:
     stream = MessageStream("pocket")
-    _streamed(stream, ANSWER)
+    streamed(stream, ANSWER)
     message = stream.whole()
     ids = [message.pop("id"), *[block.pop("id") for block in message["content"][2:]]]
     assert [each.partition("_")[0] for each in ids] == ["msg", "toolu", "toolu"]
     assert len(set(ids)) == 3
+    usage = {"input_tokens": 4, "cache_read_input_tokens": 16, "cache_creation_input_tokens": 0, "output_tokens": 12}
+    content = [
+        {"type": "thinking", "thinking": "Hmm.", "signature": "kvant:"},
+        {"type": "text", "text": "I look."},
+        {"type": "tool_use", "name": "weather", "input": {"city": "Łódź"}},
+        {"type": "tool_use", "name": "weather", "input": {}},
+    ]
     assert message == {
-        "type": "message",
-        "role": "assistant",
-        "model": "pocket",
-        "content": [
-            {"type": "thinking", "thinking": "Hmm.", "signature": "kvant:"},
-            {"type": "text", "text": "I look."},
-            {"type": "tool_use", "name": "weather", "input": {"city": "Łódź"}},
-            {"type": "tool_use", "name": "weather", "input": {}},
-        ],
-        "stop_reason": "tool_use",
-        "stop_sequence": None,
-        "usage": {
-            "input_tokens": 4,
-            "cache_read_input_tokens": 16,
-            "cache_creation_input_tokens": 0,
-            "output_tokens": 12,
-            "output_tokens_details": {"thinking_tokens": 4},
-        },
-    }
+        "type": "message", "role": "assistant", "model": "pocket", "content": content, "stop_reason": "tool_use",
+        "stop_sequence": None, "usage": usage | {"output_tokens_details": {"thinking_tokens": 4}},
+    }  # fmt: skip
 
 
 @given(answers())
 @settings(max_examples=count(30, 2000), deadline=None)
 def test_a_client_adds_up_the_answer(events: list[Event]) -> None:
     stream = MessageStream("pocket")
-    told = _streamed(stream, events)
+    told = streamed(stream, events)
     assert _client(told) == stream.whole()
     told_texts = "".join(event.text for event in events if isinstance(event, Text) and not event.thinking)
     assert "".join(block.get("text", "") for block in stream.whole()["content"]) == told_texts
@@ -115,7 +91,7 @@ def test_a_client_adds_up_the_answer(events: list[Event]) -> None:
 
 def test_thinking_that_is_not_shown_comes_in_the_signature() -> None:
     stream = MessageStream("pocket", shows_thinking=False)
-    told = _streamed(stream, [Begun(3, 0), Text(0, "secret", True), Text(0, "Yes."), End(0, "stop", 5, 2)])
+    told = streamed(stream, [Begun(3, 0), Text(0, "secret", True), Text(0, "Yes."), End(0, "stop", 5, 2)])
     assert _client(told) == stream.whole()
     assert "secret" not in json.dumps(told)
     assert stream.whole()["content"][0] == {"type": "thinking", "thinking": "", "signature": "kvant:c2VjcmV0"}
@@ -129,6 +105,6 @@ def test_why_an_answer_ended() -> None:
         (End(0, "tool_calls", 1), ("tool_use", None)),
     ):
         stream = MessageStream("pocket")
-        _streamed(stream, [Begun(3, 0), end])
+        streamed(stream, [Begun(3, 0), end])
         assert (stream.whole()["stop_reason"], stream.whole()["stop_sequence"]) == told
         assert stream.whole()["content"] == []

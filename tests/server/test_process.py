@@ -4,18 +4,14 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from support.command import COMMAND
-from support.server import SOON, start
+from support.server import SOON, start, started
 
 from kvant.cli.serve import REQUEST_BYTES
 from kvant.server import run
@@ -25,33 +21,6 @@ from kvant.sizes import format_bytes
 SECRET = "the badger's name is Quintilian"
 KEY = "sk-not-to-be-seen"
 ASK = {"model": "pocket", "prompt": SECRET, "ignore_eos": True, "stream": True}
-
-
-@contextmanager
-def _started(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
-    """A server's process in an empty folder, its URL, and its lines on standard error up to there."""
-    places = {name: str(folder) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")}
-    process = subprocess.Popen(
-        [*COMMAND, "serve", "--port", "0", "--sequences", "2", "--max-kv-size", "512", *arguments],
-        cwd=folder,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"} | places,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    lines = []
-    try:
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
-                yield process, found[0], lines
-                return
-        raise AssertionError("".join(lines))
-    finally:
-        process.kill()
-        process.communicate(timeout=SOON)
 
 
 def _resident(pid: int) -> int:
@@ -67,10 +36,8 @@ def test_sigterm_lets_what_is_under_way_end(tmp_path: Path) -> None:
     """Then the exit code is 0. Nothing was printed of prompts and keys, and the memory was the one that was."""
     keys = tmp_path / "keys"
     keys.write_text(f"other-key\n{KEY}\n")
-    with (
-        _started(tmp_path, "--api-key-file", "keys") as (process, url, lines),
-        httpx2.Client(base_url=url, trust_env=False, headers={"x-api-key": KEY}, timeout=SOON) as client,
-    ):
+    with started(tmp_path, "--api-key-file", "keys") as (process, client, lines):
+        client.headers["x-api-key"] = KEY
         with client.stream("POST", "/v1/completions", json=ASK | {"max_tokens": 250}) as stream:
             events = stream.iter_lines()
             next(events)
@@ -85,9 +52,8 @@ def test_sigterm_lets_what_is_under_way_end(tmp_path: Path) -> None:
         assert found[-1] == "[DONE]"
         assert json.loads(found[-2])["choices"][0]["finish_reason"] == "length"
         assert process.wait(SOON) == 0
-        assert process.stdout is not None and process.stderr is not None  # noqa: PT018
-        printed = "".join(lines) + process.stderr.read()
         assert process.stdout.read() == ""
+    printed = "".join(lines)
     assert "ending when 1 requests are answered" in printed
     assert not re.search(f"Quintilian|badger|{KEY}|other-key", printed)
     planned = props["memory"]["planned"]
@@ -101,18 +67,15 @@ def test_sigterm_lets_what_is_under_way_end(tmp_path: Path) -> None:
 
 def test_sigkill_leaves_nothing_behind(tmp_path: Path) -> None:
     """Nothing is written, so nothing is half-written. The port is free at once."""
-    with _started(tmp_path) as (process, url, _):
-        with (
-            httpx2.Client(base_url=url, trust_env=False, timeout=SOON) as client,
-            client.stream("POST", "/v1/completions", json=ASK | {"max_tokens": 400}) as stream,
-        ):
+    with started(tmp_path) as (process, client, _):
+        with client.stream("POST", "/v1/completions", json=ASK | {"max_tokens": 400}) as stream:
             events = stream.iter_lines()
             next(events)
             process.kill()
             with pytest.raises(httpx2.TransportError):
                 list(events)
         assert process.wait(SOON) == -signal.SIGKILL
-        run.bind(Settings(port=int(url.rpartition(":")[2]))).close()
+        run.bind(Settings(port=int(client.base_url.port or 0))).close()
     assert not _written(tmp_path)
 
 

@@ -2,13 +2,13 @@
 
 import copy
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import given, settings
 from support.counts import count
-from support.interfaces import answers, service
+from support.interfaces import answers, service, streamed
 
 from kvant.server.body import decode
 from kvant.server.errors import ApiError
@@ -27,11 +27,6 @@ def _stream(**fields: Any) -> ResponseStream:
     body = decode(json.dumps({"model": "pocket", "input": "Hi", **fields}).encode(), ResponsesBody)
     generation = responses_generation(body, service(thinks=True))
     return ResponseStream("pocket", body, [generation], SimpleNamespace(sampling={"temp": 0.5}))
-
-
-def _streamed(stream: ResponseStream, events: Iterable[Event]) -> list[dict[str, Any]]:
-    """As they were when they were sent."""
-    return [copy.deepcopy(told) for event in events for told in stream.add(event)]
 
 
 def _client(told: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -78,7 +73,7 @@ def _client(told: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_the_order_of_events() -> None:
-    told = _streamed(_stream(), ANSWER)
+    told = streamed(_stream(), ANSWER)
     call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
     assert [event["type"].removeprefix("response.") for event in told] == [
         "created", "in_progress",
@@ -94,7 +89,7 @@ def test_the_order_of_events() -> None:
 
 
 def test_thinking_as_a_summary() -> None:
-    told = _streamed(_stream(**SUMMARY), [Begun(3, 0), Text(0, "Hm.", True), Text(0, "Yes."), End(0, "stop", 5, 2)])
+    told = streamed(_stream(**SUMMARY), [Begun(3, 0), Text(0, "Hm.", True), Text(0, "Yes."), End(0, "stop", 5, 2)])
     assert [event["type"].removeprefix("response.") for event in told[2:8]] == [
         "output_item.added", "reasoning_summary_part.added", "reasoning_summary_text.delta",
         "reasoning_summary_text.done", "reasoning_summary_part.done", "output_item.done",
@@ -111,7 +106,7 @@ def test_the_whole_response() -> None:
         include=["reasoning.encrypted_content"], tool_choice={"type": "function", "name": "weather"},
         text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}, prompt_cache_key="k",
     )  # fmt: skip
-    _streamed(stream, ANSWER)
+    streamed(stream, ANSWER)
     response = stream.whole()
     ids = [response.pop("id"), *[item.pop("id") for item in response["output"]]]
     assert [each.partition("_")[0] for each in ids] == ["resp", "rs", "msg", "fc", "fc"]
@@ -120,59 +115,31 @@ def test_the_whole_response() -> None:
     assert len({*ids, *calls}) == 7
     times = [response.pop("created_at"), response.pop("completed_at")]
     assert times[0] <= times[1]
+    thought = {"type": "reasoning_text", "text": "Hmm."}
+    said = {"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}
+    call = {"type": "function_call", "status": "completed", "name": "weather"}
+    assert response.pop("output") == [
+        {
+            "type": "reasoning", "status": "completed", "summary": [], "content": [thought],
+            "encrypted_content": "kvant:SG1tLg==",
+        },
+        {"type": "message", "status": "completed", "role": "assistant", "content": [said]},
+        call | {"arguments": CALL},
+        call | {"arguments": "{}"},
+    ]  # fmt: skip
+    assert response.pop("usage") == {
+        "input_tokens": 20, "input_tokens_details": {"cached_tokens": 16, "cache_write_tokens": 0}, "total_tokens": 32,
+        "output_tokens": 12, "output_tokens_details": {"reasoning_tokens": 4},
+    }  # fmt: skip
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
     assert response == {
-        "object": "response",
-        "status": "completed",
-        "background": False,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": "Be brief.",
-        "max_output_tokens": 64,
-        "max_tool_calls": None,
-        "metadata": {"a": "b"},
-        "model": "pocket",
-        "output": [
-            {
-                "type": "reasoning",
-                "status": "completed",
-                "summary": [],
-                "content": [{"type": "reasoning_text", "text": "Hmm."}],
-                "encrypted_content": "kvant:SG1tLg==",
-            },
-            {
-                "type": "message",
-                "status": "completed",
-                "role": "assistant",
-                "content": [{"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}],
-            },
-            {"type": "function_call", "status": "completed", "name": "weather", "arguments": CALL},
-            {"type": "function_call", "status": "completed", "name": "weather", "arguments": "{}"},
-        ],
-        "parallel_tool_calls": True,
-        "previous_response_id": None,
-        "prompt_cache_key": "k",
-        "reasoning": {"effort": None, "summary": None},
-        "safety_identifier": None,
-        "service_tier": "default",
-        "store": False,
-        "temperature": 0.5,
-        "text": {
-            "format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}},
-            "verbosity": "medium",
-        },
-        "tool_choice": {"type": "function", "name": "weather"},
-        "tools": [{**tool, "description": ""}],
-        "top_logprobs": 0,
-        "top_p": 0.9,
-        "truncation": "disabled",
-        "usage": {
-            "input_tokens": 20,
-            "input_tokens_details": {"cached_tokens": 16, "cache_write_tokens": 0},
-            "output_tokens": 12,
-            "output_tokens_details": {"reasoning_tokens": 4},
-            "total_tokens": 32,
-        },
-        "user": "u",
+        "object": "response", "status": "completed", "background": False, "error": None, "incomplete_details": None,
+        "instructions": "Be brief.", "max_output_tokens": 64, "max_tool_calls": None, "metadata": {"a": "b"},
+        "model": "pocket", "parallel_tool_calls": True, "previous_response_id": None, "prompt_cache_key": "k",
+        "reasoning": {"effort": None, "summary": None}, "safety_identifier": None, "service_tier": "default",
+        "store": False, "temperature": 0.5, "text": {"format": form, "verbosity": "medium"},
+        "tool_choice": {"type": "function", "name": "weather"}, "tools": [{**tool, "description": ""}],
+        "top_logprobs": 0, "top_p": 0.9, "truncation": "disabled", "user": "u",
     }  # fmt: skip
 
 
@@ -181,7 +148,7 @@ def test_the_whole_response() -> None:
 def test_a_client_adds_up_the_answer(events: list[Event]) -> None:
     for fields in ({}, SUMMARY):
         stream = _stream(**fields)
-        told = _streamed(stream, events)
+        told = streamed(stream, events)
         assert _client(told) == stream.whole()["output"] == told[-1]["response"]["output"]
         assert stream.whole()["output"]
         texts = [item["content"][0]["text"] for item in stream.whole()["output"] if item["type"] == "message"]
@@ -190,7 +157,7 @@ def test_a_client_adds_up_the_answer(events: list[Event]) -> None:
 
 def test_an_answer_that_was_cut() -> None:
     stream = _stream()
-    told = _streamed(stream, [Begun(3, 0), Text(0, "Once"), End(0, "length", 1)])
+    told = streamed(stream, [Begun(3, 0), Text(0, "Once"), End(0, "length", 1)])
     assert told[-1]["type"] == "response.incomplete"
     assert stream.whole()["incomplete_details"] == {"reason": "max_output_tokens"}
     assert (stream.whole()["status"], stream.whole()["output"][0]["status"]) == ("incomplete", "incomplete")
@@ -200,7 +167,7 @@ def test_log_probabilities() -> None:
     byte = TokenLogprob("\ufffd", -0.5, b"\xc3", (TokenLogprob("a", -0.25, b"a"),))
     events = [Begun(3, 0), Text(0, "", logprobs=[byte]), Text(0, "é", logprobs=[byte]), End(0, "stop", 2)]
     stream = _stream(top_logprobs=1)
-    told = _streamed(stream, events)
+    told = streamed(stream, events)
     shaped = {"token": "\ufffd", "bytes": [0xC3], "logprob": -0.5}
     shaped["top_logprobs"] = [{"token": "a", "bytes": [97], "logprob": -0.25}]
     assert stream.whole()["output"][0]["content"][0]["logprobs"] == [shaped, shaped]
@@ -209,7 +176,7 @@ def test_log_probabilities() -> None:
 
 def test_an_answer_that_failed() -> None:
     stream = _stream()
-    told = _streamed(stream, [Begun(3, 0), Text(0, "Once")])
+    told = streamed(stream, [Begun(3, 0), Text(0, "Once")])
     last = list(stream.failed(ApiError("the engine failed", status=503), "req_1"))
     assert [event["type"] for event in last] == ["error", "response.failed"]
     assert [event["sequence_number"] for event in last] == [len(told), len(told) + 1]

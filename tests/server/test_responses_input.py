@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from support.interfaces import SWITCHED, service
+from support.interfaces import SWITCHED, refused, service
 
 from kvant.server.body import decode
 from kvant.server.errors import ApiError
@@ -23,10 +23,7 @@ def _made(on: Any = None, **fields: Any) -> Generation:
 
 
 def _refused(on: Any = None, **fields: Any) -> ApiError:
-    with pytest.raises(ApiError) as caught:
-        _made(on, **fields)
-    assert caught.value.status == 400
-    return caught.value
+    return refused(lambda: _made(on, **fields))
 
 
 def test_a_conversation_with_tools() -> None:
@@ -134,22 +131,15 @@ def test_effort_is_the_templates() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"store": True}, "store"),
-        ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"prompt": {"id": "p"}}, "prompt"),
         ({"max_tool_calls": 1}, "max_tool_calls"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"temperature": 2.1}, "temperature"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"include": ["file_search_call.results"]}, "include[0]"),
         ({"reasoning": {"summary": "concise"}}, "reasoning.summary"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
-        ({"stop": "x"}, "stop"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "custom", "name": "a"}]}, "tools[0].type"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -157,10 +147,8 @@ def test_effort_is_the_templates() -> None:
         ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice.type"),
         ({"input": []}, "input"),
         ({"input": ["Hi"]}, "input[0]"),
-        ({"input": [HI, {"type": "item_reference", "id": "msg_1"}]}, "input[1]"),
         ({"input": [{"id": "msg_1"}]}, "input[0].role"),
         ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input[0].type"),
-        ({"input": [{**HI, "role": "tool"}]}, "input[0].role"),
         ({"input": [{**HI, "colour": "red"}]}, "input[0].colour"),
         ({"input": [{**HI, "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "reasoning", "encrypted_content": "gAAAA"}]}, "input[0].encrypted_content"),
@@ -172,9 +160,7 @@ def test_effort_is_the_templates() -> None:
     ],
 )  # fmt: skip
 def test_what_is_refused_by_name(fields: dict[str, Any], param: str | None) -> None:
-    error = _refused(**fields)
-    assert error.param == param
-    assert "\n" not in error.message
+    assert _refused(**fields).param == param
 
 
 def test_what_is_not_stored_is_said() -> None:

@@ -98,14 +98,3 @@ def test_a_draft_model(server: Running, monkeypatch: pytest.MonkeyPatch) -> None
             assert other["choices"] == expected["choices"]
             assert (_counts(found) == (drafted, accepted)) == (source == "none")
     assert not drafts.drafters
-
-
-def test_a_deterministic_server_refuses_them(server: Running) -> None:
-    service = server.service
-    settings = replace(service.settings, deterministic=True, max_kv_size=256, sequences=1)
-    other = Service(settings, service.model, service.tokenizer, make_pool(settings, service.model))
-    with running(other) as found:
-        refused = found.client.post("/v1/completions", json=LIMITS | {"prompt": "a", "draft": "prompt"})
-        assert refused.status_code == 400
-        assert refused.json()["error"]["param"] == "draft"
-        assert "deterministic" in refused.json()["error"]["message"]

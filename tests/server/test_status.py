@@ -159,15 +159,3 @@ def test_names_of_a_model(pocket: Any, pocket_folder: Any, tmp_path: Any, monkey
             assert service.check_model(given) == service.check_model("gpt-4o") == "my-model"
         finally:
             service.close()
-
-
-def test_a_service_loads_its_model_itself(pocket: Any) -> None:
-    """As a library's user starts it."""
-    service = start(Settings(sequences=1, max_kv_size=128, kv_bits=4))
-    try:
-        assert service.names == ("pocket",)
-        assert service.pool.layers[0].format.quant_bit == 4
-        assert service.sampling == {"temp": 0.7, "top_p": 0.95}
-        assert service.tokenizer.eos_token_ids == pocket[1].eos_token_ids
-    finally:
-        service.close()

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING
 
+from kvant.models import Decoder
+from support.numbers import relative_error
+
+TOLERANCE = 1e-4  # of the largest logit
 ROPE_THETA = 1e6
 
 
@@ -144,6 +150,13 @@ def save_checkpoint(folder: Path, config: dict[str, Any], model: nn.Module, shar
     return folder
 
 
+def change_tensors(path: Path, changes: Mapping[str, mx.array | None]) -> None:
+    """Rewrite a safetensors file with other tensors; None takes one away."""
+    weights = {name: mx.array(x) for name, x in mx.load(str(path)).items()}
+    mx.eval(weights)  # before their file is written
+    mx.save_safetensors(str(path), {name: x for name, x in (weights | {**changes}).items() if x is not None})
+
+
 class _Float32Embedding(nn.QuantizedEmbedding):
     """MLX unpacks its floating-point formats to bfloat16, exactly.
 
@@ -212,3 +225,12 @@ def load_reference(folder: Path) -> nn.Module:
 def reference_logits(model: nn.Module, ids: list[int]) -> mx.array:
     """(S, vocab) logits of mlx-lm's model with its own cache."""
     return model(mx.array([ids]), cache=make_prompt_cache(model))[0]
+
+
+def check_three_ways(model: Decoder, expected: mx.array, ids: Sequence[int]) -> None:
+    """In one pass, in uneven chunks and token by token, through a cache without quantization: (S, vocab) logits."""
+    assert relative_error(model(mx.array([ids]))[0], expected) < TOLERANCE
+    for bounds in ([0, 7, 9, len(ids) - 1, len(ids)], range(len(ids) + 1)):
+        cache = model.make_cache(len(ids), quant_bit=0)
+        parts = [model(mx.array([ids[a:b]]), cache=cache)[0] for a, b in pairwise(bounds)]
+        assert relative_error(mx.concatenate(parts), expected) < TOLERANCE

@@ -87,13 +87,6 @@ def seeded(model: Decoder, seed: int) -> list[Any]:
     return found
 
 
-def turned(plain: list[int], kind: str, **settings: Any) -> list[bool]:
-    """Whether the embedded model with other rotary positions says the same compiled, and other things than its own."""
-    model = changed(rope_parameters={"rope_type": kind, "rope_theta": 1e6, **settings})
-    eager, compiled = (generate(model, 60, compiled=c)[0] for c in (False, True))
-    return [compiled == eager, eager != plain]
-
-
 def changed(**settings: Any) -> Decoder:
     """The embedded model with another config.json."""
     folder = find_model("pocket")
@@ -137,8 +130,6 @@ def main() -> None:
         compiled, grown, _ = generate(model, TOKENS[bits], compiled=True, bits=bits, prompt=LONG_PROMPT)
         found[f"{bits} bits"] = [compiled == tokens, CountedStep.last.compilations, grown]
     plain = generate(model, 60, compiled=False)[0]
-    yarn = {"factor": 4.0, "original_max_position_embeddings": 512}
-    found["turned"] = [turned(plain, "yarn", **yarn), turned(plain, "linear", factor=8.0)]
     found["windowed"] = windowed(rings := with_windows(), plain)
     found["several"] = compiled_steps.several(model, rings)
     found["discarded"] = compiled_steps.discarded(model)

@@ -8,7 +8,8 @@ import mlx.core as mx
 from kvant.cache import ModelCache
 from kvant.engine import sampling
 from kvant.engine.drafted_run import DraftedRun
-from kvant.engine.draw import Sampler, draw_key, greedy, sample
+from kvant.engine.draw import Sampler, greedy
+from kvant.engine.row_sampling import Row, sample_rows
 from kvant.engine.run import Run, prefill
 from kvant.engine.sampling import make_logits_processors
 from kvant.engine.step import CompiledStep
@@ -49,7 +50,7 @@ def compared(model: Decoder, sampler: Sampler, **options: Any) -> dict[str, Any]
         plain.trim(size - kept)
         (logits,), (tokens, logprobs) = (step(ids) for step in steps)
         worst = max(worst, relative_error(logits, expected))
-        rows = [sample(logits[j : j + 1], None, sampler, (), draw_key(sampler, offset + 1 + j)) for j in range(size)]
+        rows = [sample_rows(logits[j : j + 1], [Row(sampler, (), offset + 1 + j, ())]) for j in range(size)]
         alone = [mx.concatenate([token for token, _ in rows]), mx.stack([row for _, row in rows])]
         drawn.append(all(map(mx.array_equal, (tokens, logprobs.reshape(alone[1].shape)), alone)))
         for cache in caches:
@@ -58,7 +59,7 @@ def compared(model: Decoder, sampler: Sampler, **options: Any) -> dict[str, Any]
         mx.mean(mx.abs(mine[..., -window:, :] - theirs[..., -window:, :]) > 1e-4).item()
         for layer, other in zip(caches[0], plain, strict=True)
         for window in [layer.window or plain.offset]
-        for mine, theirs in zip(layer.stored(0), other.stored(0), strict=True)
+        for mine, theirs in zip(layer.stored(), other.stored(), strict=True)
     ]
     return {
         "worst": worst,

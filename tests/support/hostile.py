@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,20 @@ def refused(folder: Path, kind: type[ModelError], message: str) -> None:
     assert len(f"kvant: error: {caught.value}") <= 3 * 80
     if kind is CheckpointError:
         assert mx.get_peak_memory() - before < 1_000_000
+
+
+@contextmanager
+def one_line(kind: type[Exception], message: str) -> Iterator[None]:
+    """An error of this kind, whose text is one printable line."""
+    with pytest.raises(kind, match=message) as caught:
+        yield
+    assert str(caught.value).isprintable()
+
+
+def said(key: str, value: object) -> str:
+    """A pattern of how a message names a key and the value it cannot have."""
+    shown = {form[:8] for form in (repr(value), str(value), str(value).lower())}
+    return rf"\b{key} is ({'|'.join(map(re.escape, sorted(shown)))})"
 
 
 def change(path: Path, **changes: Any) -> None:

@@ -1,10 +1,15 @@
 """What the tests of the server's interfaces share: a service without an engine, and events to feed."""
 
+import copy
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
+from kvant.server.endpoint import Encoder
+from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Event, Text
 
 SWITCHED = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
@@ -21,6 +26,20 @@ def service(template: str = "{{ messages }}", *, thinks: bool = False) -> Any:
         convert_tokens_to_ids=lambda tokens: [None for _ in tokens],
     )
     return SimpleNamespace(tokenizer=tokenizer)
+
+
+def refused(make: Callable[[], object]) -> ApiError:
+    """The refusal of a body, in one line."""
+    with pytest.raises(ApiError) as caught:
+        make()
+    assert caught.value.status == 400
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+def streamed(stream: Encoder, events: Iterable[Event]) -> list[dict[str, Any]]:
+    """The events of a stream, as they were when they were sent."""
+    return [copy.deepcopy(told) for event in events for told in stream.add(event)]
 
 
 @st.composite

@@ -1,11 +1,15 @@
 """A server in this process: uvicorn in a thread, as ``kvant serve`` runs it, on a free port of loopback."""
 
 import json
+import os
+import re
 import socket
+import subprocess
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -19,6 +23,7 @@ from kvant.server.generation import Begun, Event, Text
 from kvant.server.run import Server, bind, url_of
 from kvant.server.service import Service, make_pool
 from kvant.server.settings import Settings
+from support.command import COMMAND
 
 SOON = 30  # seconds until which a test waits for what should be immediate
 
@@ -96,6 +101,44 @@ def server(pocket: Any) -> Iterator[Running]:
     settings = Settings(port=0, sequences=4, max_kv_size=512, max_queue=16)
     with running(start(settings, *pocket)) as found:
         yield found
+
+
+@contextmanager
+def started(
+    folder: Path, *arguments: str, command: Sequence[str] = ()
+) -> Iterator[tuple[Any, httpx2.Client, list[str]]]:
+    """``kvant serve`` as a process in a folder, a client of it, and its lines on standard error as they come."""
+    places = {name: str(folder) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")}
+    process = subprocess.Popen(
+        command or [*COMMAND, "serve", "--port", "0", "--sequences", "2", "--max-kv-size", "512", *arguments],
+        cwd=folder,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"} | places,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    lines: list[str] = []
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+                break
+        else:
+            raise AssertionError("".join(lines))
+        reading = threading.Thread(target=lambda: lines.extend(process.stderr or ()))
+        reading.start()
+        with httpx2.Client(base_url=found[0], trust_env=False, timeout=SOON) as client:
+            yield process, client, lines
+        process.kill()
+        reading.join(SOON)
+    finally:
+        process.kill()
+        process.wait(SOON)
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
 
 
 def sse_events(server: Running, path: str, body: Any) -> list[dict[str, Any]]:

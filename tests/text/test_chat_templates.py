@@ -143,20 +143,3 @@ def test_the_embedded_models_text_without_tools(pocket: tuple[Any, Tokenizer]) -
     chatml = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in said)
     assert text == chatml + "<|im_start|>assistant\n"
     assert pocket[1].apply_chat_template(said, tools=[], tokenize=False) == chatml
-
-
-def test_the_embedded_models_text_with_tools(pocket: tuple[Any, Tokenizer]) -> None:
-    text = pocket[1].apply_chat_template([SYSTEM, USER, CALLS, RESULT, RESULT, ANSWER], [TOOL], tokenize=False)
-    arguments = '{"city": "Zürich", "days": [1, null, 2.5], "exact": true}'
-    call = '<tool_call>\n{"name": "weather", "arguments": ' + arguments + "}\n</tool_call>"
-    result = '<tool_response>\n{"degrees": "21°"}\n</tool_response>'
-    begin, end = "<|im_start|>", "<|im_end|>\n"
-    system = (
-        f"{begin}system\n{SYSTEM['content']}\n\nTools:\n<tools>\n{json.dumps(TOOL, ensure_ascii=False)}\n</tools>\n"
-    )
-    assert text.startswith(system)
-    assert text.count("system\n") == 1
-    assert text.endswith(
-        f"{begin}user\n{USER['content']}{end}{begin}assistant\nTwo.\n{call}\n{call}{end}"
-        f"{begin}user\n{result}\n{result}{end}{begin}assistant\n{ANSWER['content']}{end}"
-    )

@@ -140,11 +140,3 @@ def test_the_interface_is_mlx_lms(
     for detokenizer in (ours, theirs):
         detokenizer.reset()
         assert (detokenizer.text, detokenizer.tokens, detokenizer.offset, detokenizer.last_segment) == ("", [], 0, "")
-
-
-def test_detokenizers_are_apart(made: dict[str, Tokenizer]) -> None:
-    first, second = made[POCKET].detokenizer, made[POCKET].detokenizer
-    ids = made[POCKET].encode("a fox")
-    first.add_token(ids[0])
-    assert second.tokens == []
-    assert second.last_segment == ""

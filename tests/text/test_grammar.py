@@ -136,21 +136,13 @@ def test_spaces_that_were_added_are_text(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_it_lets_through(
-    pocket: tuple[Any, Tokenizer],
-    pocket_grammars: Grammars,
-    kind: Any,
-    source: Any,
-    texts: list[str],
-    refused: list[str],
+    pocket: tuple[Any, Tokenizer], pocket_grammars: Grammars, kind: Any, source: Any, texts: Any, refused: Any
 ) -> None:
     """However a text is split into tokens: as the tokenizer does, and byte by byte."""
     tokenizer = pocket[1]
     grammar = pocket_grammars.compile(kind, source)
     for text in [*texts, *refused]:
-        for tokens in (
-            tokenizer.encode(text, add_special_tokens=False),
-            spelled(tokenizer, text),
-        ):
+        for tokens in (tokenizer.encode(text, add_special_tokens=False), spelled(tokenizer, text)):
             assert accepts(grammar, tokens) is (text in texts), text
 
 
@@ -177,10 +169,8 @@ def _nested(depth: int) -> dict[str, Any]:
         ("json_schema", {"properties": {f"p{i}": {} for i in range(800)}}, "max is"),
         ("json_schema", _nested(2000), "nested"),
         ("json_schema", "{", "not JSON"),
-        ("json_schema", [1], "expected an object"),
         ("json_schema", False, "expected an object"),
         ("json_schema", {"a": float("nan")}, "not JSON"),
-        ("json_schema", {"a": {1, 2}}, "not JSON"),
         ("json_schema", {"description": "x" * 70_000}, "65536"),
         ("regex", "(a", "unclosed group"),
         ("regex", "\\bfoo", "lookarounds"),

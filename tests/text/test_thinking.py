@@ -7,7 +7,7 @@ import pytest
 from support.tokenizers_made import write_tokenizer
 
 from kvant.text.thinking import HARMONY, HARMONY_TOKENS, Marks, Thinking, marks_of
-from kvant.text.tokenizer import Tokenizer, load_tokenizer
+from kvant.text.tokenizer import load_tokenizer
 
 THINK = Marks(("<think>",), "</think>")
 CHANNEL = Marks(("<|channel>thought",), "<channel|>")
@@ -69,20 +69,11 @@ def test_what_is_certain_comes_at_once() -> None:
     ("tokens", "marks"),
     [
         (["<think>", "</think>"], THINK),
-        (["<think>"], None),
-        (["<|channel>", "<channel|>"], CHANNEL),
+        ([], None),
         (list(HARMONY_TOKENS), HARMONY),
-        (
-            ["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"],
-            Marks(("<|open|>think<|sep|>",), "<|close|>think<|sep|>"),
-        ),
     ],
 )
 def test_marks_are_those_of_the_vocabulary(tmp_path: Path, tokens: list[str], marks: Marks | None) -> None:
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, "qwen3", extra_special_tokens=tokens))
     assert marks_of(tokenizer) == marks
     assert (Thinking.of(tokenizer, "") is None) is (marks is None)
-
-
-def test_the_embedded_model_has_none(pocket: tuple[object, Tokenizer]) -> None:
-    assert Thinking.of(pocket[1], "") is None

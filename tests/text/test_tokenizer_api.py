@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetokenizer, TokenizerWrapper
 from support.hostile import MESSAGES, change, good_model
-from support.tokenizers_made import FAMILIES, write_tokenizer
+from support.tokenizers_made import write_tokenizer
 
 import kvant
 from kvant.errors import ModelError, PromptError
@@ -65,11 +65,6 @@ def test_mlx_lms_wrapper(fresh: tuple[Decoder, Tokenizer], pocket_mlx_lm: nn.Mod
         == tokenizer.decode([token for token, _ in given])
         == kvant.generate(model, tokenizer, prompt, max_tokens=40)
     )
-
-
-def test_the_wrapper_sees_no_template_where_there_is_none(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, "qwen2"))
-    assert TokenizerWrapper(tokenizer).has_chat_template is tokenizer.has_chat_template is False
 
 
 @pytest.mark.parametrize(
@@ -223,21 +218,4 @@ def test_no_other_library_comes_along(tmp_path: Path, body: str, stdin: str) -> 
     done = subprocess.run([sys.executable, "-c", code], input=stdin, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-    assert json.loads(path.read_text()) == []
-
-
-def test_every_family_is_read_without_them(tmp_path: Path) -> None:
-    folders = [str(write_tokenizer(tmp_path / name, name)) for name in FAMILIES]
-    body = f"""
-from pathlib import Path
-from kvant.text.tokenizer import load_tokenizer
-for folder in {folders}:
-    tokenizer = load_tokenizer(Path(folder))
-    detokenizer = tokenizer.detokenizer
-    for token in tokenizer.encode("a fox"):
-        detokenizer.add_token(token)
-"""
-    path = tmp_path / "imported"
-    code = IN_PROCESS.format(body=body, path=str(path))
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     assert json.loads(path.read_text()) == []

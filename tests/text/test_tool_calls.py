@@ -60,23 +60,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def some_text(rng: random.Random) -> str:
-    pieces = [
-        "a",
-        " ",
-        "é",
-        "\U0001f326",
-        '"',
-        "\\",
-        "\n",
-        "}",
-        "]",
-        "{",
-        "</tool_call>",
-        "<tool_call>",
-        "[ARGS]",
-        "'",
-        "1",
-    ]
+    pieces = ["a", " ", "é", "\U0001f326", '"', "\\", "\n", "}", "]", "{", "'", "1", "[ARGS]"]
+    pieces += ["</tool_call>", "<tool_call>"]
     return "".join(rng.choice(pieces) for _ in range(rng.randrange(1, 8)))
 
 

@@ -1,7 +1,7 @@
 """The architectures of mlx-lm that kvant loads, by name.
 
 A name that is not here is refused, so a new mlx-lm brings in nothing that nobody tried. tests/bridge/test_allow_list.py
-holds the names and the remapping against the installed mlx-lm; docs/architectures.md says what was measured.
+holds the names and the remapping against the installed mlx-lm; docs/data/architectures.md says what was measured.
 """
 
 from collections.abc import Mapping
@@ -67,9 +67,6 @@ def module_name(config: Mapping[str, Any]) -> str:
 
     Returns:
         A name of ``ALLOWED``. ``NEEDS_METAL`` has those that run on a Mac alone.
-
-    Raises:
-        ModelError: ``model_type`` is missing, not a text, unknown, or refused.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):

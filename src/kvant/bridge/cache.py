@@ -17,7 +17,7 @@ from kvant.bridge.traced import TracedLayer
 from kvant.bridge.window_masks import WindowMask
 from kvant.cache import ModelCache
 from kvant.cache.window import SLACK
-from kvant.models.reservation import check_memory
+from kvant.models.caches import check_memory
 from kvant.operators.quantization import QUANT_BITS
 from kvant.sizes import format_bytes
 
@@ -57,7 +57,7 @@ class BridgedCache(ModelCache):
         ``notes``: what :meth:`describe` adds.
         """
         super().__init__(layers)
-        self._sequences.layout = layout
+        self._sequence.layout = layout
         self._entries = tuple(entries)
         self._bridged = tuple(layers)
         self._notes = tuple(notes)
@@ -76,7 +76,7 @@ class BridgedCache(ModelCache):
     @property
     def layout(self) -> str:
         """:func:`layout_of` the model that it is for."""
-        return self._sequences.layout
+        return self._sequence.layout
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -95,34 +95,19 @@ class BridgedCache(ModelCache):
         return CacheBytes(self.nbytes - state, state)
 
     def begin(self, inputs: mx.array, num_rows: int | None = None) -> tuple[int, ...]:
-        """As :meth:`ModelCache.begin`; states and windows are as the last committed step left them.
-
-        Raises:
-            ValueError: sequences of different lengths, too.
-        """
-        if min(self.lengths) != self.offset:
-            raise ValueError(
-                f"the cache holds {list(self.lengths)} tokens; mlx-lm's models take sequences of one length"
-            )
+        """As :meth:`ModelCache.begin`; states and windows are as the last committed step left them."""
         self.end_step()
         return super().begin(inputs, num_rows)
 
-    def commit(
-        self, num_tokens: int | Sequence[int] | None = None, *, ids: Sequence[Sequence[int]] | None = None
-    ) -> None:
-        """As :meth:`ModelCache.commit`.
-
-        Raises:
-            ValueError: a part of a step where a layer's state has taken all of it; nothing was committed.
-        """
+    def commit(self, num_tokens: int | None = None, *, ids: Sequence[Sequence[int]] | None = None) -> None:
+        """As :meth:`ModelCache.commit`."""
         step = self.step
-        if step is not None and num_tokens is not None and any(isinstance(x, StateCache) for x in self._bridged):
-            each = num_tokens if isinstance(num_tokens, Sequence) else [num_tokens]
-            if any(count != step.shape[1] for count in each):
-                raise ValueError(
-                    f"num_tokens is {num_tokens}; the step has {step.shape[1]}, and the state of a linear layer "
-                    "takes all of a step"
-                )
+        has_state = any(isinstance(layer, StateCache) for layer in self._bridged)
+        if has_state and step is not None and num_tokens not in (None, step.shape[1]):
+            raise ValueError(
+                f"num_tokens is {num_tokens}; the step has {step.shape[1]}, and the state of a linear layer takes all "
+                "of a step"
+            )
         super().commit(num_tokens, ids=ids)
 
     @property
@@ -162,7 +147,6 @@ class BridgedCache(ModelCache):
     def fork(self) -> "BridgedCache":
         """As :meth:`ModelCache.fork`."""
         with self.turn:
-            self.reserve(0)
             layers: Sequence[Any] = self._forked()
             # What mlx-lm's model sees of a layer, to the same of its copy.
             seen = {id(_seen(old)): _seen(new) for old, new in zip(self._bridged, layers, strict=True)}
@@ -181,9 +165,7 @@ class BridgedCache(ModelCache):
         return [*lines, *self._notes]
 
 
-def make_prompt_cache(
-    model: Model, max_kv_size: int, *, kv_bits: int = 8, kv_group_size: int = 32, batch: int = 1
-) -> list[Any]:
+def make_prompt_cache(model: Model, max_kv_size: int, *, kv_bits: int = 8, kv_group_size: int = 32) -> list[Any]:
     """A prompt cache for mlx-lm's own loops that is reserved now, quantized, and never grows.
 
     ``mlx_lm.generate(model, tokenizer, prompt, prompt_cache=kvant.make_prompt_cache(model, 4096))``
@@ -197,7 +179,6 @@ def make_prompt_cache(
         kv_bits: 8, 4, or 0 for no quantization.
         kv_group_size: elements that share a scale. Where it does not divide a head's width, their greatest common
             divisor is used.
-        batch: sequences of one length, side by side.
 
     Returns:
         a cache for each place where the model's ``make_cache`` has one.
@@ -210,13 +191,12 @@ def make_prompt_cache(
         raise ValueError(
             f"model is a {type(model).__name__}; expected mlx-lm's own. A model of kvant.load has make_cache"
         )
-    check_format({"max_kv_size": max_kv_size, "kv_group_size": kv_group_size, "batch": batch}, "kv_bits", kv_bits)
-    options: dict[str, Any] = {"batch": batch, "quant_bit": kv_bits, "quant_group": kv_group_size}
-    entries, layers = _make(probe(model, batch), max_kv_size, kernels=None, **options)
+    check_format({"max_kv_size": max_kv_size, "kv_group_size": kv_group_size}, "kv_bits", kv_bits)
+    entries, layers = _make(probe(model), max_kv_size, quant_bit=kv_bits, quant_group=kv_group_size, kernels=None)
     # Each layer counts for itself. None goes back further than all of them can.
     limits = frozenset(limit for layer in layers for limit in layer.limits)
     for layer in layers:
-        layer.sequences.limits = limits
+        layer.sequence.limits = limits
     return entries
 
 
@@ -224,7 +204,6 @@ def make_model_cache(
     model: Model,
     max_seq_len: int,
     *,
-    batch: int = 1,
     quant_bit: int = 8,
     quant_group: int = 32,
     kernels: str | None = None,
@@ -237,11 +216,10 @@ def make_model_cache(
         absent: the numbers of the model's caches that hold nothing here, because another process computes their layers.
             Offsets and masks are as in the others.
     """
-    check_format({"max_seq_len": max_seq_len, "quant_group": quant_group, "batch": batch}, "quant_bit", quant_bit)
-    options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
-    found = probe(model, batch)
+    check_format({"max_seq_len": max_seq_len, "quant_group": quant_group}, "quant_bit", quant_bit)
+    options = {"quant_bit": quant_bit, "quant_group": quant_group}
+    found = probe(model)
     entries, layers = _make(found, max_seq_len, kernels=kernels, absent=absent, **options)
-    layout = as_text(found) if batch == 1 else layout_of(model)  # the sizes of states go with the batch
     groups = Counter(
         layer.quant_group for layer in layers if isinstance(layer, BridgedKVCache) and quant_bit and not layer.absent
     )
@@ -250,7 +228,7 @@ def make_model_cache(
         for group, count in groups.items()
         if group != quant_group
     ]
-    return BridgedCache(entries, layers, notes, layout)
+    return BridgedCache(entries, layers, notes, as_text(found))
 
 
 def layout_of(model: Model) -> str:
@@ -258,27 +236,22 @@ def layout_of(model: Model) -> str:
     return as_text(probe(model))
 
 
-def cache_bytes(
-    model: Model, max_seq_len: int, *, batch: int = 1, quant_bit: int = 8, quant_group: int = 32
-) -> CacheBytes:
+def cache_bytes(model: Model, max_seq_len: int, *, quant_bit: int = 8, quant_group: int = 32) -> CacheBytes:
     """What :func:`make_model_cache` would allocate, and mlx-lm for states. Nothing is allocated for it."""
-    options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
-    return entries_bytes(probe(model, batch), max_seq_len, **options)
+    return entries_bytes(probe(model), max_seq_len, quant_bit=quant_bit, quant_group=quant_group)
 
 
 def entries_bytes(
-    entries: Sequence[Entry], max_seq_len: int, *, batch: int = 1, quant_bit: int = 8, quant_group: int = 32
+    entries: Sequence[Entry], max_seq_len: int, *, quant_bit: int = 8, quant_group: int = 32
 ) -> CacheBytes:
-    """:func:`cache_bytes` of what a probe of the model with this batch found."""
-    check_format({"max_seq_len": max_seq_len, "quant_group": quant_group, "batch": batch}, "quant_bit", quant_bit)
+    """:func:`cache_bytes` of what a probe of the model found."""
+    check_format({"max_seq_len": max_seq_len, "quant_group": quant_group}, "quant_bit", quant_bit)
     keys_values = state = 0
     for leaf in leaves_of(entries):
         if isinstance(leaf, State):
             state += leaf.nbytes
         elif isinstance(leaf, Attention):
-            keys_values += (
-                batch * leaf.num_kv_heads * rows_of(leaf, max_seq_len) * _token_bytes(leaf, quant_bit, quant_group)
-            )
+            keys_values += leaf.num_kv_heads * rows_of(leaf, max_seq_len) * _token_bytes(leaf, quant_bit, quant_group)
     return CacheBytes(keys_values, state)
 
 
@@ -286,7 +259,6 @@ def _make(
     found: Sequence[Entry],
     max_seq_len: int,
     *,
-    batch: int,
     quant_bit: int,
     quant_group: int,
     kernels: str | None,
@@ -300,10 +272,9 @@ def _make(
             return MlxLmKVCache()
         if isinstance(leaf, State):
             arrays = ArraysCache(len(leaf.shapes))
-            layers.append(StateCache(arrays, max_seq_len, batch=batch, shapes=leaf.shapes, absent=is_absent))
+            layers.append(StateCache(arrays, max_seq_len, shapes=leaf.shapes, absent=is_absent))
             return arrays
         options: dict[str, Any] = {
-            "batch": batch,
             "quant_bit": quant_bit,
             "quant_group": leaf.group(quant_group) if quant_bit else quant_group,
             "value_head_dim": leaf.value_dim,
@@ -322,9 +293,8 @@ def _make(
     def entry(each: Entry, is_absent: bool) -> Any:
         return CacheList(*(one(leaf, is_absent) for leaf in each)) if isinstance(each, tuple) else one(each, is_absent)
 
-    options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
     own = [each for number, each in enumerate(found) if number not in absent]
-    check_memory(max_seq_len, entries_bytes(own, max_seq_len, **options).total)
+    check_memory(max_seq_len, entries_bytes(own, max_seq_len, quant_bit=quant_bit, quant_group=quant_group).total)
     entries = [entry(each, number in absent) for number, each in enumerate(found)]
     hook.install()
     return entries, layers

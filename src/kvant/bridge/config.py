@@ -49,11 +49,7 @@ def is_bridged(raw: Mapping[str, Any]) -> bool:
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """config.json of a folder, with the end-of-text tokens of generation_config.json, which win.
-
-    Raises:
-        ModelError: a file that is missing or malformed, names code, or has sizes that no model has.
-    """
+    """config.json of a folder, with the end-of-text tokens of generation_config.json, which win."""
     raw = dict(read_json(folder / "config.json"))
     generation_file = folder / "generation_config.json"
     try:
@@ -68,11 +64,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
 
 def check(raw: Mapping[str, Any]) -> None:
-    """Refuse a config.json that names code, or whose values would have mlx-lm's class loop or allocate without end.
-
-    Raises:
-        ModelError: it does.
-    """
+    """Refuse a config.json that names code, or whose values would have mlx-lm's class loop or allocate without end."""
     refuse_code(raw, "config.json")
     layers, experts, heads = ("", 1), ("", 1), ("", 1)
     for key, value in _values({key: value for key, value in raw.items() if key not in LONG}):
@@ -111,11 +103,7 @@ def for_mlx_lm(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(raw: Mapping[str, Any], args: Any) -> BridgedConfig:
-    """What is known once mlx-lm's ModelArgs took a config.json.
-
-    Raises:
-        ModelError: a vocabulary, a context or end-of-text tokens that are none.
-    """
+    """What is known once mlx-lm's ModelArgs took a config.json."""
     parts = [vars(args), _text(vars(args)), raw, _text(raw)]
 
     def found(*keys: str) -> dict[str, Any]:

@@ -44,10 +44,6 @@ def load_bridged(folder: Path, progress: Progress | None = None, adapter: Path |
         folder: the model folder.
         progress: called with (layers loaded, layers in all).
         adapter: refused.
-
-    Raises:
-        ModelError: a folder that does not hold a supported model, or an adapter.
-        CheckpointError: tensors that are truncated, missing, unexpected, or of the wrong shape or dtype.
     """
     check_process()
     if adapter is not None:
@@ -70,9 +66,6 @@ def check_bridged(folder: Path, *, in_float32: bool = False, whole: bool = True)
         in_float32: floats are cast before mlx-lm's class rearranges them. It adds 1 to the weights of some norms, which
             half precision would round.
         whole: this machine is to hold all of them.
-
-    Raises:
-        ModelError, CheckpointError: as :func:`load_bridged`.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such model folder")
@@ -90,11 +83,7 @@ def check_bridged(folder: Path, *, in_float32: bool = False, whole: bool = True)
 
 
 def build(raw: Mapping[str, Any]) -> tuple[Module, BridgedConfig]:
-    """mlx-lm's model of a config.json that :func:`kvant.bridge.config.check` let pass; no array of it is computed.
-
-    Raises:
-        ModelError: an architecture that is not on the list, or settings that its class does not take.
-    """
+    """mlx-lm's model of a config.json that :func:`kvant.bridge.config.check` let pass; no array of it is computed."""
     name = module_name(raw)
     if name in NEEDS_METAL and not mx.metal.is_available():
         raise ModelError(
@@ -133,11 +122,7 @@ def describe_formats(raw: Mapping[str, Any]) -> str:
 
 
 def quantize_all(model: Module, raw: Mapping[str, Any]) -> None:
-    """Make modules quantized as mlx-lm's converter does, by config.json alone: each that can be, and whose width fits.
-
-    Raises:
-        ModelError: a quantization that is not supported.
-    """
+    """Make every module quantized that can be and whose width fits, as mlx-lm's converter does."""
     default, overrides = _formats(raw)
     if default is None:
         return
@@ -224,11 +209,7 @@ def _format_of(path: str, module: Module, weights: Weights) -> Quantization:
 
 
 def _check(model: Module, weights: Weights) -> None:
-    """Refuse tensors that are not exactly the model's parameters, before one of them is computed.
-
-    Raises:
-        CheckpointError: one that is missing, unexpected, or of the wrong shape or dtype.
-    """
+    """Refuse tensors that are not exactly the model's parameters, before one of them is computed."""
     expected = parameters(model)
     for name in [name for name in weights if name not in expected and name.endswith(IGNORED_SUFFIXES)]:
         del weights[name]

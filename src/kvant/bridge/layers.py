@@ -56,7 +56,7 @@ class BridgedKVCache(QuantizedKVCache):
     @property
     def offset(self) -> int:
         """Tokens so far, with those that a step appended before it is committed."""
-        return self.sequences.offset + (self._appended if self.sequences.step is not None else 0)
+        return self.sequence.length + (self._appended if self.sequence.step is not None else 0)
 
     @property
     def format(self) -> LayerFormat:
@@ -88,14 +88,9 @@ class BridgedKVCache(QuantizedKVCache):
         Returns:
             what new queries may see: keys (B, K, T, D) and values (B, K, T, Dv), dequantized lazily, in the keys'
             dtype. :meth:`make_mask` belongs to them.
-
-        Raises:
-            ContextError: more tokens than there is room for; nothing was written.
-            RuntimeError: a layer of a model's cache, and no step was begun.
-            ValueError: shapes that do not fit the cache.
         """
-        in_step = self.sequences.shared
-        if in_step and (self.sequences.step is None or self._appended):
+        in_step = self.sequence.shared
+        if in_step and (self.sequence.step is None or self._appended):
             raise RuntimeError("a layer is appended to and no step was begun; expected cache.begin(inputs) before it")
         value_is_key = values is keys
         if not self.value_head_dim:
@@ -111,7 +106,7 @@ class BridgedKVCache(QuantizedKVCache):
         if in_step:
             self._appended = keys.shape[2]
         else:
-            self.sequences.commit(keys.shape[2])
+            self.sequence.commit(keys.shape[2])
         if self.shared:
             self._fetched = fetched
         hook.remember(self, *fetched)
@@ -221,7 +216,7 @@ class BridgedKVCache(QuantizedKVCache):
 
     @keys.setter
     def keys(self, array: mx.array) -> None:
-        if not self.sequences.shared:
+        if not self.sequence.shared:
             self.arrays[0] = array
 
     @property
@@ -243,7 +238,7 @@ class BridgedKVCache(QuantizedKVCache):
 
     def is_trimmable(self) -> bool:
         """Whether the last token can be forgotten, by all layers."""
-        return all(self.sequences.can_return(b, max(0, length - 1)) for b, length in enumerate(self.lengths))
+        return self.sequence.can_return(max(0, self.sequence.length - 1))
 
     def _read_in_order(self, stored: list[mx.array], keys: mx.array) -> tuple[mx.array, mx.array]:
         """What was appended to, dequantized in the keys' dtype, in the order of the model's masks."""
@@ -270,13 +265,13 @@ class BridgedWindowCache(BridgedKVCache, WindowKVCache):
     def pass_by(self, num_tokens: int) -> None:
         """As :meth:`BridgedKVCache.pass_by`."""
         super().pass_by(num_tokens)
-        if not self._waits(self.sequences.offset, num_tokens):
-            self._note_written(slice(0, len(self.lengths)), self.sequences.offset + num_tokens)
+        if not self._waits(self.sequence.length, num_tokens):
+            self._note_written(self.sequence.length + num_tokens)
 
     @property
     def buffers(self) -> list[mx.array]:
         """Its arrays, and the tokens that wait to be written."""
-        return [*self.arrays, *(array for _, _, new in self._pending for array in new)]
+        return [*self.arrays, *(self._pending[1] if self._pending else [])]
 
     @property
     def nbytes(self) -> int:
@@ -332,7 +327,7 @@ class BridgedChunkCache(BridgedWindowCache):
     @property
     def start_position(self) -> int:
         """The first token that the next step's queries may see: of the chunk that its first one is in."""
-        return self.sequences.offset // self.window * self.window
+        return self.sequence.length // self.window * self.window
 
     def _as_used(self, use: KernelUse) -> KernelUse:
         return replace(use, mask=True)
@@ -345,7 +340,7 @@ class BridgedChunkCache(BridgedWindowCache):
         """Llama 4 asks for tokens before the chunk to be dropped: there is nothing to do."""
 
     def _read_in_order(self, stored: list[mx.array], keys: mx.array) -> tuple[mx.array, mx.array]:
-        end, S = self.sequences.offset, keys.shape[2]
+        end, S = self.sequence.length, keys.shape[2]
         held = min(end, self.num_rows)  # rows before the new ones, where those wait
         spans = [*self._spans(self.start_position, end), (held, held + S)]
         if not self._pending:

@@ -19,8 +19,9 @@ from kvant.bridge.traced import can_trace
 from kvant.cache import KVCache, ModelCache, WindowKVCache
 from kvant.cache.identity import Identity
 from kvant.cache.pool_batch import PoolBatch
+from kvant.cache.prompt_file import PromptCacheFile
+from kvant.models.caches import default_reservation
 from kvant.models.inputs import check_ids, check_offset, check_shape
-from kvant.models.reservation import default_reservation
 from kvant.operators.dispatch import resolve
 from kvant.threads import check_process
 
@@ -53,11 +54,7 @@ class BridgedModel:
         offset: int | mx.array | None = None,
         cache: Sequence[KVCache] | PoolBatch | None = None,
     ) -> mx.array:
-        """Logits of every position; the step is committed. As :meth:`kvant.models.Decoder.__call__`.
-
-        Raises:
-            ValueError: also sequences of different lengths: mlx-lm's models have one offset for all.
-        """
+        """Logits of every position; the step is committed. As :meth:`kvant.models.Decoder.__call__`."""
         check_process()
         check_shape(inputs)
         check_ids(inputs, self.config.vocab_size)
@@ -106,53 +103,43 @@ class BridgedModel:
         logits: mx.array = self.module(tokens[None], cache=views)
         return logits.squeeze(0)
 
-    def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> BridgedCache:
-        """The cache, if :meth:`make_cache` of a model of this kind made it.
-
-        Raises:
-            ValueError: any other cache, or one of another number of sequences than ``batch``, where one is given.
-        """
+    def check_cache(self, cache: Sequence[KVCache]) -> BridgedCache:
+        """See :class:`kvant.models.LanguageModel`."""
+        if isinstance(cache, PromptCacheFile):
+            cache = cache.taken(self.make_cache)
         if not isinstance(cache, BridgedCache):
             raise ValueError(f"the cache is a {type(cache).__name__}; expected what model.make_cache returns")
         self._layout = self._layout or layout_of(self.module)
         if cache.layout != self._layout:
             raise ValueError("the cache is for a model with other layers; expected what model.make_cache returns")
-        if cache.unchecked is not None:
-            cache.check_source(self.identity)
-        if batch is not None and len(cache.lengths) != batch:
-            raise ValueError(f"the cache is for a batch of {len(cache.lengths)}; given {batch}")
+        if None not in (cache.identity, self.identity) and cache.identity != self.identity:
+            raise ValueError("the cache holds tokens of another model")
         return cache
 
     def make_cache(
         self,
         max_seq_len: int | None = None,
         *,
-        batch: int = 1,
         quant_bit: int = 8,
         quant_group: int = 32,
         bias_split: bool = True,
         kernels: str | None = None,
     ) -> BridgedCache:
-        """Reserve a cache for ``max_seq_len`` tokens of each sequence; at 0 bits they keep the compute dtype.
+        """See :class:`kvant.models.LanguageModel`. No bias is known apart from mlx-lm's projections: none is split.
 
-        Args:
-            max_seq_len: the reservation; None, as mlx-lm calls it: the model's context, at most 4,096 tokens.
-            batch: sequences side by side, of one length.
-            quant_bit: 8, 4, or 0 for no quantization.
-            quant_group: elements that share a scale. Where it does not divide a layer's width, their greatest common
-                divisor is used there.
-            bias_split: without effect: no bias is known apart from mlx-lm's projections, so there is nothing to split.
-            kernels: as in :class:`kvant.cache.QuantizedKVCache`.
-
-        Raises:
-            ValueError: an argument out of range, or a kind of cache that kvant has nothing for.
-            ContextError: more than this machine's memory; nothing was allocated.
+        A group that does not divide a layer's width becomes their greatest common divisor there.
         """
         check_process()
         if max_seq_len is None:
             max_seq_len = default_reservation(self.config)
-        options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
-        cache = make_model_cache(self.module, max_seq_len, kernels=kernels, absent=self.absent_caches, **options)
+        cache = make_model_cache(
+            self.module,
+            max_seq_len,
+            quant_bit=quant_bit,
+            quant_group=quant_group,
+            kernels=kernels,
+            absent=self.absent_caches,
+        )
         cache.identity = self.identity
         self._layout = self._layout or cache.layout  # or the model would be probed once more
         return cache
@@ -169,18 +156,7 @@ class BridgedModel:
         max_seq_len: int | None = None,
         prefill_step_size: int = 512,
     ) -> BridgedPool:
-        """Reserve a pool for many sequences; at 0 bits they keep the compute dtype. It takes the time of some steps.
-
-        Args:
-            tokens, sequences, max_seq_len, prefill_step_size: as in :meth:`kvant.models.Decoder.make_pool`.
-            quant_bit, quant_group, bias_split, kernels: as in :meth:`make_cache`.
-
-        Raises:
-            ModelError: a model that takes one sequence at a time; nothing was reserved.
-            ValueError: a size below 1, a cache format that the model cannot have, a kernel forced that cannot be used.
-            RuntimeError: a forced kernel that fails on this device when it is tried.
-            ContextError: more than this machine's memory; nothing was reserved.
-        """
+        """See :class:`kvant.models.LanguageModel`. It takes the time of some steps."""
         check_process()
         resolve(kernels)  # refuses them before the model is tried
         if max_seq_len is None:

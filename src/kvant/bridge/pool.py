@@ -21,7 +21,7 @@ from kvant.cache.pool import Pool, pool_bytes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.errors import ModelError
-from kvant.models.reservation import check_memory
+from kvant.models.caches import check_memory
 
 Arrays = list[mx.array | None]  # of one state
 
@@ -60,16 +60,12 @@ class BridgedSequence(PoolSequence):
         made.states = self.states
         return made
 
-    def load(self, cache: ModelCache, sequence: int = 0) -> None:
+    def load(self, cache: ModelCache) -> None:
         """As :meth:`PoolSequence.load`, the states too."""
         if not isinstance(cache, BridgedCache) or cache.layout != self.pool.layout:
             raise ValueError("the cache is for a model with other layers than the pool's")
-        super().load(cache, sequence)
-        self.states = [
-            [None if array is None else array[sequence : sequence + 1] for array in layer.committed]
-            for layer in cache.layers
-            if isinstance(layer, StateCache)
-        ]
+        super().load(cache)
+        self.states = [layer.committed for layer in cache.layers if isinstance(layer, StateCache)]
 
     def to_cache(self, max_seq_len: int | None = None) -> ModelCache:
         """As :meth:`PoolSequence.to_cache`, the states too."""
@@ -170,11 +166,7 @@ class BridgedBatch(PoolBatch):
     def commit(
         self, num_tokens: int | Sequence[int] | None = None, *, ids: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """As :meth:`PoolBatch.commit`.
-
-        Raises:
-            ValueError: also a part of a step where a layer's state has taken all of it; nothing was committed.
-        """
+        """As :meth:`PoolBatch.commit`."""
         states = self._states
         if states and self.step is not None and num_tokens is not None:
             each = num_tokens if isinstance(num_tokens, Sequence) else [num_tokens]
@@ -251,11 +243,7 @@ def make_pool(
 
 
 def check_entries(found: Sequence[Entry], model: Model, name: str) -> None:
-    """Refuse a model that no pool is for, by its layers or its module.
-
-    Raises:
-        ModelError: it is one.
-    """
+    """Refuse a model that no pool is for, by its layers or its module."""
     reason = ONE_AT_A_TIME.get(type(model).__module__.rpartition(".")[2])
     for leaf in leaves_of(found):
         if isinstance(leaf, Attention) and leaf.chunk is not None:
@@ -275,11 +263,7 @@ def pool_needs(
 
 
 def _try(model: Model, name: str, pool: BridgedPool, agree: float) -> bool:
-    """Whether attention in a step of several sequences is computed for each alone.
-
-    Raises:
-        ModelError: such a step fails, or gives other logits than a step of each sequence.
-    """
+    """Whether attention in a step of several sequences is computed for each alone."""
     hook.install()
     refused = f"{name} has no step of several sequences of different lengths; one sequence at a time works"
     texts = [[2 + (7 + 31 * i + 5 * b) % 59 for i in range(count + 1)] for b, count in enumerate(TRIED)]

@@ -142,10 +142,6 @@ class PooledLayer:
 
         Returns:
             what new queries may see, as lazy arrays (R, K, T, D) and (R, K, T, Dv). :meth:`make_mask` belongs to them.
-
-        Raises:
-            RuntimeError: the layer was appended to in this step.
-            ValueError: shapes that do not fit the layer or the step.
         """
         if self._fetched is not None:
             raise RuntimeError("a layer is appended to twice in one step")

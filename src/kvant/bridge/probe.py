@@ -70,13 +70,10 @@ Entry = Leaf | tuple[Leaf, ...]
 KIND_NAMES = {Attention: "attention", State: "state", Unused: "unused"}
 
 
-def probe(model: Model, batch: int = 1) -> list[Entry]:
-    """What each of the caches that ``model`` makes is used for. A tuple stands for a list of caches of one layer.
-
-    Raises:
-        ValueError: a cache that kvant has nothing to put in place of.
-    """
-    probes, _ = called(model, batch)
+def probe(model: Model) -> list[Entry]:
+    """What each of the caches that ``model`` makes is used for. A tuple stands for a list of caches of one layer."""
+    with _nothing_read(model):
+        probes, _ = called(model)
     windows: dict[tuple[int, int], int] = {}
     for leaf in _leaves(probes):
         if isinstance(leaf, _Probe) and leaf.asked is not None and leaf.ring is not None:
@@ -84,16 +81,11 @@ def probe(model: Model, batch: int = 1) -> list[Entry]:
     return [_entry_of(found, windows) for found in probes]
 
 
-def called(model: Model, batch: int = 1) -> tuple[list[Any], mx.array]:
-    """The caches of a call of ``model`` that is never evaluated, which hold what they were given, and its logits.
-
-    Raises:
-        ValueError: as :func:`probe`.
-    """
+def called(model: Model) -> tuple[list[Any], mx.array]:
+    """The caches of a call of ``model`` that is never evaluated, which hold what they were given, and its logits."""
     made = mlx_lm_cache.make_prompt_cache(model)
     probes = [_probe_of(cache, number) for number, cache in enumerate(made)]
-    with _nothing_read(model):
-        return probes, model(mx.zeros((batch, PROBE_TOKENS), mx.int32), cache=probes)
+    return probes, model(mx.zeros((1, PROBE_TOKENS), mx.int32), cache=probes)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from kvant.cache import KVCache
 from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, Stored
-from kvant.cache.sequences import TrimLimit
+from kvant.cache.sequence import TrimLimit
 
 
 class StateCache(KVCache):
@@ -28,7 +28,6 @@ class StateCache(KVCache):
         arrays: ArraysCache,
         max_seq_len: int,
         *,
-        batch: int = 1,
         shapes: tuple[Stored | None, ...] = (),
         absent: bool = False,
     ) -> None:
@@ -37,7 +36,7 @@ class StateCache(KVCache):
         ``shapes``: of the arrays, as :class:`kvant.bridge.probe.State` has them; none: not known.
         """
         self._max_seq_len = max_seq_len
-        super().__init__(batch)
+        super().__init__()
         self.arrays = arrays
         self.absent = absent
         self._shapes = shapes
@@ -46,7 +45,7 @@ class StateCache(KVCache):
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens a sequence can have."""
+        """Tokens it can have."""
         return self._max_seq_len
 
     @property
@@ -76,16 +75,15 @@ class StateCache(KVCache):
 
     def restore_state(self, arrays: list[mx.array | None]) -> None:
         """See :class:`kvant.cache.KVCache`."""
-        batch = len(self.lengths)
         for number, (array, expected) in enumerate(zip(arrays, self._shapes or [None] * len(arrays), strict=True)):
             if array is None or expected is None:
                 continue
             dtype, (_, *most) = expected  # before it has seen enough tokens, a state may be shorter
             fits = len(array.shape) == 1 + len(most) and all(map(operator.le, array.shape[1:], most))
-            if DTYPE_NAMES[array.dtype] != dtype or array.shape[0] != batch or not fits:
+            if DTYPE_NAMES[array.dtype] != dtype or array.shape[0] != 1 or not fits:
                 raise ValueError(
                     f"array {number} of a state is {DTYPE_NAMES[array.dtype]} {tuple(array.shape)}; "
-                    f"expected {dtype} {(batch, *most)}"
+                    f"expected {dtype} {(1, *most)}"
                 )
         self._committed = list(arrays)
         self.arrays.cache[:] = arrays
@@ -122,7 +120,7 @@ class StateCache(KVCache):
         """A state takes any."""
 
     def reserve(self, num_tokens: int) -> None:
-        """Raise a ContextError unless every sequence has room for ``num_tokens`` more tokens."""
+        """Raise a ContextError unless there is room for ``num_tokens`` more tokens."""
         if self._released:
             raise RuntimeError("the cache was released; expected one that was not")
         self._check_room(num_tokens)
@@ -142,6 +140,6 @@ class StateCache(KVCache):
 
     def release(self) -> None:
         """Give the memory back. The cache cannot be used after it."""
-        self.sequences.reset()
+        self.sequence.reset()
         self.begin()
         self._released = True

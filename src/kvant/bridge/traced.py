@@ -138,14 +138,10 @@ def can_trace(model: Callable[..., mx.array], cache: Any, new_tokens: int = 1) -
         cache: its :class:`kvant.bridge.BridgedCache`, with at least one token and room for S. It is as before when this
             returns.
         new_tokens: S.
-
-    Raises:
-        ContextError: no room.
-        ValueError: a cache without a token: its states have no arrays yet.
     """
     if not cache.offset:
         raise ValueError("the cache is empty; expected one that holds a token")
-    inputs = mx.broadcast_to(mx.arange(new_tokens), (len(cache.lengths), new_tokens))
+    inputs = mx.arange(new_tokens)[None]
     cache.begin(inputs)
 
     def step(tokens: mx.array, offset: mx.array) -> mx.array:

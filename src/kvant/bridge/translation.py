@@ -18,11 +18,7 @@ GLOBAL_SIZES = {"head_dim": "global_head_dim", "num_key_value_heads": "num_globa
 
 
 def translated(raw: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """A config.json, or its part for text, with the keys that mlx-lm's ``module`` reads. What is said stays as it is.
-
-    Raises:
-        ModelError: layers that the class cannot have.
-    """
+    """A config.json, or its part for text, with the keys that mlx-lm's ``module`` reads and it lacks."""
     result = dict(raw)
     for key, value in (*_rope(raw), *_experts(raw), *_period(raw, module), *_global_sizes(raw, module)):
         if result.get(key) is None:

@@ -19,9 +19,6 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
     After an error the new file is gone and what was there is untouched. A process that is killed leaves the new file,
     ``.<name>.<digits>.partial``; the next one that writes the same name removes it.
-
-    Raises:
-        OSError: it cannot be written, or would replace a pipe, a device, a folder or a link to no file.
     """
     if os.path.lexists(path) and not os.path.isfile(path):
         raise OSError("what is there is neither a regular file nor a link to one")

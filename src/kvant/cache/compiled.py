@@ -19,9 +19,9 @@ class CompiledCacheView:
 
     Attributes:
         cache: appended to.
-        offset: integer array, () for all sequences or (B,): where the first of the S new tokens goes. All are below the
-            cache's max_seq_len; in a window's ring they are slack + 1 at most.
-        num_tokens: tokens to read, any ``offset`` + S at least and max_seq_len at most. Those past a sequence's new
+        offset: integer array (): where the first of the S new tokens goes. All are below the cache's max_seq_len; in a
+            window's ring they are slack + 1 at most.
+        num_tokens: tokens to read, any ``offset`` + S at least and max_seq_len at most. Those past the new
             ones are ignored. The fused kernel reads up to the new ones in any case. Of a window any row may be read.
     """
 

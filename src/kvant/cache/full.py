@@ -1,12 +1,9 @@
 """A full-precision key/value cache of one layer that grows by concatenation: the plain way, for comparison."""
 
-from copy import copy
-from typing import Self
-
 import mlx.core as mx
 
 from kvant.cache.layer import KVCache
-from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat
+from kvant.cache.layer_format import LayerFormat
 from kvant.operators.attention import attend_tokens
 from kvant.operators.masks import both_masks, window_mask
 from kvant.operators.validation import check_tokens
@@ -20,7 +17,7 @@ class FullKVCache(KVCache):
 
     def __init__(self, window: int | None = None) -> None:
         """``window``: the last tokens that a query sees in :meth:`attend`; None: all."""
-        super().__init__(None)
+        super().__init__()
         self.window = window
         self._key_value: tuple[mx.array, mx.array] | None = None
 
@@ -36,35 +33,8 @@ class FullKVCache(KVCache):
 
     @property
     def format(self) -> LayerFormat:
-        """How it stores tokens; without any it has no shape yet."""
-        if self._key_value is None or not self.offset:
-            return LayerFormat("full", window=self.window, dtype="F32")
-        _, K, _, D = self._key_value[0].shape
-        return LayerFormat("full", K, D, D, dtype=DTYPE_NAMES[self._key_value[0].dtype], window=self.window)
-
-    def stored(self, sequence: int) -> list[mx.array]:
-        """See :class:`kvant.cache.KVCache`."""
-        length = self.lengths[sequence]
-        if self._key_value is None or not self.offset:
-            return [mx.zeros((2, 0, length, 0))]
-        return [mx.stack([array[sequence, :, :length] for array in self._key_value])]
-
-    def restore(self, sequence: int, tokens: list[mx.array], first: int, lengths: tuple[int, ...]) -> None:
-        """See :class:`kvant.cache.KVCache`."""
-        if not sequence:
-            self._key_value = None  # the arrays of what it held before
-        if not max(lengths):
-            return
-        _, K, rows, D = tokens[0].shape
-        if self._key_value is None:
-            shape = (len(lengths), K, max(lengths), D)
-            self._key_value = (mx.zeros(shape, tokens[0].dtype), mx.zeros(shape, tokens[0].dtype))
-        for array, new in zip(self._key_value, tokens[0], strict=True):
-            array[sequence, :, :rows] = new
-
-    def fork(self) -> Self:
-        """See :class:`kvant.cache.KVCache`. An append makes new arrays, so these can be shared."""
-        return copy(self)
+        """How it stores tokens: as they come."""
+        return LayerFormat("full", window=self.window)
 
     def update_and_fetch(
         self, key: mx.array, value: mx.array, mask_length: int | None = None, mask: mx.array | str | None = None
@@ -84,11 +54,9 @@ class FullKVCache(KVCache):
         """
         if key.ndim != 4 or key.shape != value.shape:
             raise ValueError(f"key has shape {tuple(key.shape)}, value {tuple(value.shape)}; expected one (B, H, S, D)")
-        batch, offset = key.shape[0], self.offset
-        if min(self.lengths) != offset:
-            raise ValueError(f"the cache holds {list(self.lengths)} tokens; expected sequences of one length")
+        offset = self.offset
         if self._key_value is not None and offset:
-            self.check_shape(batch, key.shape[1], key.shape[3])
+            self.check_shape(key.shape[0], key.shape[1], key.shape[3])
             # Without the tokens of a step that was not committed.
             cached_key, cached_value = (x[:, :, :offset] for x in self._key_value)
             if key.dtype != cached_key.dtype:
@@ -96,9 +64,8 @@ class FullKVCache(KVCache):
             key = mx.concatenate([cached_key, key], axis=2)
             value = mx.concatenate([cached_value, value], axis=2)
         self._key_value = (key, value)
-        if not self.sequences.shared:
-            self.sequences.take_batch(batch)
-            self.sequences.commit(key.shape[2] - offset)
+        if not self.sequence.shared:
+            self.sequence.commit(key.shape[2] - offset)
         return key, value, key.shape[2], mask
 
     def attend(

@@ -18,7 +18,7 @@ DTYPES = {
     "I64": mx.int64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-KINDS = ("quantized", "full", "chunks", "state")
+KINDS = ("quantized", "chunks", "state")  # of those that are saved
 MAX_NUMBER = 2**24  # of heads, widths and tokens: far above any model's
 
 Shape = tuple[int, ...]
@@ -58,11 +58,7 @@ class LayerFormat:
 
     @classmethod
     def from_json(cls, raw: object) -> "LayerFormat":
-        """Of what :meth:`as_json` gave, every field checked.
-
-        Raises:
-            ValueError: a field that is missing, unknown, of another type or out of range.
-        """
+        """Of what :meth:`as_json` gave, every field checked."""
         names = {field.name for field in fields(cls)}
         if not isinstance(raw, dict) or raw.keys() != names:
             raise ValueError("a layer's format has other fields than " + ", ".join(sorted(names)))
@@ -88,10 +84,6 @@ class LayerFormat:
         """Raise a ValueError where fields contradict each other."""
         if self.kind == "state":
             expected = LayerFormat("state", state=self.state)
-        elif self.kind == "full":
-            expected = LayerFormat(
-                "full", self.num_kv_heads, self.head_dim, self.head_dim, dtype=self.dtype, window=self.window
-            )
         else:
             if self.quant_bit not in (0, 4, 8) or not self.num_kv_heads or not self.head_dim:
                 raise ValueError(f"a layer of {self.quant_bit} bits, {self.num_kv_heads} kv heads of {self.head_dim}")
@@ -157,11 +149,7 @@ def stored_dtype(quant_bit: int) -> str:
 
 
 def check_number(name: str, value: object, least: int = 0, most: int = MAX_NUMBER) -> int:
-    """An int in a range.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """An int in a range."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name} is {_shown(value)}; expected an int from {least} to {most}")
     return value
@@ -175,11 +163,7 @@ def check_numbers(name: str, value: object, least: int = 0, most: int = MAX_NUMB
 
 
 def parse_stored(raw: object) -> Stored | None:
-    """A dtype and a shape of JSON, or nothing.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """A dtype and a shape of JSON, or nothing."""
     if raw is None:
         return None
     if not isinstance(raw, list) or len(raw) != 2 or raw[0] not in DTYPES:
@@ -197,10 +181,7 @@ def difference(given: LayerFormat, own: LayerFormat, given_reserved: int | None,
     A layer with a window has no ring where all of the reservation is inside the window.
     """
     ignored: tuple[str, ...] = ()
-    shape = ("num_kv_heads", "head_dim", "value_head_dim")
-    if given.kind == own.kind == "full":  # empty, it takes the shape of what it is given
-        ignored = ("dtype",) if given.num_kv_heads and own.num_kv_heads else (*shape, "dtype")
-    elif given.kind == own.kind == "state" and len(given.state) == len(own.state):
+    if given.kind == own.kind == "state" and len(given.state) == len(own.state):
         ignored = ("state",)
     elif _inside(given, given_reserved, own) or _inside(own, reserved, given):
         ignored = ("window", "keep", "slack")
@@ -209,12 +190,6 @@ def difference(given: LayerFormat, own: LayerFormat, given_reserved: int | None,
         if name not in ignored and value != expected[name]:
             return f"{name} is {_shown(value)}; expected {_shown(expected[name])}"
     return None
-
-
-def as_full(own: LayerFormat, full: LayerFormat) -> LayerFormat:
-    """What a model's layer of one format would have in common with a full-precision cache of it."""
-    sizes = (own.num_kv_heads, own.head_dim, own.value_head_dim)
-    return LayerFormat("full", *sizes, dtype=full.dtype, window=full.window)
 
 
 def _inside(whole: LayerFormat, reserved: int | None, ring: LayerFormat) -> bool:

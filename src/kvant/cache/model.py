@@ -1,23 +1,27 @@
-"""The key/value cache of a model: the arrays of all layers, and the sequences they hold."""
+"""The key/value cache of a model: the arrays of all layers, and the sequence they hold."""
 
 import math
-from collections.abc import Sequence
-from typing import overload
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
 
 import mlx.core as mx
 
+from kvant.cache import snapshot
+from kvant.cache.compiled import CompiledCacheView
+from kvant.cache.identity import Identity
 from kvant.cache.layer import KVCache
 from kvant.cache.quantized import QuantizedKVCache
-from kvant.cache.saved_cache import SavedCache
-from kvant.cache.sequences import Sequences
-from kvant.cache.step_cache import StepCache
-from kvant.threads import Turn
+from kvant.cache.sequence import CachedSequence, check_number
+from kvant.errors import SnapshotError
+from kvant.operators.rotary import Rotary
+from kvant.threads import Turn, check_process
 
 
-class ModelCache(SavedCache, StepCache, Sequence[KVCache]):
+class ModelCache(Sequence[KVCache]):
     """One cache for all layers of a model. ``model.make_cache()`` makes it.
 
-    It is a sequence of its layers, as mlx-lm expects of a ``prompt_cache``. All layers have the same lengths.
+    It is a sequence of its layers, as mlx-lm expects of a ``prompt_cache``. All layers have the same length.
 
     A step has three parts: :meth:`begin`, the computation, in which every layer attends through ``cache[i].attend``,
     and :meth:`commit`. Only a committed step counts.
@@ -36,24 +40,22 @@ class ModelCache(SavedCache, StepCache, Sequence[KVCache]):
                 raise ValueError(f"the cache holds a {type(layer).__name__}; expected what model.make_cache returns")
         if len({id(layer) for layer in self._layers}) != len(self._layers) or not self._layers:
             raise ValueError(f"the cache has {len(self._layers)} layers; expected at least one, none twice")
-        first = self._layers[0].sequences
+        first = self._layers[0].sequence
         if not first.shared:
-            batch = None if self._layers[0].max_seq_len is None else len(first.lengths)
-            limits = {limit for layer in self._layers for limit in layer.limits}
-            first = Sequences(batch, shared=True, limits=limits)
+            first = CachedSequence(shared=True, limits={limit for layer in self._layers for limit in layer.limits})
             for number, layer in enumerate(self._layers):
-                if layer.sequences.shared or layer.offset:
+                if layer.sequence.shared or layer.offset:
                     raise ValueError(f"layer {number} of the cache holds {layer.offset} tokens; expected an empty one")
             for number, layer in enumerate(self._layers):
                 layer.bind(first, number)
-        elif any(layer.sequences is not first for layer in self._layers):
+        elif any(layer.sequence is not first for layer in self._layers):
             raise ValueError("the cache has layers of several caches; expected those of one")
-        self._sequences = first
+        self._sequence = first
         self._smallest = min(self._layers, key=lambda layer: layer.max_seq_len or math.inf)
 
     @classmethod
     def of(cls, layers: Sequence[KVCache]) -> "ModelCache":
-        """The cache itself, or one made of a list of layers; the same list again gives the same lengths."""
+        """The cache itself, or one made of a list of layers; the same list again gives the same length."""
         return layers if isinstance(layers, ModelCache) else cls(layers)
 
     @overload
@@ -69,31 +71,31 @@ class ModelCache(SavedCache, StepCache, Sequence[KVCache]):
     @property
     def turn(self) -> Turn:
         """Held by the thread that computes through the cache."""
-        return self._sequences.turn
+        return self._sequence.turn
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence; the position of its next one."""
-        return self._sequences.lengths
+        """Its tokens, as a batch has them of each sequence."""
+        return (self._sequence.length,)
 
     @property
     def offset(self) -> int:
-        """Tokens of the longest sequence."""
-        return self._sequences.offset
+        """Tokens so far; the position of the next one."""
+        return self._sequence.length
 
     @property
     def ids(self) -> list[list[int]]:
-        """Ids of the tokens of each sequence."""
-        return self._sequences.ids
+        """Ids of its tokens, as a batch has them of each sequence."""
+        return [self._sequence.ids]
 
     @property
     def step(self) -> mx.array | None:
-        """Token ids (B, S) of a step that was begun and is not committed."""
-        return self._sequences.step
+        """Token ids (1, S) of a step that was begun and is not committed."""
+        return self._sequence.step
 
     @property
     def max_seq_len(self) -> int | None:
-        """The reservation: tokens that a sequence can have; None: the cache grows."""
+        """The reservation: tokens it can have; None: the cache grows."""
         return self._smallest.max_seq_len
 
     @property
@@ -108,9 +110,45 @@ class ModelCache(SavedCache, StepCache, Sequence[KVCache]):
 
     @property
     def groups(self) -> list[int]:
-        """The sizes of the groups that share a scale, each once; none where nothing is quantized."""
+        """The sizes of the groups that share a scale, each once; none if nothing is quantized."""
         found = {layer.quant_group for layer in self._layers if isinstance(layer, QuantizedKVCache) and layer.quant_bit}
         return sorted(found)
+
+    @property
+    def identity(self) -> Identity | None:
+        """Of the model whose tokens it holds; None: not known. It can be set."""
+        return self._sequence.identity
+
+    @identity.setter
+    def identity(self, identity: Identity | None) -> None:
+        self._sequence.identity = identity
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """How the model turns keys; None: not known. It can be set."""
+        return self._sequence.rotary
+
+    @rotary.setter
+    def rotary(self, rotary: Rotary | None) -> None:
+        self._sequence.rotary = rotary
+
+    @property
+    def divided(self) -> bool:
+        """Whether other ranks hold a part of it. It cannot be saved, loaded or forked then. It can be set."""
+        return self._sequence.divided
+
+    @divided.setter
+    def divided(self, divided: bool) -> None:
+        self._sequence.divided = divided
+
+    @property
+    def made_for(self) -> object:
+        """The config of the model that made it, which needs no other check; None: not known. It can be set."""
+        return self._sequence.made_for
+
+    @made_for.setter
+    def made_for(self, config: object) -> None:
+        self._sequence.made_for = config
 
     def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
         """Raise a ValueError unless every layer can hold keys and values (batch, num_kv_heads, S, head_dim)."""
@@ -118,7 +156,7 @@ class ModelCache(SavedCache, StepCache, Sequence[KVCache]):
             layer.check_shape(batch, num_kv_heads, head_dim)
 
     def reserve(self, num_tokens: int) -> None:
-        """Make sure that every sequence has room for ``num_tokens`` more tokens.
+        """Make sure that there is room for ``num_tokens`` more tokens.
 
         Raises:
             ContextError: there is no such room.
@@ -127,87 +165,184 @@ class ModelCache(SavedCache, StepCache, Sequence[KVCache]):
         self._smallest.reserve(num_tokens)
 
     def begin(self, inputs: mx.array, num_rows: int | None = None) -> tuple[int, ...]:
-        """Begin a step of token ids (B, S); an earlier one that was not committed is gone.
+        """Begin a step of token ids (1, S); an earlier one that was not committed is gone.
 
-        ``num_rows``: rows a sequence that a compiled step writes, S and its padding; its layers do not note them.
+        ``num_rows``: rows that a compiled step writes, S and its padding; its layers do not note them.
 
         Returns:
-            the position of each sequence's first new token.
+            the position of the first new token, as a batch has it of each sequence.
 
         Raises:
             ContextError: no room; nothing was begun.
-            ValueError: another number of sequences.
+            ValueError: several sequences.
         """
         batch, num_tokens = inputs.shape
-        self._sequences.take_batch(batch)
-        if len(self.lengths) != batch:
-            raise ValueError(f"the cache is for a batch of {len(self.lengths)}; given {batch}")
+        if batch != 1:
+            raise ValueError(
+                f"inputs has {batch} sequences; a cache has one, and model.make_pool makes a pool for more"
+            )
         self.reserve(num_rows or num_tokens)
         if num_rows:
             self._wrote_rows(num_rows)
-        self._sequences.step = inputs
-        self._sequences.values.clear()
+        self._sequence.step = inputs
+        self._sequence.values.clear()
         return self.lengths
 
-    def commit(
-        self, num_tokens: int | Sequence[int] | None = None, *, ids: Sequence[Sequence[int]] | None = None
-    ) -> None:
+    def commit(self, num_tokens: int | None = None, *, ids: Sequence[Sequence[int]] | None = None) -> None:
         """Count the tokens of the step that was begun.
 
         Args:
-            num_tokens: the first so many of its tokens, an int or one for each sequence; None: all. The others are
-                gone: so a draft's rejected tokens are.
-            ids: the step's token ids, (B, S); None: they are read from what the step was begun with.
+            num_tokens: the first so many of its tokens; None: all. The others are gone: so a draft's rejected tokens
+                are.
+            ids: the step's token ids, (1, S); None: they are read from what the step was begun with.
 
         Raises:
             RuntimeError: no step was begun, or a trim, a reset or another thread came in between.
             ValueError: more tokens than the step has.
         """
-        if (step := self._sequences.step) is None:
+        if (step := self._sequence.step) is None:
             raise RuntimeError("no step to commit: none was begun, or the cache was trimmed or reset since")
         count = step.shape[1] if num_tokens is None else num_tokens
-        if (max(count) if isinstance(count, Sequence) else count) > step.shape[1]:
+        check_number(count)
+        if count > step.shape[1]:
             raise ValueError(f"num_tokens is {num_tokens}; the step has {step.shape[1]}")
         given: Sequence[Sequence[int]] = step.tolist() if ids is None else ids  # type: ignore[assignment]
-        self._sequences.commit(count, given)
+        self._sequence.commit(count, given[0])
         for layer in self._layers:
             layer.settle()
 
-    def trim(self, num_tokens: int | Sequence[int]) -> int:
-        """Forget the last tokens of every sequence; see :meth:`Sequences.trim`."""
-        return self._sequences.trim(num_tokens)
+    def resume_step(self, rest: mx.array) -> None:
+        """After a commit of the first tokens of a step, begin the step of the others again: nothing is computed anew.
 
-    def trim_to(self, num_tokens: int | Sequence[int]) -> None:
-        """Forget what sequences have past their first ``num_tokens`` tokens, an int for all or one each."""
-        each = num_tokens if isinstance(num_tokens, Sequence) else [num_tokens] * len(self.lengths)
-        if any(type(kept) is not int or kept < 0 for kept in each):
-            raise ValueError(f"num_tokens is {num_tokens}; expected an int, 0 or more")
-        self.trim([max(0, length - kept) for length, kept in zip(self.lengths, each, strict=True)])
-
-    def can_trim_to(self, num_tokens: int) -> bool:
-        """Whether every sequence can go back to its first ``num_tokens`` tokens, exactly."""
-        return all(self._sequences.can_return(b, min(length, num_tokens)) for b, length in enumerate(self.lengths))
-
-    def fork(self) -> "ModelCache":
-        """A cache of its own with the same tokens and the same reservation; what one appends the other never sees.
+        Args:
+            rest: their ids (1, S).
 
         Raises:
-            RuntimeError: another thread uses the cache, or it was released.
+            RuntimeError: a step is begun already; what this one computed may be overwritten.
         """
-        with self.turn:
-            self.reserve(0)
-            return ModelCache(self._forked())
+        if self._sequence.step is not None:
+            raise RuntimeError("a step was begun since; expected to resume one whose first tokens were just committed")
+        self._sequence.step = rest
 
     def end_step(self) -> None:
         """Drop a step that was begun and is not committed."""
-        self._sequences.step = None
+        self._sequence.step = None
+
+    def hold(self) -> list[list[mx.array]]:
+        """All layers' arrays before a step, for :meth:`put_back`; see :meth:`KVCache.hold`."""
+        return [layer.hold() for layer in self.layers]
+
+    def put_back(self, held: list[list[mx.array]]) -> None:
+        """Drop a step that was begun, and not computed: no later one waits for it."""
+        self.end_step()
+        for layer, arrays in zip(self.layers, held, strict=True):
+            layer.put_back(arrays)
+
+    @property
+    def compiled_state(self) -> list[list[mx.array]]:
+        """The lists of arrays that a compiled step changes."""
+        return [layer.arrays for layer in self.layers if isinstance(layer, QuantizedKVCache)]
+
+    def compiled_views(self, offset: mx.array, num_tokens: int) -> list[Any]:
+        """What the model attends through in a compiled step; arguments as in :class:`CompiledCacheView`."""
+        layers = [layer for layer in self.layers if isinstance(layer, QuantizedKVCache)]
+        return [CompiledCacheView(layer, offset, num_tokens) for layer in layers]
+
+    def _wrote_rows(self, num_rows: int) -> None:
+        """Note that a compiled step writes so many rows behind the sequence, if a window's ring is full."""
+        sequence = self._sequence
+        smallest = min((limit.rows for limit in sequence.limits if limit.rows), default=math.inf)
+        if (end := sequence.length + num_rows) > smallest:
+            sequence.wrote(end)
+
+    def trim(self, num_tokens: int) -> int:
+        """Forget the last tokens; see :meth:`CachedSequence.trim`."""
+        return self._sequence.trim(num_tokens)
+
+    def trim_to(self, num_tokens: int) -> None:
+        """Forget what it has past its first ``num_tokens`` tokens."""
+        check_number(num_tokens)
+        self.trim(max(0, self.offset - num_tokens))
+
+    def can_trim_to(self, num_tokens: int) -> bool:
+        """Whether it can go back to its first ``num_tokens`` tokens, exactly."""
+        return self._sequence.can_return(min(self.offset, num_tokens))
 
     def reset(self) -> None:
         """Forget every token; the memory stays reserved."""
-        self._sequences.reset()
+        self._sequence.reset()
 
     def release(self) -> None:
         """Give the memory back. The cache cannot be used after it."""
         with self.turn:
             for layer in self._layers:
                 layer.release()
+
+    def fork(self) -> "ModelCache":
+        """A cache of its own with the same tokens and the same reservation; what one appends the other never sees.
+
+        Raises:
+            RuntimeError: another thread uses the cache, or it was released.
+            SnapshotError: it grows, or is divided over ranks.
+        """
+        with self.turn:
+            return ModelCache(self._forked())
+
+    def save(self, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
+        """Save the committed tokens: one safetensors file, for its owner only, in place of what is at ``path``.
+
+        docs/snapshots.md says what it holds. Only rows in use are stored.
+
+        Args:
+            path: its folder is there. What is there is a file, or nothing.
+            metadata: what :meth:`load` is to return.
+
+        Raises:
+            SnapshotError: it cannot be written, grows or is divided over ranks; what was at ``path`` still is.
+            RuntimeError: another thread uses the cache, or it was released.
+            ValueError: metadata that is no text.
+        """
+        with self.turn:
+            self._check_whole()
+            snapshot.save(Path(path), self.layers, metadata=metadata or {})
+
+    def load(self, path: str | Path) -> dict[str, str]:
+        """Take the tokens of a snapshot, in place of those that the cache has.
+
+        The reservation stays as it is. No second copy is held: a layer is read at a time.
+
+        Returns:
+            the metadata it was saved with.
+
+        Raises:
+            SnapshotError: a file that is no snapshot, is truncated or altered, or is of another model, format or
+                version. The message names what differs. The cache is empty then. Or it is divided over ranks.
+            RuntimeError: another thread uses the cache, or it was released.
+        """
+        with self.turn:
+            self._check_whole()
+            self.reset()
+            try:
+                return snapshot.restore(Path(path), self.layers)
+            except BaseException:
+                self.reset()
+                raise
+
+    def _check_whole(self) -> None:
+        """Raise unless it has all rows, in memory that is reserved."""
+        check_process()
+        if self.divided:
+            raise SnapshotError("the cache is divided over several ranks: it cannot be saved, loaded or forked")
+        if self.max_seq_len is None:
+            raise SnapshotError("the cache grows: it cannot be saved, loaded or forked")
+        self.reserve(0)
+
+    def _forked(self) -> list[KVCache]:
+        """Layers with the same tokens, of a cache of their own."""
+        self._check_whole()
+        sequence, made = self._sequence.fork(), []
+        for number, layer in enumerate(self.layers):
+            layer.settle_committed()
+            made.append(layer.fork())
+            made[-1].bind(sequence, number)
+        return made

@@ -112,11 +112,7 @@ class PagedLayers:
         return 0 if self.window is None else max(0, length - self.window + 1)
 
     def open(self, chain: Sequence[bytes], max_tokens: int) -> PageTable:
-        """Pages for ``max_tokens`` tokens, of which those under a chain of digests are shared.
-
-        Raises:
-            ContextError: too few pages are free; nothing was taken.
-        """
+        """Pages for ``max_tokens`` tokens, of which those under a chain of digests are shared."""
         first = self.first_seen(len(chain) * PAGE_SIZE) // PAGE_SIZE
         table = PageTable(first * PAGE_SIZE, self.prefix.hold(chain[first:]), self.limit(max_tokens))
         return self._reserve(table, max_tokens)
@@ -126,9 +122,6 @@ class PagedLayers:
 
         The last page, where it is not whole, is copied at once: each of the two is going to write there, so that its
         place has to be found in any case.
-
-        Raises:
-            ContextError: too few pages are free; nothing was taken.
         """
         whole, rest = (length - table.start) // PAGE_SIZE, length % PAGE_SIZE
         self.pages.share(table.pages[:whole])
@@ -173,11 +166,7 @@ class PagedLayers:
             table.first, table.pages = 0, []
 
     def begin_at(self, table: PageTable, first: int, length: int) -> None:
-        """Give an empty table pages of its own for ``length`` tokens. Those from ``first`` on are to be written.
-
-        Raises:
-            ContextError: as :meth:`make_room`.
-        """
+        """Give an empty table pages of its own for ``length`` tokens. Those from ``first`` on are to be written."""
         if self.window is None:
             self.make_room([table], [0], length)
             return
@@ -186,11 +175,7 @@ class PagedLayers:
         table.pages = self._take(pages_for(length - table.start))
 
     def make_room(self, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int) -> None:
-        """Give each table pages of its own for the rows of tokens behind ``lengths``. A shared page is copied.
-
-        Raises:
-            ContextError: too few pages are free for the copies; no row was written.
-        """
+        """Give each table pages of its own for the rows of tokens behind ``lengths``. A shared page is copied."""
         for table, length in zip(tables, lengths, strict=True):
             if self.window is not None:
                 self._move(table, length, length + new_tokens)
@@ -273,9 +258,6 @@ def backend_of(
         dtype: of queries.
         num_heads: H; None: not known.
         may_have_sinks: whether attention may be given learned sinks.
-
-    Raises:
-        ValueError, RuntimeError: as :func:`kvant.operators.dispatch.resolve`.
     """
     reason = unsupported_reason(
         (1, 1, 1, own.head_dim), quant_bit=own.quant_bit, quant_group=own.quant_group, value_dim=own.value_head_dim

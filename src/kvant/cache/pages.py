@@ -26,9 +26,6 @@ class Pages:
         """``count`` free pages, held once, as few stretches as there are.
 
         The smallest stretch that is long enough is taken, so that long ones stay; where none is, the longest first.
-
-        Raises:
-            ContextError: fewer are free; nothing was taken.
         """
         if count > self.num_free:
             raise ContextError(f"{count} pages are needed; {self.num_free} of {self.num} are free")

@@ -74,10 +74,6 @@ class Pool(PoolState):
             dtype: of queries.
             num_heads: H; None: not known.
             windows: of the whole model's layers, where ``formats`` are a rank's alone: pages are counted for all.
-
-        Raises:
-            ValueError: a size below 1; a kernel forced for a format that it does not support, or without a GPU.
-            RuntimeError: a forced kernel that fails on this device when it is tried.
         """
         sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
         for name, number in (sizes | {"prefill_step_size": prefill_step_size}).items():
@@ -160,11 +156,6 @@ class Pool(PoolState):
 
         Returns:
             a sequence that holds the shared tokens, and must be released.
-
-        Raises:
-            ContextError: no room now, or too long for this pool; nothing was taken.
-            ValueError: max_tokens is no positive int.
-            RuntimeError: another thread uses the pool.
         """
         with self.turn:
             self.check_opening(max_tokens)
@@ -192,9 +183,6 @@ class Pool(PoolState):
         Args:
             sequences: at least one, none twice.
             rows: sequences that the steps' inputs have, those past the given ones as padding; None: no padding.
-
-        Raises:
-            ValueError: no sequence, one twice, one of another pool, or fewer rows than sequences.
         """
         return PoolBatch(self, sequences, rows)
 

@@ -13,7 +13,6 @@ from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
 from kvant.operators.paged_kernel import StepPages, step_pages
-from kvant.operators.validation import check_tokens
 from kvant.threads import Turn
 
 
@@ -84,11 +83,6 @@ class PoolBatch:
 
         Returns:
             the position of each row's first new token, 0 for padding.
-
-        Raises:
-            ContextError: no room; nothing was begun.
-            ValueError: another number of rows, or more tokens than the pool's largest chunk.
-            RuntimeError: another thread uses the pool, or a sequence was released.
         """
         rows, S = inputs.shape
         if rows != self.rows:
@@ -119,11 +113,6 @@ class PoolBatch:
             num_tokens: the first so many of its tokens, an int or one for each sequence; None: all.
             ids: the step's token ids, one list for each sequence; None: they are read from what the step was begun
                 with.
-
-        Raises:
-            RuntimeError: no step was begun; or a sequence was trimmed, began another step, or is in use by another
-                thread. Nothing was counted.
-            ValueError: numbers that do not fit the step; nothing was counted.
         """
         with self.turn:
             step, count = self.step, len(self.sequences)
@@ -177,28 +166,15 @@ class PoolLayerView:
         mask: mx.array | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Append and attend; see :meth:`kvant.cache.AttentionCache.attend`. R rows, padding among them.
-
-        Raises:
-            RuntimeError: no step was begun.
-            ValueError: a mask, or shapes that do not fit the layer or the step.
-        """
-        rows, step = self.batch.placed(self.part), self.batch.step
-        assert step is not None
-        if mask is not None:
-            raise ValueError("a mask is given; a pool's sequences see all of their tokens, or those of a window")
-        check_tokens(query, key, value, None, 0)
+        """Append and attend; see :meth:`kvant.cache.AttentionCache.attend`. R rows, padding among them."""
+        assert mask is None
         own = self.layer.format
-        expected = (*step.shape, own.num_kv_heads, own.head_dim)
-        if (key.shape[0], key.shape[2], key.shape[1], key.shape[3]) != expected:
-            R, S, K, D = expected
-            raise ValueError(f"key has shape {tuple(key.shape)}; expected {(R, K, S, D)}")
         return append_and_attend_paged(
             query,
             key,
             value,
             self.layer.arrays,
-            rows,
+            self.batch.placed(self.part),
             quant_bit=own.quant_bit,
             quant_group=own.quant_group,
             bias_split=self.bias_split,

@@ -34,10 +34,12 @@ class PoolState:
         identity: of the model whose tokens it holds; None: not known.
         divided: other ranks hold a part of the rows. A sequence takes no cache and gives none then.
         takes_back: a step of a sequence may be committed in part, one of several sequences too.
+        made_for: the config of the model that made it; None: not known.
     """
 
     divided = False
     takes_back = True
+    made_for: object = None
 
     def __init__(
         self,
@@ -66,21 +68,12 @@ class PoolState:
         return any(part.window is not None for part in self.parts)
 
     def check_whole(self) -> None:
-        """Refuse what needs all rows.
-
-        Raises:
-            SnapshotError: other ranks hold a part of them.
-        """
+        """Refuse what needs all rows."""
         if self.divided:
             raise SnapshotError("the pool is divided over several ranks: its sequences take no cache and give none")
 
     def check_opening(self, max_tokens: int) -> None:
-        """Refuse a sequence that the pool is not made for, or one too many.
-
-        Raises:
-            ValueError: max_tokens is no positive int.
-            ContextError: more tokens than a sequence can have, or as many sequences as there can be are open.
-        """
+        """Refuse a sequence that the pool is not made for, or one too many."""
         if type(max_tokens) is not int or max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens!r}; expected a positive int")
         if max_tokens > self.max_seq_len:
@@ -132,11 +125,7 @@ class PoolSequence:
         return self._released
 
     def check_room(self, new_tokens: int) -> None:
-        """Raise a ContextError unless so many more tokens fit.
-
-        Raises:
-            RuntimeError: it was released.
-        """
+        """Raise a ContextError unless so many more tokens fit."""
         self.check_open()
         if self._length + new_tokens > self.max_tokens:
             raise ContextError(
@@ -160,10 +149,6 @@ class PoolSequence:
 
         Returns:
             how many were forgotten.
-
-        Raises:
-            ValueError: no number of tokens, or so many that a window cannot go back; nothing was forgotten.
-            RuntimeError: another thread uses the pool, or the sequence was released.
         """
         if type(num_tokens) is not int or num_tokens < 0:
             raise ValueError(f"num_tokens is {num_tokens!r}; expected an int, 0 or more")
@@ -199,10 +184,6 @@ class PoolSequence:
 
         Args:
             max_tokens: tokens that pages are reserved for; None: as many as this one has.
-
-        Raises:
-            ContextError: no room for it, or fewer than the tokens it begins with; nothing was taken.
-            RuntimeError: another thread uses the pool, or the sequence was released.
         """
         max_tokens = self.max_tokens if max_tokens is None else max_tokens
         with self.pool.turn:
@@ -246,58 +227,49 @@ class PoolSequence:
                     )
                 part.prefix.use(chain)
 
-    def load(self, cache: ModelCache, sequence: int = 0) -> None:
+    def load(self, cache: ModelCache) -> None:
         """Take the tokens of a cache of the same model and format. The sequence must be empty.
 
         Args:
             cache: of any reservation; it stays as it is.
-            sequence: which of its sequences.
-
-        Raises:
-            ValueError: tokens of another format or model, or a sequence that has tokens; nothing was taken.
-            ContextError: more tokens than the sequence has room for, or no page to write in place of a shared one;
-                nothing was taken.
-            SnapshotError: the pool is divided over ranks.
-            RuntimeError: another thread uses the pool or the cache, or the sequence was released.
         """
         self.pool.check_whole()
         with self.pool.turn, cache.turn:
-            length = cache.lengths[sequence]
+            length = cache.offset
             self.check_room(length)
             if self._length:
                 raise ValueError(f"the sequence holds {self._length} tokens; expected an empty one")
             held = self._check_format(cache)
-            if len(cache.ids[sequence]) != length:
-                raise ValueError(f"the cache knows the ids of {len(cache.ids[sequence])} of its {length} tokens")
+            (ids,) = cache.ids
+            if len(ids) != length:
+                raise ValueError(f"the cache knows the ids of {len(ids)} of its {length} tokens")
             self.step = None
             try:
                 for part, table in zip(self.pool.parts, self.tables, strict=True):
                     own = [(layer, held[self.pool.layers.index(layer)]) for layer in part.layers]
-                    self._load(part, table, own, cache, sequence)
+                    self._load(part, table, own, length, cache.layers[0].sequence.written)
             except BaseException:
                 for part, table in zip(self.pool.parts, self.tables, strict=True):
                     part.go_back(table, 0)
                 raise
-            self.commit(cache.ids[sequence])
+            self.commit(ids)
 
     def _load(
         self,
         part: PagedLayers,
         table: PageTable,
         layers: Sequence[tuple[PoolLayer, KVCache]],
-        cache: ModelCache,
-        sequence: int,
+        length: int,
+        written: int,
     ) -> None:
         """:meth:`load`, of some layers and those of the cache; without counting the tokens."""
-        length = cache.lengths[sequence]
-        written = cache.layers[0].sequences.written[sequence]
         first = max((given.format.first(length, written) for _, given in layers), default=0)
         part.begin_at(table, first, length)
         rows = runs(table.pages, table.first - table.start, length - table.start)
         for layer, given in layers:
             given.settle_committed()
             skipped = table.first - given.format.first(length, written)
-            for array, tokens in zip(layer.arrays, given.stored(sequence), strict=True):
+            for array, tokens in zip(layer.arrays, given.stored(), strict=True):
                 put_rows(array, tokens[:, :, skipped:], rows)
             mx.eval(layer.arrays)  # or the cache's next append would copy its whole array
 
@@ -306,11 +278,6 @@ class PoolSequence:
 
         Args:
             max_seq_len: its reservation; None: as many tokens as the sequence has pages for.
-
-        Raises:
-            ContextError: a reservation for fewer tokens than there are, or more than this machine's memory.
-            SnapshotError: the pool is divided over ranks.
-            RuntimeError: another thread uses the pool, or the sequence was released.
         """
         self.pool.check_whole()
         with self.pool.turn:
@@ -328,22 +295,16 @@ class PoolSequence:
                     own = held[self.pool.layers.index(layer)]
                     first = own.format.first(length, written)
                     rows = runs(table.pages, first - table.start, length - table.start)
-                    own.restore(0, [stored_rows(array, rows) for array in layer.arrays], first, (length,))
+                    own.restore([stored_rows(array, rows) for array in layer.arrays], first, length)
                     mx.eval(own.buffers)  # or the pool's next append would copy its whole array
-            made.layers[0].sequences.restore((length,), (written,), [self.ids])
+            made.layers[0].sequence.restore(length, written, self.ids)
             return made
 
     def _check_format(self, cache: ModelCache) -> list[KVCache]:
-        """The layers of a cache that hold tokens.
-
-        Raises:
-            ValueError: they are not stored as the pool's.
-        """
+        """The layers of a cache that hold tokens."""
         held = _with_tokens(cache)
         if len(held) != len(self.pool.layers):
             raise ValueError(f"the cache has {len(held)} layers; expected {len(self.pool.layers)}")
-        if cache.unchecked is not None:
-            raise ValueError("the cache comes from a snapshot that no model was compared with; check_cache does that")
         if None not in (cache.identity, self.pool.identity) and cache.identity != self.pool.identity:
             raise ValueError("the cache holds tokens of another model than the pool's")
         for number, (given, layer) in enumerate(zip(held, self.pool.layers, strict=True)):

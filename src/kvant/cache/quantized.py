@@ -1,9 +1,12 @@
 """A preallocated key/value cache of one layer, quantized in groups: PMX cache_layout 1 with one layer."""
 
+from copy import copy
+from typing import Self
+
 import mlx.core as mx
 
-from kvant.cache.layer import KVCache
-from kvant.cache.saved_layer import SavedRows
+from kvant.cache.layer import KVCache, copied
+from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.cached_attention import append_and_attend, float_tokens, write_tokens
 from kvant.operators.dispatch import resolve
@@ -15,7 +18,7 @@ from kvant.operators.validation import check_tokens
 from kvant.threads import check_process
 
 
-class QuantizedKVCache(SavedRows, KVCache):
+class QuantizedKVCache(KVCache):
     """All memory is allocated, and touched, when the cache is made; it never grows.
 
     Keys and values are appended in place. Nothing else may hold ``cache`` or ``scale``, or a slice of them: MLX would
@@ -23,6 +26,7 @@ class QuantizedKVCache(SavedRows, KVCache):
 
     Attributes:
         head_dim, value_head_dim, quant_bit, quant_group, bias_split, kernels: as given.
+        arrays: values (1, 1, sides, K, rows, D'), and if they are quantized their scales.
         backend: runs the fused kernel for the calls it supports; None: every call is unfused.
     """
 
@@ -33,7 +37,6 @@ class QuantizedKVCache(SavedRows, KVCache):
         head_dim: int,
         *,
         value_head_dim: int | None = None,
-        batch: int = 1,
         quant_bit: int = 8,
         quant_group: int = 32,
         dtype: mx.Dtype = mx.float16,
@@ -50,7 +53,6 @@ class QuantizedKVCache(SavedRows, KVCache):
             head_dim: D.
             value_head_dim: the width of values, where it is not that of keys. Both lie side by side then. 0: there are
                 no values, and every call is unfused.
-            batch: B, sequences side by side, each with a length of its own.
             quant_bit: 8, 4, or 0 for no quantization.
             quant_group: elements of D that share one scale; it divides the width of values too.
             dtype: of queries, and of keys and values at 0 bits.
@@ -69,7 +71,7 @@ class QuantizedKVCache(SavedRows, KVCache):
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         heads = 1 if num_kv_heads == 0 else num_kv_heads
         sizes = {"max_seq_len": max_seq_len, "num_kv_heads": heads, "head_dim": head_dim}
-        for name, number in (sizes | {"value_head_dim": value_head_dim or 1, "batch": batch}).items():
+        for name, number in (sizes | {"value_head_dim": value_head_dim or 1}).items():
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
         for width in (head_dim, value_head_dim or head_dim):
@@ -78,7 +80,7 @@ class QuantizedKVCache(SavedRows, KVCache):
             raise ValueError(f"dtype is {dtype}, scale_dtype {scale_dtype}; expected floats, the scale's not bfloat16")
         check_process()
         self._max_seq_len = max_seq_len
-        super().__init__(batch)
+        super().__init__()
         self.head_dim = head_dim
         self.value_head_dim = value_head_dim
         self.quant_bit = quant_bit
@@ -89,7 +91,7 @@ class QuantizedKVCache(SavedRows, KVCache):
         use = KernelUse(head_dim, value_head_dim, dtype, quant_bit, quant_group, scale_dtype, queries, pairs)
         self.backend = resolve(kernels, self._unsupported_reason((1, 1, 1, head_dim)), [self._as_used(use)])
         sides, width = (2, head_dim) if head_dim == value_head_dim else (1, head_dim + value_head_dim)
-        shape = (1, batch, sides, num_kv_heads, self.num_rows)
+        shape = (1, 1, sides, num_kv_heads, self.num_rows)
         # A list, not two attributes: mx.compile captures a container, and puts new arrays into it.
         self.arrays = [
             mx.zeros(
@@ -103,12 +105,12 @@ class QuantizedKVCache(SavedRows, KVCache):
 
     @property
     def cache(self) -> mx.array:
-        """Quantized values, or keys and values as they are at 0 bits: (1, B, 2, K, num_rows, D')."""
+        """Quantized values, or keys and values as they are at 0 bits: (1, 1, 2, K, num_rows, D')."""
         return self.arrays[0]
 
     @property
     def scale(self) -> mx.array | None:
-        """Scales: (1, B, 2, K, num_rows, D/G); None at 0 bits."""
+        """Scales: (1, 1, 2, K, num_rows, D/G); None at 0 bits."""
         return self.arrays[1] if self.quant_bit else None
 
     def backend_for(self, query: mx.array) -> Backend | None:
@@ -118,12 +120,12 @@ class QuantizedKVCache(SavedRows, KVCache):
 
     @property
     def max_seq_len(self) -> int:
-        """The reservation: tokens a sequence can have."""
+        """The reservation: tokens it can have."""
         return self._max_seq_len
 
     @property
     def num_rows(self) -> int:
-        """Rows of its arrays that a sequence has."""
+        """Rows of its arrays."""
         return self._max_seq_len
 
     @property
@@ -141,20 +143,20 @@ class QuantizedKVCache(SavedRows, KVCache):
     ) -> mx.array:
         """Append keys and values and attend to every row so far; see :class:`kvant.cache.KVCache`.
 
-        Raises:
+        Raises, of a layer alone (:meth:`ModelCache.begin` checks a step):
             ContextError: more tokens than there is room for; nothing was written.
             ValueError: shapes that do not fit the cache.
         """
-        offset, lengths = self.offset, self.lengths
-        check_tokens(query, key, value, mask, offset)
-        B, K, S, D = key.shape
-        self.check_shape(B, K, D)
-        self.reserve(S)
+        offset = self.offset
+        S = key.shape[2]
+        if not self.sequence.shared:
+            check_tokens(query, key, value, mask, offset)
+            self._check_new(key)
         output = append_and_attend(
             query,
             key,
             value,
-            offset if min(lengths) == offset else lengths,
+            offset,
             self.cache,
             self.scale,
             mask=mask,
@@ -164,12 +166,12 @@ class QuantizedKVCache(SavedRows, KVCache):
             sinks=sinks,
             backend=self.backend_for(query),
         )
-        if not self.sequences.shared:
-            self.sequences.commit(S)
+        if not self.sequence.shared:
+            self.sequence.commit(S)
         return output
 
     def append(self, key: mx.array, value: mx.array) -> list[mx.array]:
-        """Write S tokens behind those that count, without counting them: key (B, K, S, D), value (B, K, S, Dv).
+        """Write S tokens behind those that count, without counting them: key (1, K, S, D), value (1, K, S, Dv).
 
         Returns:
             what new queries may see, as it is stored; :meth:`read` makes keys and values of it. It has to be used, or
@@ -179,46 +181,87 @@ class QuantizedKVCache(SavedRows, KVCache):
             ContextError: more tokens than there is room for; nothing was written.
             ValueError: shapes that do not fit the cache.
         """
-        B, K, S, D = key.shape
-        self.check_shape(B, K, D)
-        self.reserve(S)
-        offset, lengths = self.offset, self.lengths
-        start = offset if min(lengths) == offset else lengths
+        S = key.shape[2]
+        if not self.sequence.shared:
+            self._check_new(key)
         write_tokens(
             key,
             value,
-            start,
+            self.offset,
             self.cache,
             self.scale,
             quant_bit=self.quant_bit,
             quant_group=self.quant_group,
             backend=self.backend_for(key),
         )
-        return [array[0, :, :, :, : offset + S] for array in self.arrays]
+        return [array[0, :, :, :, : self.offset + S] for array in self.arrays]
+
+    def _check_new(self, key: mx.array) -> None:
+        """Raise unless keys (1, K, S, D) fit the cache, and there is room for them."""
+        B, K, S, D = key.shape
+        self.check_shape(B, K, D)
+        self.reserve(S)
 
     def read(self, stored: list[mx.array], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-        """Keys (B, K, T, D) and values (B, K, T, Dv) of what :meth:`append` returned, not evaluated."""
+        """Keys (1, K, T, D) and values (1, K, T, Dv) of what :meth:`append` returned, not evaluated."""
         return float_tokens(stored, quant_bit=self.quant_bit, dtype=dtype, key_dim=self.head_dim)
 
     def reserve(self, num_tokens: int) -> None:
-        """Raise a ContextError unless every sequence has room for ``num_tokens`` more tokens."""
+        """Raise a ContextError unless there is room for ``num_tokens`` more tokens."""
         if not self.arrays:
             raise RuntimeError("the cache was released; expected one that was not")
         self._check_room(num_tokens)
 
     def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
         """Raise a ValueError unless the cache was made for this batch, these kv heads and this head dimension."""
-        own = (self.cache.shape[1], self.cache.shape[3], self.head_dim)
+        own = (1, self.cache.shape[3], self.head_dim)
         if own != (batch, num_kv_heads, head_dim):
             raise ValueError(
-                f"the cache is for a batch of {own[0]}, {own[1]} kv heads and a head_dim of {own[2]}; "
+                f"the cache is for one sequence, {own[1]} kv heads and a head_dim of {own[2]}; "
                 f"given {batch}, {num_kv_heads} and {head_dim}"
             )
 
     def release(self) -> None:
         """Give the memory back. The cache cannot be used after it."""
-        self.sequences.reset()
+        self.sequence.reset()
         self.arrays.clear()
+
+    def put_back(self, held: list[mx.array]) -> None:
+        """See :class:`KVCache`."""
+        self.arrays[:] = held
+
+    @property
+    def format(self) -> LayerFormat:
+        """How it stores tokens."""
+        return LayerFormat(
+            kind="quantized",
+            num_kv_heads=self.arrays[0].shape[3],
+            head_dim=self.head_dim,
+            value_head_dim=self.value_head_dim,
+            quant_bit=self.quant_bit,
+            quant_group=self.quant_group if self.quant_bit else 0,
+            dtype=DTYPE_NAMES[self.arrays[0].dtype],
+            scale_dtype=DTYPE_NAMES[self.arrays[1].dtype] if self.quant_bit else "",
+            split_pairs=None if self.bias_split is None else self.bias_split.pairs,
+        )
+
+    def stored(self) -> list[mx.array]:
+        """See :class:`KVCache`."""
+        return [array[0, 0, :, :, : self.sequence.length] for array in self.arrays]
+
+    def restore(self, tokens: list[mx.array], first: int, length: int) -> None:
+        """See :class:`KVCache`."""
+        if first:
+            raise ValueError(f"tokens before {first} are forgotten; a cache without a window needs all of them")
+        for array, new in zip(self.arrays, tokens, strict=True):
+            array[0, 0, :, :, : new.shape[2]] = new
+
+    def fork(self) -> Self:
+        """See :class:`KVCache`."""
+        made = copy(self)
+        rows = min(self.num_rows, self.sequence.written)
+        made.arrays = [copied(array, rows) for array in self.arrays]
+        return made
 
     def _as_used(self, use: KernelUse) -> KernelUse:
         """How this kind of cache uses the kernel."""

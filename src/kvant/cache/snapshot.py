@@ -1,6 +1,6 @@
 """A cache's tokens as a file: saved whole or not at all, and restored into a cache of the same format.
 
-docs/snapshots.md describes the file. A layer is copied at a time, so nothing is held twice.
+docs/python.md describes the file. A layer is copied at a time, so nothing is held twice.
 """
 
 import hashlib
@@ -9,14 +9,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import mlx.core as mx
 
 from kvant.cache.atomic import atomic_file
 from kvant.cache.identity import Identity
 from kvant.cache.layer import KVCache
-from kvant.cache.layer_format import DTYPES, Stored, as_full, difference
+from kvant.cache.layer_format import DTYPES, Stored, difference
 from kvant.cache.snapshot_header import RopeFacts, SnapshotHeader, describe, parse
 from kvant.errors import SnapshotError, one_line
 from kvant.files import open_regular
@@ -26,13 +26,6 @@ from kvant.tensor_header import read_header as read_tensor_header
 DIGEST_BYTES = 32
 
 
-class Reader(Protocol):
-    """Where arrays come from."""
-
-    def take(self, stored: Stored) -> mx.array:
-        """The next array, of this dtype and shape; a ValueError where it is another."""
-
-
 def save(path: Path, layers: Sequence[KVCache], *, metadata: Mapping[str, str]) -> None:
     """Write what the layers of one cache hold, in place of what is at ``path``.
 
@@ -40,10 +33,6 @@ def save(path: Path, layers: Sequence[KVCache], *, metadata: Mapping[str, str]) 
         path: its folder is there.
         layers: of one cache. A step that is not committed is left out.
         metadata: text by its name.
-
-    Raises:
-        SnapshotError: it cannot be written; what was at ``path`` still is.
-        ValueError: metadata that is no text.
     """
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise ValueError("metadata has a key or a value that is no text; expected a dict of str to str")
@@ -63,11 +52,7 @@ def save(path: Path, layers: Sequence[KVCache], *, metadata: Mapping[str, str]) 
 
 
 def read_header(path: Path) -> SnapshotHeader:
-    """What a snapshot says of itself; its header is whole, the rest has not been looked at.
-
-    Raises:
-        SnapshotError: not a snapshot, one of another version, truncated, or with an altered header.
-    """
+    """What a snapshot says of itself; its header is whole, the rest has not been looked at."""
     with _open(path) as (_, header, _):
         return header
 
@@ -79,53 +64,36 @@ def restore(path: Path, layers: Sequence[KVCache]) -> dict[str, str]:
 
     Returns:
         the metadata it was saved with.
-
-    Raises:
-        SnapshotError: as :func:`read_header`; a truncated or altered file; a cache of another model or format, or
-            without room for the tokens. The message names the field, and both values.
     """
-    sequences = layers[0].sequences
+    sequence = layers[0].sequence
     with _open(path) as (file, header, whole):
         try:
             check_fits(header, layers)
-            sequences.take_batch(len(header.lengths))
             ids = fill(header, layers, _Reader(file, whole))
             if file.read(DIGEST_BYTES + 1) != whole.digest():
                 raise ValueError("altered: its SHA-256 is another")
         except (OSError, ValueError) as error:
             raise SnapshotError(f"{path}: {one_line(error)}") from error
-    if sequences.identity is None:  # a cache without a model: the first one that uses it is compared
-        sequences.identity, sequences.unchecked = header.identity, path
-    sequences.restore(header.lengths, header.written, ids)
+    if sequence.identity is None:
+        sequence.identity = header.identity
+    sequence.restore(header.length, header.written, ids)
     return dict(header.metadata)
 
 
 def check_fits(header: SnapshotHeader, layers: Sequence[KVCache]) -> None:
-    """Refuse a snapshot that the layers of a cache cannot take.
-
-    Raises:
-        ValueError: it names the field, and both values.
-    """
+    """Refuse a snapshot that the layers of a cache cannot take."""
     own = describe(layers, {})
     check_model(header, own)
     for number, (given, layer) in enumerate(zip(header.layers, layers, strict=True)):
         differs = difference(given, layer.format, header.reservation, layer.max_seq_len)
         if differs:
             raise ValueError(f"of another format: {differs}, in layer {number}")
-    if own.reservation is None:  # it grows
-        return
-    if len(header.lengths) != len(own.lengths):
-        raise ValueError(f"batch is {len(header.lengths)}; expected {len(own.lengths)}, as the cache has")
-    if max(header.lengths) > own.reservation:
-        raise ValueError(f"lengths has {max(header.lengths)} tokens; the cache has {own.reservation} reserved")
+    if header.length > own.reservation:
+        raise ValueError(f"lengths has {header.length} tokens; the cache has {own.reservation} reserved")
 
 
 def check_model(given: SnapshotHeader, own: SnapshotHeader) -> None:
-    """Refuse another model's. What one of them does not know is not compared.
-
-    Raises:
-        ValueError: it names the field, and both values.
-    """
+    """Refuse another model's. What one of them does not know is not compared."""
     _check_identity(given.identity, own.identity)
     if len(given.layers) != len(own.layers):
         raise ValueError(f"of another model: it has {len(given.layers)} layers; expected {len(own.layers)}")
@@ -136,30 +104,6 @@ def check_model(given: SnapshotHeader, own: SnapshotHeader) -> None:
         raise ValueError(f"of another model: its layout has {one!r}; expected {other!r}")
     if given.rope is not None and own.rope is not None and given.rope != own.rope:
         raise ValueError(f"of another model: {_rope_difference(given.rope, own.rope)}")
-
-
-def check_source(layers: Sequence[KVCache], identity: Identity | None, reference: Sequence[KVCache] | None) -> None:
-    """Compare the layers of a cache that was made without a model with the first model that uses it.
-
-    Raises:
-        SnapshotError: as :meth:`kvant.cache.ModelCache.check_source`.
-    """
-    sequences = layers[0].sequences
-    try:
-        _check_identity(sequences.identity, identity)
-        if reference is not None:
-            given = describe(layers, {})
-            check_model(given, describe(reference, {}))
-            for number, (layer, own) in enumerate(zip(layers, reference, strict=True)):
-                held, expected = layer.format, own.format
-                expected = as_full(expected, held) if held.kind == "full" else expected
-                differs = difference(held, expected, given.reservation, own.max_seq_len)
-                if differs:
-                    raise ValueError(f"of another model: {differs}, in layer {number}")
-                check_tables(number, layer.tables(), own.tables())
-    except ValueError as error:
-        raise SnapshotError(f"{sequences.unchecked}: {one_line(error)}") from error
-    sequences.identity = identity or sequences.identity
 
 
 def _check_identity(given: Identity | None, own: Identity | None) -> None:
@@ -204,15 +148,13 @@ def nbytes(stored: Stored) -> int:
 def _contents(header: SnapshotHeader, layers: Sequence[KVCache]) -> Iterator[bytes | memoryview]:
     """The bytes of every tensor between the digests, in order."""
     if header.has_ids:
-        for ids in layers[0].sequences.ids:
-            yield _bytes(mx.array(ids, mx.uint32))
+        yield _bytes(mx.array(layers[0].sequence.ids, mx.uint32))
     for layer in layers:
         layer.settle_committed()
         for array in (*layer.tables().values(), *layer.stored_state()):
             yield _bytes(array)
-        for sequence in range(len(header.lengths)) if layer.format.has_tokens else ():
-            for array in layer.stored(sequence):
-                yield _bytes(array)
+        for array in layer.stored() if layer.format.has_tokens else ():
+            yield _bytes(array)
 
 
 def _bytes(array: mx.array) -> bytes | memoryview:
@@ -221,39 +163,28 @@ def _bytes(array: mx.array) -> bytes | memoryview:
     return memoryview(mx.view(mx.contiguous(array).reshape(-1), mx.uint8))  # type: ignore[arg-type]
 
 
-def fill(header: SnapshotHeader, layers: Sequence[KVCache], reader: Reader) -> list[list[int]]:
+def fill(header: SnapshotHeader, layers: Sequence[KVCache], reader: "_Reader") -> list[int]:
     """Write every layer's tokens into it, without counting them.
 
     Args:
-        header: fits the layers. A cache made without a model takes the biases that it has, too.
+        header: fits the layers.
         layers: of one cache, empty.
         reader: gives the arrays in the order of a snapshot.
 
     Returns:
-        the ids of each sequence, or nothing where the header has none.
-
-    Raises:
-        ValueError: biases of another model, or an array that is not as the header says.
+        the ids of the tokens, or nothing if the header has none.
     """
-    lengths, written = header.lengths, header.written
-    ids: list[list[int]] = [
-        reader.take(("U32", (length,))).tolist()  # type: ignore[misc]
-        for length in (lengths if header.has_ids else ())
-    ]
+    length, written = header.length, header.written
+    ids: list[int] = reader.take(("U32", (length,))).tolist() if header.has_ids else []  # type: ignore[assignment]
     for number, (given, layer) in enumerate(zip(header.layers, layers, strict=True)):
         tables = {name: reader.take(stored) for name, stored in given.tables().items()}
-        if layer.sequences.unchecked is None:
-            check_tables(number, tables, layer.tables())
-        else:
-            for name, own in layer.tables().items():
-                own[:] = tables[name]  # in place: a ring has several splits that share it
+        check_tables(number, tables, layer.tables())
         if not given.has_tokens:
             layer.restore_state([None if stored is None else reader.take(stored) for stored in given.state])
-        for b in range(len(lengths)) if given.has_tokens else ():
-            arrays = given.arrays(given.rows(lengths[b], written[b]))
-            tokens = [reader.take(stored) for stored in arrays.values()]
-            layer.restore(b, tokens, given.first(lengths[b], written[b]), lengths)
-            mx.eval(layer.buffers)  # written now, so that what was read is freed before the next is
+            continue
+        tokens = [reader.take(stored) for stored in given.arrays(given.rows(length, written)).values()]
+        layer.restore(tokens, given.first(length, written), length)
+        mx.eval(layer.buffers)  # written now, so that what was read is freed before the next is
     return ids
 
 
@@ -314,11 +245,7 @@ def _open(path: Path) -> Iterator[tuple[BinaryIO, SnapshotHeader, "hashlib._Hash
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[tuple[BinaryIO, TensorHeader]]:
-    """A safetensors file open behind its header, and the header. It may be a stranger's.
-
-    Raises:
-        SnapshotError: no such file, or one that is truncated or no safetensors file.
-    """
+    """A safetensors file open behind its header, and the header. It may be a stranger's."""
     try:
         real = Path(os.path.realpath(path))  # whoever names a link means the file behind it
         if os.path.lexists(real) and not real.is_file():  # a device is not even opened

@@ -1,6 +1,6 @@
 """What a snapshot says of itself: its header as JSON, every field checked when it is read.
 
-docs/snapshots.md describes the file.
+docs/python.md describes the file.
 """
 
 import json
@@ -10,14 +10,14 @@ from typing import Any, Protocol
 
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import LayerFormat, Stored, check_number, check_numbers
-from kvant.cache.sequences import Sequences
+from kvant.cache.sequence import CachedSequence
 from kvant.files import unique_keys
 
 FORMAT, VERSION = "kvant cache", 1
 DIGEST: Stored = ("U8", (32,))
 FIELDS = {"identity", "rope", "reservation", "lengths", "written", "has_ids", "layers", "layout"}
 MAX_LENGTH = 2**40  # tokens
-MAX_BATCH, MAX_LAYERS = 2**16, 2**16
+MAX_LAYERS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class SnapshotHeader:
     Attributes:
         identity: of the model; None: it was not loaded from a folder.
         rope: how its keys turn; None: mlx-lm's model turns them.
-        reservation: tokens a sequence could have; None: the cache grows.
-        lengths: tokens of each sequence.
-        written: the most tokens that each has had; see :class:`kvant.cache.sequences.Sequences`.
+        reservation: tokens it could have.
+        length: its tokens.
+        written: the most tokens that it has had; see :class:`kvant.cache.sequence.CachedSequence`.
         has_ids: whether the ids of the tokens are there.
         layers: the format of each.
         layout: of a bridged model's cache, the caches that mlx-lm's model expects, as JSON; "": a decoder's.
@@ -47,9 +47,9 @@ class SnapshotHeader:
 
     identity: Identity | None
     rope: RopeFacts | None
-    reservation: int | None
-    lengths: tuple[int, ...]
-    written: tuple[int, ...]
+    reservation: int
+    length: int
+    written: int
     has_ids: bool
     layers: tuple[LayerFormat, ...]
     layout: str
@@ -63,8 +63,8 @@ class SnapshotHeader:
             "identity": None if identity is None else {"model": identity.model, "tokenizer": identity.tokenizer},
             "rope": None if rope is None else {"frequencies": rope.frequencies, "factor": rope.factor},
             "reservation": self.reservation,
-            "lengths": self.lengths,
-            "written": self.written,
+            "lengths": [self.length],  # a list: versions before had several sequences in a cache
+            "written": [self.written],
             "has_ids": self.has_ids,
             "layers": [layer.as_json() for layer in self.layers],
             "layout": self.layout,
@@ -81,21 +81,20 @@ class SnapshotHeader:
         """Every tensor of the file, in order."""
         found = {"header_sha256": DIGEST}
         if self.has_ids:
-            found |= {f"ids.{b}": ("U32", (length,)) for b, length in enumerate(self.lengths)}
+            found["ids.0"] = "U32", (self.length,)
         for number, layer in enumerate(self.layers):
             found |= {f"layers.{number}.{name}": stored for name, stored in layer.tables().items()}
             found |= {f"layers.{number}.state.{i}": state for i, state in enumerate(layer.state) if state is not None}
-            for b, (length, written) in enumerate(zip(self.lengths, self.written, strict=True)):
-                if layer.has_tokens:
-                    arrays = layer.arrays(layer.rows(length, written))
-                    found |= {f"layers.{number}.sequences.{b}.{name}": stored for name, stored in arrays.items()}
+            if layer.has_tokens:
+                arrays = layer.arrays(layer.rows(self.length, self.written))
+                found |= {f"layers.{number}.sequences.0.{name}": stored for name, stored in arrays.items()}
         return found | {"sha256": DIGEST}
 
 
 class Described(Protocol):
     """What a header says of a layer; :class:`kvant.cache.KVCache`."""
 
-    sequences: Sequences
+    sequence: CachedSequence
 
     @property
     def format(self) -> LayerFormat:
@@ -103,24 +102,24 @@ class Described(Protocol):
 
     @property
     def max_seq_len(self) -> int | None:
-        """Tokens a sequence can have; None: it grows."""
+        """Tokens it can have; None: it grows."""
 
 
 def describe(layers: Sequence[Described], metadata: Mapping[str, str]) -> SnapshotHeader:
     """The header of a snapshot of these layers, of one cache."""
     from importlib.metadata import version  # not at every start: it takes milliseconds
 
-    sequences = layers[0].sequences
-    rotary, ids = sequences.rotary, sequences.ids
+    sequence = layers[0].sequence
+    rotary = sequence.rotary
     return SnapshotHeader(
-        identity=sequences.identity,
+        identity=sequence.identity,
         rope=None if rotary is None else RopeFacts(tuple(map(float, rotary.frequencies)), float(rotary.factor)),
-        reservation=min((n for layer in layers if (n := layer.max_seq_len) is not None), default=None),
-        lengths=sequences.lengths,
-        written=sequences.written,
-        has_ids=all(len(own) == length for own, length in zip(ids, sequences.lengths, strict=True)),
+        reservation=min(n for layer in layers if (n := layer.max_seq_len) is not None),
+        length=sequence.length,
+        written=sequence.written,
+        has_ids=len(sequence.ids) == sequence.length,
         layers=tuple(layer.format for layer in layers),
-        layout=sequences.layout,
+        layout=sequence.layout,
         metadata=metadata,
         kvant=version("kvant"),
     )
@@ -132,11 +131,7 @@ def is_snapshot(metadata: Mapping[str, str]) -> bool:
 
 
 def parse(metadata: Mapping[str, str]) -> SnapshotHeader:
-    """The header of a file's text.
-
-    Raises:
-        ValueError: not a snapshot, one of another version, or a field that is missing, unknown or out of range.
-    """
+    """The header of a file's text."""
     if not is_snapshot(metadata):
         raise ValueError("not a snapshot of a cache")
     version = metadata.get("version", "")
@@ -154,29 +149,24 @@ def parse(metadata: Mapping[str, str]) -> SnapshotHeader:
 
 
 def parse_facts(raw: Mapping[str, Any], metadata: Mapping[str, str], kvant: str) -> SnapshotHeader:
-    """The header of an object as :meth:`SnapshotHeader.as_metadata` has it under "cache".
-
-    Raises:
-        ValueError: as :func:`parse`.
-    """
+    """The header of an object as :meth:`SnapshotHeader.as_metadata` has it under "cache"."""
     if raw.keys() != FIELDS:
         raise ValueError("it has other fields than " + ", ".join(sorted(FIELDS)))
     if not isinstance(raw["layers"], list) or not 0 < len(raw["layers"]) <= MAX_LAYERS:
         raise ValueError("layers is no list of formats")
-    if raw["reservation"] is not None:
-        check_number("reservation", raw["reservation"], 1, MAX_LENGTH)
+    check_number("reservation", raw["reservation"], 1, MAX_LENGTH)
     lengths = check_numbers("lengths", raw["lengths"], 0, MAX_LENGTH)
     written = check_numbers("written", raw["written"], 0, MAX_LENGTH)
-    if not 0 < len(lengths) == len(written) <= MAX_BATCH:
-        raise ValueError(f"lengths has {len(lengths)} numbers, written {len(written)}; expected one a sequence")
+    if not len(lengths) == len(written) == 1:
+        raise ValueError(f"lengths has {len(lengths)} numbers, written {len(written)}; expected one sequence")
     if type(raw["has_ids"]) is not bool or not isinstance(raw["layout"], str):
         raise ValueError("has_ids is no bool, or layout no text")
     header = SnapshotHeader(
         identity=_identity(raw["identity"]),
         rope=_rope(raw["rope"]),
         reservation=raw["reservation"],
-        lengths=lengths,
-        written=written,
+        length=lengths[0],
+        written=written[0],
         has_ids=raw["has_ids"],
         layers=tuple(map(LayerFormat.from_json, raw["layers"])),
         layout=raw["layout"],
@@ -189,17 +179,17 @@ def parse_facts(raw: Mapping[str, Any], metadata: Mapping[str, str], kvant: str)
 
 def _check_lengths(header: SnapshotHeader) -> None:
     """Raise a ValueError where lengths contradict the reservation, or what windows and states can have forgotten."""
-    for length, written in zip(header.lengths, header.written, strict=True):
-        if length > written or (written and not length):
-            raise ValueError(f"lengths has {length} where written has {written}")
-        if header.reservation is not None and length > header.reservation:
-            raise ValueError(f"lengths has {length}; reservation is {header.reservation}")
-        for layer in header.layers:
-            if layer.kind == "state" and length != written:
-                raise ValueError(f"lengths has {length} where written has {written}, with the state of a linear layer")
-            window, lost = layer.window or 0, layer.first(length, written) > min(layer.keep, length)
-            if lost and length < written - layer.slack - 1:
-                raise ValueError(f"lengths has {length} where written has {written}, with a window of {window}")
+    length, written = header.length, header.written
+    if length > written or (written and not length):
+        raise ValueError(f"lengths has {length} where written has {written}")
+    if length > header.reservation:
+        raise ValueError(f"lengths has {length}; reservation is {header.reservation}")
+    for layer in header.layers:
+        if layer.kind == "state" and length != written:
+            raise ValueError(f"lengths has {length} where written has {written}, with the state of a linear layer")
+        window, lost = layer.window or 0, layer.first(length, written) > min(layer.keep, length)
+        if lost and length < written - layer.slack - 1:
+            raise ValueError(f"lengths has {length} where written has {written}, with a window of {window}")
 
 
 def _identity(raw: object) -> Identity | None:

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import mlx.core as mx
 
+from kvant.cache.layer import copied
 from kvant.cache.layer_format import LayerFormat
 from kvant.cache.quantized import QuantizedKVCache
-from kvant.cache.saved_layer import copied
-from kvant.cache.sequences import TrimLimit
+from kvant.cache.sequence import TrimLimit
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.cached_attention import stored_tokens
@@ -21,7 +21,6 @@ from kvant.operators.probe import KernelUse
 from kvant.operators.rotary import Rotary
 from kvant.operators.validation import check_tokens
 
-MaskOrNone = TypeVar("MaskOrNone", mx.array, mx.array | None)
 SLACK = 16  # tokens past the window that stay readable: what can be trimmed, and appended in one write
 
 
@@ -57,7 +56,7 @@ class WindowKVCache(QuantizedKVCache):
         """Allocate the cache.
 
         Args:
-            max_seq_len: tokens a sequence can have in all, most of them forgotten.
+            max_seq_len: tokens it can have in all, most of them forgotten.
             num_kv_heads, head_dim, options: as in :class:`QuantizedKVCache`.
             window: the last tokens a query sees, its own included.
             keep: the first tokens, which every query sees.
@@ -77,16 +76,16 @@ class WindowKVCache(QuantizedKVCache):
         self.keep, self.slack = keep, slack
         super().__init__(max_seq_len, num_kv_heads, head_dim, bias_split=bias_split, **options)
         self._rotary = rotary
-        self._pending: list[tuple[slice, int, list[mx.array]]] = []  # sequences, their start, tokens as stored
-        # Rows hold other positions in each sequence, so each has a rotation of its own, in the order of its rows.
+        self._pending: tuple[int, list[mx.array]] | None = None  # the start of tokens that wait, as stored
+        # In the order of the rows.
         pairs = 0 if bias_split is None else len(bias_split.pairs)
-        self._rotation = mx.zeros((len(self.lengths), 2, pairs, self.num_rows))
+        self._rotation = mx.zeros((2, pairs, self.num_rows))
         if bias_split is not None:
             mx.eval(self._rotation, bias_split.key_bias, bias_split.value_bias)
 
     @property
     def num_rows(self) -> int:
-        """Rows of its arrays that a sequence has."""
+        """Rows of its arrays."""
         return min(self.max_seq_len, self.keep + self.window + self.slack)
 
     @property
@@ -117,44 +116,37 @@ class WindowKVCache(QuantizedKVCache):
             ContextError: more tokens than there is room for; nothing was written.
             ValueError: shapes that do not fit the cache.
         """
-        check_tokens(query, key, value, mask, self.offset)
-        B, K, S, D = key.shape
-        self.check_shape(B, K, D)
-        self.reserve(S)
+        if not self.sequence.shared:
+            check_tokens(query, key, value, mask, self.sequence.length)
+            self._check_new(key)
+        S = key.shape[2]
         self.settle()
         backend = self.backend_for(query)
         new = self._stored(key, value, backend)
-        if backend is not None and not any(self._waits(length, S) for length in self.lengths):
+        if backend is not None and not self._waits(self.sequence.length, S):
             output = self._attend_fused(query, new, mask, sinks, backend)
         else:
-            outputs = [
-                self._attend(part, query[part], [x[part] for x in new], _of_part(mask, part), sinks)
-                for part in self._parts()
-            ]
-            output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-        if not self.sequences.shared:
-            self.sequences.commit(S)
+            output = self._attend(query, new, mask, sinks)
+        if not self.sequence.shared:
+            self.sequence.commit(S)
             self.settle()
         return output
 
     def append(self, key: mx.array, value: mx.array) -> list[mx.array]:
-        """As :meth:`QuantizedKVCache.append`, of sequences of one length. Rows are in the order of the ring.
+        """As :meth:`QuantizedKVCache.append`. Rows are in the order of the ring.
 
         :meth:`mask` says which of them a query sees. :meth:`settle` is due once the tokens count.
         """
-        B, K, S, D = key.shape
-        self.check_shape(B, K, D)
-        self.reserve(S)
-        if min(self.lengths) != self.offset:
-            raise ValueError(f"the cache holds {list(self.lengths)} tokens; expected sequences of one length")
+        if not self.sequence.shared:
+            self._check_new(key)
         self.settle()
-        return self._append(slice(0, B), self._stored(key, value, self.backend_for(key)))
+        return self._append(self._stored(key, value, self.backend_for(key)))
 
     def mask(self, new_tokens: int, window: int | None = None) -> mx.array | None:
         """Which of the rows that :meth:`append` returns the queries of S new tokens see: (S, rows), boolean.
 
         Args:
-            new_tokens: S, of the longest sequence. Asked for before they are appended.
+            new_tokens: S. Asked for before they are appended.
             window: a narrower window, or one that is wider by what the slack has; default: the cache's.
 
         Returns:
@@ -163,7 +155,7 @@ class WindowKVCache(QuantizedKVCache):
         return self._mask(self.offset, new_tokens, window or self.window)
 
     def place(self, offset: mx.array, new_tokens: int = 1) -> mx.array:
-        """The rows of S new tokens behind ``offset``, () or (B,): as ``offset`` where S is 1, else (B or 1, S).
+        """The rows of S new tokens behind ``offset``, (): as ``offset`` if S is 1, else (1, S).
 
         The operations are the same for any offset.
         """
@@ -176,12 +168,12 @@ class WindowKVCache(QuantizedKVCache):
         The operations are the same for any offset.
 
         Args:
-            offset: integers, () or (B,).
+            offset: integer ().
             new_tokens: S, at most slack + 1.
             window: as in :meth:`mask`.
 
         Returns:
-            (B or 1, S, num_rows), boolean.
+            (1, S, num_rows), boolean.
         """
         end = offset.reshape(-1, 1, 1) + new_tokens
         held = self._positions(end, self.num_rows)
@@ -192,29 +184,27 @@ class WindowKVCache(QuantizedKVCache):
         """How it stores tokens."""
         return replace(super().format, window=self.window, keep=self.keep, slack=self.slack)
 
-    def stored(self, sequence: int) -> list[mx.array]:
+    def stored(self) -> list[mx.array]:
         """See :class:`kvant.cache.KVCache`: in the order of positions, whatever the ring's size is."""
-        length = self.lengths[sequence]
-        first = self.format.first(length, self.sequences.written[sequence])
+        length = self.sequence.length
+        first = self.format.first(length, self.sequence.written)
         spans = [*self._runs(0, min(self.keep, length)), *self._runs(first, length)]
         if not spans:
-            return [array[0, sequence, :, :, :0] for array in self.arrays]
+            return [array[0, 0, :, :, :0] for array in self.arrays]
         return [
-            mx.concatenate([array[0, sequence, :, :, row : row + n] for row, _, n in spans], axis=2)
-            for array in self.arrays
+            mx.concatenate([array[0, 0, :, :, row : row + n] for row, _, n in spans], axis=2) for array in self.arrays
         ]
 
-    def restore(self, sequence: int, tokens: list[mx.array], first: int, lengths: tuple[int, ...]) -> None:
+    def restore(self, tokens: list[mx.array], first: int, length: int) -> None:
         """See :class:`kvant.cache.KVCache`."""
-        part, length = slice(sequence, sequence + 1), lengths[sequence]
         kept = min(self.keep, length)
-        self._write(part, [x[None, :, :, :kept] for x in tokens], 0, kept)
-        self._write(part, [x[None, :, :, kept:] for x in tokens], first, length - first)
+        self._write([x[None, :, :, :kept] for x in tokens], 0, kept)
+        self._write([x[None, :, :, kept:] for x in tokens], first, length - first)
 
     def fork(self) -> Self:
         """See :class:`kvant.cache.KVCache`."""
         made = super().fork()
-        made._pending = []
+        made._pending = None
         made._rotation = copied(self._rotation)
         return made
 
@@ -225,21 +215,19 @@ class WindowKVCache(QuantizedKVCache):
     def put_back(self, held: list[mx.array]) -> None:
         """See :class:`kvant.cache.KVCache`."""
         *self.arrays[:], self._rotation = held
-        self._pending = []
+        self._pending = None
 
     def settle(self) -> None:
-        """Write what waited for the step to be committed, as far as it was; what was not is gone."""
-        for part, start, new in self._pending:
-            for b in range(part.start, part.stop):
-                count = min(max(0, self.lengths[b] - start), new[0].shape[3])
-                one = slice(b - part.start, b - part.start + 1)
-                self._write(slice(b, b + 1), [x[one] for x in new], start, count)
-        self._pending = []
+        """Write the committed part of the tokens that wait; drop the rest."""
+        if self._pending is not None:
+            start, new = self._pending
+            self._write(new, start, min(max(0, self.sequence.length - start), new[0].shape[3]))
+            self._pending = None
 
     def release(self) -> None:
         """Give the memory back. The cache cannot be used after it."""
         super().release()
-        self._pending = []
+        self._pending = None
         self._rotation = mx.zeros((0,))
 
     def _as_used(self, use: KernelUse) -> KernelUse:
@@ -250,11 +238,6 @@ class WindowKVCache(QuantizedKVCache):
         """Rows that are used again and again."""
         return max(1, self.num_rows - self.keep)
 
-    def _parts(self) -> list[slice]:
-        """The sequences, together where they are of one length."""
-        B = len(self.lengths)
-        return [slice(0, B)] if min(self.lengths) == self.offset else [slice(b, b + 1) for b in range(B)]
-
     def _waits(self, start: int, new_tokens: int) -> bool:
         """Whether new tokens would overwrite rows that they, or a step in their place, need."""
         return new_tokens > self.slack + 1 and start + new_tokens > self.num_rows
@@ -264,35 +247,34 @@ class WindowKVCache(QuantizedKVCache):
             key, value, self.arrays, quant_bit=self.quant_bit, quant_group=self.quant_group, backend=backend
         )
 
-    def _append(self, part: slice, new: list[mx.array]) -> list[mx.array]:
-        """Append to sequences of one length. Returns what new queries may see, as it is stored."""
-        start, S = self.lengths[part.start], new[0].shape[3]
+    def _append(self, new: list[mx.array]) -> list[mx.array]:
+        """Append. Returns what new queries may see, as it is stored."""
+        start, S = self.sequence.length, new[0].shape[3]
         if self._waits(start, S):
-            self._pending.append((part, start, new))
-            held = [array[0, part, :, :, : min(start, self.num_rows)] for array in self.arrays]
+            self._pending = start, new
+            held = [array[0, :, :, :, : min(start, self.num_rows)] for array in self.arrays]
             return [mx.concatenate([a, b], axis=3) for a, b in zip(held, new, strict=True)]
-        self._write_at_once(part, new)
-        return [array[0, part, :, :, : min(start + S, self.num_rows)] for array in self.arrays]
+        self._write_at_once(new)
+        return [array[0, :, :, :, : min(start + S, self.num_rows)] for array in self.arrays]
 
-    def _write_at_once(self, part: slice, new: list[mx.array]) -> None:
-        """Write new tokens of sequences of one length before their step is committed."""
-        start, S = self.lengths[part.start], new[0].shape[3]
-        self._note_written(part, start + S)
-        self._write(part, new, start, S)
+    def _write_at_once(self, new: list[mx.array]) -> None:
+        """Write new tokens before their step is committed."""
+        start, S = self.sequence.length, new[0].shape[3]
+        self._note_written(start + S)
+        self._write(new, start, S)
 
-    def _note_written(self, part: slice, end: int) -> None:
-        """Note that rows of sequences hold tokens up to a position ``end``, whose step is not committed."""
+    def _note_written(self, end: int) -> None:
+        """Note that rows hold tokens up to a position ``end``, whose step is not committed."""
         if end > self.num_rows:
-            for b in range(part.start, part.stop):
-                self.sequences.wrote(b, end)
+            self.sequence.wrote(end)
 
-    def _write(self, part: slice, new: Sequence[mx.array], start: int, count: int) -> None:
+    def _write(self, new: Sequence[mx.array], start: int, count: int) -> None:
         """Write the first ``count`` tokens, the first at position ``start``; those that later ones replace are left."""
         for row, first, n in self._runs(start, start + count):
             for array, tokens in zip(self.arrays, new, strict=True):
-                array[0, part, :, :, row : row + n] = tokens[:, :, :, first : first + n]
+                array[0, :, :, :, row : row + n] = tokens[:, :, :, first : first + n]
             if self._rotation.size:  # what nobody reads would be a chain of arrays, one a token
-                self._rotation[part, ..., row : row + n] = self._turns(start + first, start + first + n)
+                self._rotation[..., row : row + n] = self._turns(start + first, start + first + n)
 
     def _runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Row, first token and number of the tokens that lie side by side, of those at positions start to end."""
@@ -311,57 +293,43 @@ class WindowKVCache(QuantizedKVCache):
     def _attend_fused(
         self, query: mx.array, new: list[mx.array], mask: mx.array | None, sinks: mx.array | None, backend: Backend
     ) -> mx.array:
-        """Append and attend, of all sequences in one launch: the kernel finds a position's row by the ring's rule."""
+        """Append and attend in one launch: the kernel finds a position's row by the ring's rule."""
         S = query.shape[2]
-        for part in self._parts():
-            self._write_at_once(part, [x[part] for x in new])
+        self._write_at_once(new)
         split = self.bias_split
         return attend_fused(
             query,
             self.cache,
             self.scale,
-            mx.array(self.lengths, mx.int32),
+            mx.array(self.sequence.length, mx.int32),
             quant_bit=self.quant_bit,
             quant_group=self.quant_group,
             mask=None if mask is None else self._by_row(mask, S),
             window=self.window,
             keep=self.keep,
-            rows=min(self.offset + S, self.num_rows),
+            rows=min(self.sequence.length + S, self.num_rows),
             sinks=sinks,
             bias_split=None if split is None else replace(split, rotation=self._rotation),
             backend=backend,
         )
 
     def _by_row(self, mask: mx.array, new_tokens: int) -> mx.array:
-        """A mask of all tokens with a column for each row, of every sequence where their lengths differ."""
-        rows = min(self.offset + new_tokens, self.num_rows)
-        masks = []
-        for part in self._parts():
-            positions = self._positions(self.lengths[part.start] + new_tokens, rows)
-            masks.append(mx.take(_of_part(mask, part), mx.maximum(positions, 0), axis=-1))
-        if len(masks) == 1:
-            return masks[0]
-        return mx.concatenate([own.reshape(*[1] * (4 - own.ndim), *own.shape) for own in masks])
+        """A mask of all tokens with a column for each row."""
+        end = self.sequence.length + new_tokens
+        return mx.take(mask, mx.maximum(self._positions(end, min(end, self.num_rows)), 0), axis=-1)
 
-    def _attend(
-        self,
-        part: slice,
-        query: mx.array,
-        new: list[mx.array],
-        mask: mx.array | None,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        """Append and attend without the kernel, of sequences of one length."""
-        start, S = self.lengths[part.start], query.shape[2]
+    def _attend(self, query: mx.array, new: list[mx.array], mask: mx.array | None, sinks: mx.array | None) -> mx.array:
+        """Append and attend without the kernel."""
+        start, S = self.sequence.length, query.shape[2]
         seen = self._mask(start, S, self.window)
         if mask is not None:
             positions = self._row_positions(start, S)
             mask = mx.take(mask, mx.maximum(positions, 0), axis=-1)
             seen = both_masks(self._visible(start, S, self.window), mask)
-        stored = self._append(part, new)
+        stored = self._append(new)
         split = self.bias_split
         if split is not None:
-            rotation = self._rotation[part.start]
+            rotation = self._rotation
             if self._waits(start, S):
                 held = rotation[..., : min(start, self.num_rows)]
                 rotation = mx.concatenate([held, self._turns(start, start + S)], axis=2)
@@ -383,10 +351,10 @@ class WindowKVCache(QuantizedKVCache):
     def _visible(self, start: int, new_tokens: int, window: int) -> mx.array:
         """Which rows the queries at positions ``start`` on see; the same for all layers of this shape."""
         key = (start, new_tokens, window, self.keep, self.num_rows)
-        if key not in self.sequences.values:
+        if key not in self.sequence.values:
             query = mx.arange(start, start + new_tokens)[:, None]
-            self.sequences.values[key] = self._seen(self._row_positions(start, new_tokens), query, window)
-        return self.sequences.values[key]
+            self.sequence.values[key] = self._seen(self._row_positions(start, new_tokens), query, window)
+        return self.sequence.values[key]
 
     def _seen(self, positions: mx.array, query: mx.array, window: int) -> mx.array:
         return (positions >= 0) & (positions <= query) & ((positions > query - window) | (positions < self.keep))
@@ -405,8 +373,3 @@ class WindowKVCache(QuantizedKVCache):
         last = end - 1
         ring = last - (last - row) % self._ring  # keep cancels out
         return mx.where(row < self.keep, mx.where(row < end, row, -1), mx.where(ring < self.keep, -1, ring))
-
-
-def _of_part(mask: MaskOrNone, part: slice) -> MaskOrNone:
-    """The mask of some sequences."""
-    return mask[part] if mask is not None and mask.ndim == 4 and mask.shape[0] > 1 else mask

@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvant.cli.options import AUTO, PARALLEL, BadValueError, KvSize
 from kvant.errors import ContextError, ModelError
 from kvant.machine import Machine
-from kvant.models.reservation import DEFAULT_RESERVATION
+from kvant.models.caches import DEFAULT_RESERVATION
 from kvant.sizes import format_bytes
 from kvant.tools.plan import (
     AnyCheckpoint,

@@ -77,41 +77,8 @@ Pulled = Annotated[str | None, typer.Option(help="The model, instead of the argu
 AdapterPath = Annotated[
     str | None, typer.Option(help="The folder of a LoRA or DoRA adapter as mlx_lm.lora writes it; applied at load.")
 ]
-KvBits = Annotated[int, typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization.")]
-KvGroupSize = Annotated[
-    int | None, typer.Option(help="Cached values that share one scale; divides the head dimension; default: 32.")
-]
-KvBiasSplit = Annotated[
-    bool,
-    typer.Option(
-        "--kv-bias-split/--no-kv-bias-split", help="Keep the projections' biases out of the cache; attention adds them."
-    ),
-]
-MaxKvSize = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TOKENS|auto",
-        help="Tokens reserved in the cache, or auto: as many as fit; default: the smaller of 4096 and the context.",
-    ),
-]
 PARALLEL: tuple[Literal["pipeline", "tensor"], ...] = ("pipeline", "tensor")  # the first that fits is proposed
-Parallel = Annotated[
-    str | None,
-    typer.Option(
-        metavar="|".join(PARALLEL),
-        help="On several ranks (`kvant launch`): layers dealt to them, or every layer divided. Default: pipeline, or "
-        "tensor where it alone fits.",
-    ),
-]
 PrefillStepSize = Annotated[int, typer.Option(help="Prompt tokens fed at a time; smaller takes less memory.")]
-DraftModel = Annotated[
-    str | None,
-    typer.Option(
-        help="A smaller model with the same tokenizer that drafts tokens, which are verified several a step, where "
-        "that is expected to be faster; named as --model is.",
-        autocompletion=complete_models,
-    ),
-]
 NumDraftTokens = Annotated[
     int | None, typer.Option(help="Tokens that the draft model drafts a step, 1 to 7; default: 3.")
 ]
@@ -148,10 +115,24 @@ class RunOptions:
         str | None,
         typer.Option(metavar="JSON", help="Variables for the chat template, such as '{\"enable_thinking\": false}'."),
     ] = None
-    kv_bits: KvBits = 8
-    kv_group_size: KvGroupSize = None
-    kv_bias_split: KvBiasSplit = True
-    max_kv_size: MaxKvSize = None
+    kv_bits: Annotated[int, typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization.")] = 8
+    kv_group_size: Annotated[
+        int | None, typer.Option(help="Cached values that share one scale; divides the head dimension; default: 32.")
+    ] = None
+    kv_bias_split: Annotated[
+        bool,
+        typer.Option(
+            "--kv-bias-split/--no-kv-bias-split",
+            help="Keep the projections' biases out of the cache; attention adds them.",
+        ),
+    ] = True
+    max_kv_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS|auto",
+            help="Tokens reserved in the cache, or auto: as many as fit; default: the smaller of 4096 and the context.",
+        ),
+    ] = None
     kernels: Annotated[
         str | None,
         typer.Option(
@@ -168,9 +149,23 @@ class RunOptions:
             "expected to be faster; the text is the same, but for rounding."
         ),
     ] = "none"
-    draft_model: DraftModel = None
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            help="A smaller model with the same tokenizer that drafts tokens, which are verified several a step, where "
+            "that is expected to be faster; named as --model is.",
+            autocompletion=complete_models,
+        ),
+    ] = None
     num_draft_tokens: NumDraftTokens = None
-    parallel: Parallel = None
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(PARALLEL),
+            help="On several ranks (`kvant launch`): layers dealt to them, or every layer divided. Default: pipeline, "
+            "or tensor where it alone fits.",
+        ),
+    ] = None
     wired: Annotated[
         bool,
         typer.Option("--wired", help="Keep the planned memory from being paged out; on Macs only, macOS 15 or later."),

@@ -12,7 +12,7 @@ import typer
 from kvant.cli import options
 from kvant.cli import ranks as processes
 from kvant.cli.fitting import longest_by_bits, longest_on, plan_for, ranks_for
-from kvant.cli.options import BadValueError
+from kvant.cli.options import BadValueError, RunOptions, Without
 from kvant.cli.parts import gather_machines
 from kvant.cli.plan_table import plan_record, print_plan, print_ranks, ranks_record
 from kvant.engine.load import POCKET, find_adapter, find_model
@@ -32,6 +32,10 @@ from kvant.tools.plan import (
 
 MAX_RANKS = 256
 DOES_NOT_FIT = 1
+NOT_OF_A_PLAN = Without([
+    "preset", "max_tokens", "stop", "extra_eos_token", "ignore_eos", "system_prompt", "chat_template_config",
+    "kernels", "draft", "num_draft_tokens", "wired", "raw", "quiet",
+])  # fmt: skip
 
 
 @options.with_options
@@ -39,19 +43,7 @@ def plan(
     context: typer.Context,
     model_argument: options.ModelArgument = None,
     *,
-    model: Annotated[
-        str,
-        typer.Option(
-            help=f"{options.MODEL_HELP}; with --remote before it too.", autocompletion=options.complete_models
-        ),
-    ] = POCKET,
-    adapter_path: options.AdapterPath = None,
-    draft_model: options.DraftModel = None,
-    max_kv_size: options.MaxKvSize = None,
-    kv_bits: options.KvBits = 8,
-    kv_group_size: options.KvGroupSize = None,
-    kv_bias_split: options.KvBiasSplit = True,
-    prefill_step_size: options.PrefillStepSize = 512,
+    run: Annotated[RunOptions, NOT_OF_A_PLAN],
     sequences: Annotated[
         int | None,
         typer.Option(help="Plan a pool of so many sequences at once, each of --max-kv-size tokens at most."),
@@ -81,21 +73,24 @@ def plan(
     hostfile: Annotated[
         str | None, typer.Option(metavar="FILE", help="Plan for the machines of MLX's host file, as --ranks does.")
     ] = None,
-    parallel: options.Parallel = None,
     remote: Annotated[
-        bool, typer.Option("--remote", help="Ask the hub for config.json and the sizes of the files; nothing else.")
+        bool,
+        typer.Option(
+            "--remote",
+            help="Ask the hub for config.json and the sizes of the files, nothing else: the model need not be pulled.",
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Plan a run's memory from config.json and file sizes alone. Exit code 0: it fits; 1: it does not."""
-    model = options.choose_model(context, model_argument, model)
-    options.check_counts(prefill_step_size=prefill_step_size, sequences=sequences)
-    group_size = options.check_kv_format(kv_bits, kv_group_size)
-    settings = Settings(kv_bits, group_size, kv_bias_split, prefill_step_size, sequences=sequences)
-    reserved = options.kv_size(max_kv_size)
-    options.check_text(model=model, adapter_path=adapter_path, draft_model=draft_model)
+    model, draft_model = options.choose_model(context, model_argument, run.model), run.draft_model
+    options.check_counts(sequences=sequences)
+    options.check_text(model=model, draft_model=draft_model)
+    group_size = options.check_kv_format(run.kv_bits, run.kv_group_size)
+    settings = Settings(run.kv_bits, group_size, run.kv_bias_split, run.prefill_step_size, sequences=sequences)
+    reserved = options.kv_size(run.max_kv_size)
     weight_format = _weight_format(weight_bits, weight_group_size)
-    kind = options.check_parallel(parallel)
+    kind = options.check_parallel(run.parallel)
     sizes = [] if memory is None else [_size(text) for text in memory.split(",")]
     running = _running_ranks({"--ranks": ranks, "--hostfile": hostfile, "--memory": memory, "--device": device})
     names = _hosts(hostfile, ranks)
@@ -104,8 +99,8 @@ def plan(
     checkpoint = _checkpoint(model, remote)
     if weight_format is not None:
         checkpoint = checkpoint.quantized(weight_format.bits, weight_format.group_size)
-    if adapter_path is not None:
-        checkpoint = checkpoint.adapted(find_adapter(adapter_path))
+    if run.adapter_path is not None:
+        checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
     if draft_model is not None:
         if count is not None:
             raise BadValueError(

@@ -43,7 +43,7 @@ def take(path: str | None, cache: ModelCache, ids: Sequence[int], *, quiet: bool
 
 def tokens_in(path: str | None) -> int:
     """The tokens that the file holds; 0 where there is none."""
-    return max(read_header(Path(path)).lengths) if path is not None and Path(path).exists() else 0
+    return read_header(Path(path)).length if path is not None and Path(path).exists() else 0
 
 
 @contextmanager

@@ -40,11 +40,7 @@ class Answers:
         return self
 
     def __next__(self) -> Token:
-        """The next token; it waits for it.
-
-        Raises:
-            Exception: what the request, or the engine, failed by.
-        """
+        """The next token; it waits for it."""
         if not self._open:
             raise StopIteration
         token = self._tokens.get()
@@ -103,10 +99,6 @@ class BatchEngine:
                 longest step, or chunk of a prompt, must be shorter. None: it may take any time.
             observe: called after every step with the scheduler and the step's tokens, in the engine's thread. It must
                 not wait. An error of it is the engine's.
-
-        Raises:
-            ValueError: a number out of range.
-            RuntimeError: this process was forked from one that had loaded a model.
         """
         check_process()
         if stall_after is not None and not stall_after > 0:
@@ -130,13 +122,7 @@ class BatchEngine:
         atexit.register(self._stop)  # a thread that computes while the interpreter goes would crash it
 
     def submit(self, request: Request) -> Answers:
-        """Take a request in. Its tokens are those of the result.
-
-        Raises:
-            QueueFullError: as many wait already as may wait.
-            EngineError: the engine was closed, or has failed.
-            ValueError: what :meth:`Scheduler.submit` refuses.
-        """
+        """Take a request in. Its tokens are those of the result."""
         answers = Answers(self, request)
         self.submit_to(request, answers.put)
         return answers

@@ -187,7 +187,7 @@ def batch_generate(
         own = None if samplers is None else samplers[number]
         with _named(number):
             ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
-            held = 0 if cache is None else model.check_cache(cache, batch=1).offset
+            held = 0 if cache is None else model.check_cache(cache).offset
             check_count("max_tokens", limit)
             needs.append(reservation(model, held + len(ids), limit, max_kv_size))
         request = Request(

@@ -125,10 +125,6 @@ def stream_pieces(scheduler: Scheduler, wanted: Sequence[Wanted], tokenizer: Tok
     """Answer requests, as many at once as the scheduler has room for. The next one is submitted when none waits.
 
     A stream that is left before its end, or fails, leaves nothing under way.
-
-    Raises:
-        Exception: what a sampler or a logits processor of the caller raised.
-        ContextError, ValueError: as ``Scheduler.submit``.
     """
     started = time.perf_counter()
     pending = deque(enumerate(wanted))

@@ -9,11 +9,7 @@ from kvant.text.grammar import Grammar
 
 
 def apart(processors: Sequence[LogitsProcessor]) -> tuple[tuple[Change, ...], Grammar | None]:
-    """Processors that change logits, and the grammar among them. It is applied last, wherever it stands.
-
-    Raises:
-        ValueError: there are several grammars.
-    """
+    """Processors that change logits, and the grammar among them. It is applied last, wherever it stands."""
     changes: list[Change] = []
     grammars: list[Grammar] = []
     for processor in processors:
@@ -32,9 +28,6 @@ def for_answer(
     """The processors of one answer, for a loop that calls them with its tokens so far.
 
     ``begun``: the answer's first tokens, where the prompt ends with them; a grammar goes on after them.
-
-    Raises:
-        ValueError: a grammar that the answer cannot have, or several.
     """
     changes, grammar = apart(processors)
     if grammar is None:

@@ -73,7 +73,7 @@ class Conversation:
             raise ValueError(f"overflow is {overflow!r}; expected {' or '.join(map(repr, get_args(Overflow)))}")
         self._model = model
         self._tokenizer = tokenizer
-        self._cache = model.check_cache(cache, batch=1)
+        self._cache = model.check_cache(cache)
         self._overflow = overflow
         self._variables = dict(template_variables or {})
         self._turn: Generator[GenerationResponse, None, None] | None = None

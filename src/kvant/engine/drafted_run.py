@@ -38,11 +38,7 @@ class DraftedRun(Run):
     def __init__(
         self, model: LanguageModel, prompt: Sequence[int], cache: Sequence[KVCache], *, drafts: Drafts, **options: Any
     ) -> None:
-        """``drafts``: where they come from; other arguments and errors as those of :class:`Run`.
-
-        Raises:
-            ArgumentError: a cache that cannot take back a part of a step.
-        """
+        """``drafts``: where they come from; other arguments and errors as those of :class:`Run`."""
         super().__init__(model, prompt, cache, **options)
         check_drafts(drafts, self._cache)
         own = isinstance(self._sampler, SeededSampler) or self._sampler is greedy
@@ -211,17 +207,13 @@ class DraftedRun(Run):
 
 
 def check_drafts(drafts: Drafts | None, cache: ModelCache) -> None:
-    """Refuse drafts through a cache that cannot take back a part of a step, and a draft model beside several ranks.
-
-    Raises:
-        ArgumentError: such a cache.
-    """
+    """Refuse drafts through a cache that cannot take back a part of a step, and a draft model beside several ranks."""
     if drafts is None:
         return
     argument, value = drafts.asked
     if cache.divided and drafts.source != "prompt":
         raise ArgumentError(argument, f"{value}; several ranks draft from prompt and answer alone")
-    back = min((limit.tokens for limit in cache.layers[0].sequences.limits), default=LARGEST_STEP)
+    back = min((limit.tokens for limit in cache.layers[0].sequence.limits), default=LARGEST_STEP)
     if back < LARGEST_STEP:
         kept = f"windows take back {back}" if back else "linear or convolution layers have states that cannot"
         raise ArgumentError(

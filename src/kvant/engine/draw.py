@@ -8,7 +8,6 @@ from itertools import count
 import mlx.core as mx
 
 from kvant.engine.filters import Filters, filtered
-from kvant.engine.processors import Change
 from kvant.operators.exponential import logsumexp
 
 
@@ -67,11 +66,6 @@ def for_answer(sampler: Sampler, number: int) -> Sampler:
     return sampler
 
 
-def draw_key(sampler: Sampler, position: int) -> mx.array | None:
-    """The key (1, 2) of the draw after ``position`` tokens by a sampler of :func:`for_a_run`; None: it takes none."""
-    return draw_keys([sampler], [position]) if isinstance(sampler, SeededSampler) else None
-
-
 def draw_keys(samplers: Sequence[Sampler], positions: Sequence[int]) -> mx.array:
     """The keys (B, 2), uint32, of a draw of each sampler after so many tokens."""
     words = []
@@ -108,32 +102,6 @@ def pick(logits: mx.array, numbers: mx.array) -> mx.array:
     probs = mx.softmax(logits.astype(mx.float32), axis=-1)
     reached = mx.where(probs > 0, mx.cumsum(probs, axis=-1), 0)
     return mx.argmax(reached > numbers * reached.max(axis=-1, keepdims=True), axis=-1)
-
-
-def sample(
-    logits: mx.array,
-    tokens: mx.array | None,
-    sampler: Sampler,
-    processors: Sequence[Change],
-    key: mx.array | None = None,
-) -> tuple[mx.array, mx.array]:
-    """One step of sampling.
-
-    Args:
-        logits: (1, vocab), of the last position.
-        tokens: (T,) the prompt and everything generated, where there are processors.
-        sampler: picks from log-probabilities.
-        processors: applied to the logits in order.
-        key: (1, 2) of :func:`draw_key`.
-
-    Returns:
-        The token (1,) and its log-probabilities (vocab,).
-    """
-    logits = logits.astype(mx.float32)
-    for processor in processors:
-        logits = processor(tokens if tokens is not None else mx.array([], mx.int32), logits).astype(mx.float32)
-    token, logprobs = draw(logits, sampler, key)
-    return token, logprobs.squeeze(0)
 
 
 def draw(logits: mx.array, sampler: Sampler, keys: mx.array | None) -> tuple[mx.array, mx.array]:

@@ -112,9 +112,6 @@ def leave_out_top_choices(
     Args:
         special_tokens: token ids that are never left out.
         coin: a number from 0 to 1 for all rows or, (B, 1), one for each. XTC applies up to ``probability``.
-
-    Raises:
-        ValueError: a special token the vocabulary does not have.
     """
     check_special(special_tokens, logprobs.shape[-1])
     probs = mx.softmax(logprobs, axis=-1)

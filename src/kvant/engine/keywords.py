@@ -1,6 +1,6 @@
 """mlx-lm's keywords that kvant honours in part or not at all. What it cannot do is refused by name, before any work.
 
-docs/api.md has the whole table.
+docs/python.md has the whole table.
 """
 
 import math
@@ -21,11 +21,7 @@ TOKENIZER_KEYS = ("eos_token", "chat_template", "trust_remote_code")
 
 
 def one_path(path_or_hf_repo: str | Path | None, path_or_name: str | Path | None) -> str | Path:
-    """The model that was named: by mlx-lm's keyword, or by kvant's.
-
-    Raises:
-        ArgumentError: by both, or by neither.
-    """
+    """The model that was named: by mlx-lm's keyword, or by kvant's."""
     if path_or_hf_repo is None:
         if path_or_name is None:
             raise ArgumentError("path_or_hf_repo", "is missing; expected a folder, a name or 'pocket'")
@@ -42,11 +38,7 @@ def check_load(
     lazy: bool,
     trust_remote_code: bool,
 ) -> None:
-    """Refuse what :func:`kvant.load` cannot do.
-
-    Raises:
-        ArgumentError: there is something.
-    """
+    """Refuse what :func:`kvant.load` cannot do."""
     for name, given in (("tokenizer_config", tokenizer_config), ("model_config", model_config)):
         if not isinstance(given, Mapping | None):
             raise ArgumentError(name, f"is a {type(given).__name__}; expected a dict")
@@ -75,9 +67,6 @@ def configure(tokenizer: Tokenizer, settings: Mapping[str, Any] | None, eos_toke
         tokenizer: changed.
         settings: the tokenizer_config.
         eos_token_ids: of the model; they end a text beside the tokenizer's own.
-
-    Raises:
-        ArgumentError: an end-of-text token that the vocabulary does not have.
     """
     settings = settings or {}
     if (template := settings.get("chat_template")) is not None:
@@ -109,11 +98,7 @@ class CacheWanted(NamedTuple):
 def check_generate(
     wanted: CacheWanted, quantized_kv_start: int | None, *, input_embeddings: object, stream: object
 ) -> None:
-    """Refuse what :func:`kvant.stream_generate` cannot do.
-
-    Raises:
-        ArgumentError: there is something.
-    """
+    """Refuse what :func:`kvant.stream_generate` cannot do."""
     for name, value, reason in (
         ("input_embeddings", input_embeddings, "a prompt is text or token ids"),
         ("stream", stream, "kvant computes on MLX's default stream"),
@@ -128,11 +113,7 @@ def check_generate(
 
 
 def check_format(kv_bits: int | None, kv_group_size: int | None, max_kv_size: int | None) -> None:
-    """Refuse what no cache that is reserved can have.
-
-    Raises:
-        ValueError: there is something.
-    """
+    """Refuse what no cache that is reserved can have."""
     if kv_bits is not None and (type(kv_bits) is not int or kv_bits not in QUANT_BITS):
         raise ArgumentError("kv_bits", f"is {kv_bits!r}; expected 8, 4, 0 for no quantization, or None for 8")
     for name, size in (("kv_group_size", kv_group_size), ("max_kv_size", max_kv_size)):
@@ -147,13 +128,7 @@ def cache_for(
     given: Sequence[KVCache] | None,
     wanted: CacheWanted,
 ) -> Sequence[KVCache]:
-    """The cache of a request: the caller's, or one reserved for prompt and answer.
-
-    Raises:
-        ArgumentError: a cache that is given is of another format or size.
-        ContextError: the prompt alone does not fit.
-        ValueError: a format that the model's layers cannot have, or max_tokens out of range.
-    """
+    """The cache of a request: the caller's, or one reserved for prompt and answer."""
     kv_bits, kv_group_size, max_kv_size = wanted
     if given is None:
         return model.make_cache(
@@ -161,7 +136,7 @@ def cache_for(
             quant_bit=DEFAULT_KV_BITS if kv_bits is None else kv_bits,
             quant_group=kv_group_size or DEFAULT_KV_GROUP_SIZE,
         )
-    cache = model.check_cache(given, batch=1)
+    cache = model.check_cache(given)
     if max_kv_size not in (None, cache.max_seq_len):
         raise ArgumentError("max_kv_size", f"is {max_kv_size}; {cache.max_seq_len} is that of the", "prompt_cache")
     layers = [layer for layer in cache.layers if isinstance(layer, QuantizedKVCache)]

@@ -31,10 +31,6 @@ def reservation(model: LanguageModel, prompt_tokens: int, max_tokens: int, max_k
     """The tokens that a cache is reserved for where the caller has none: prompt and answer, at most the context.
 
     ``max_kv_size``: at most so many, too.
-
-    Raises:
-        ContextError: the prompt alone has more tokens than the context or max_kv_size.
-        ValueError: max_tokens out of range, or -1 where no context limit is known.
     """
     context = model.config.max_position_embeddings
     if context is not None and prompt_tokens > context:

@@ -20,8 +20,8 @@ from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.run import PREFILL_STEP_SIZE
 from kvant.errors import ArgumentError
 from kvant.models import LanguageModel
+from kvant.models.caches import default_reservation
 from kvant.models.language_model import context_limit
-from kvant.models.reservation import default_reservation
 from kvant.sizes import format_bytes
 from kvant.text.tokenizer import Tokenizer
 
@@ -70,10 +70,6 @@ class ModelDrafts(Drafts):
         """These drafts for the sequences of a pool: one for the draft model is reserved, of the same format.
 
         Each of its sequences has as many tokens as one of the pool's, at most the draft model's own context.
-
-        Raises:
-            ArgumentError: several ranks, or a draft model that cannot take back a rejected draft.
-            ContextError: more than this machine's memory.
         """
         if pool.divided:
             raise ArgumentError("draft_model", "is given; several ranks draft from prompt and answer alone")
@@ -121,12 +117,7 @@ class ModelDrafts(Drafts):
         )
 
     def make_cache(self) -> ModelCache:
-        """Reserve a cache for the draft model.
-
-        Raises:
-            ArgumentError: it cannot take back a rejected draft.
-            ContextError: more than this machine's memory.
-        """
+        """Reserve a cache for the draft model."""
         bits, group = draft_format(self.model.config, self.kv_bits, self.kv_group_size)
         tokens = context_limit(self.model, self.tokens) or default_reservation(self.model.config)
         split: dict[str, Any] = {"bias_split": self.kv_bias_split}
@@ -206,10 +197,6 @@ def asked_drafts(
         draft_model: another model; None: none drafts.
         num_draft_tokens: that it drafts a step; None: 3.
         model, tokenizer: that it drafts for.
-
-    Raises:
-        ArgumentError: anything else, or what does not go together.
-        ModelError: the draft model has another tokenizer.
     """
     if isinstance(draft, Drafts):
         return draft
@@ -231,11 +218,7 @@ def asked_drafts(
 
 
 def check_draft_tokens(num_draft_tokens: int | None, *, has_model: bool) -> None:
-    """Refuse a number of drafted tokens that is none, or that would have no effect.
-
-    Raises:
-        ArgumentError: it is refused.
-    """
+    """Refuse a number of drafted tokens that is none, or that would have no effect."""
     if num_draft_tokens is None:
         return
     if type(num_draft_tokens) is not int or not 1 <= num_draft_tokens <= MOST_DRAFT_TOKENS:

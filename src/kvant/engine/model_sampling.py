@@ -28,9 +28,6 @@ def read_model_sampling(folder: Path, given: Collection[str] = (), vocab_size: i
         folder: the model folder.
         given: names that the user gives a value. The file's is not looked at.
         vocab_size: of the model, where it is known. A top-k of so many tokens leaves nothing out, and becomes 0.
-
-    Raises:
-        ModelError: a file that is not JSON, or a value that an option cannot have.
     """
     path = folder / FILE
     raw = read_optional(path)

@@ -23,12 +23,10 @@ class Bias:
     values: tuple[float, ...]
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        self.check(logits.shape[-1])
         return self.change(logits, (slice(None), mx.array(self.tokens)), mx.array(self.values))
 
     def entries(self, tokens: Sequence[int], vocab_size: int) -> tuple[Sequence[int], Sequence[float]]:
         """The token ids that are changed, and the number for each."""
-        self.check(vocab_size)
         return self.tokens, self.values
 
     def check(self, vocab_size: int) -> None:
@@ -111,7 +109,9 @@ OwnProcessor = Bias | Repetition | Presence | Frequency
 KINDS: tuple[type[OwnProcessor], ...] = (Bias, Repetition, Presence, Frequency)  # in a request's order
 
 
-def process_rows(logits: mx.array, tokens: Sequence[Sequence[int]], processors: Sequence[Sequence[Change]]) -> mx.array:
+def process_rows(
+    logits: mx.array, tokens: Sequence[Sequence[int] | mx.array], processors: Sequence[Sequence[Change]]
+) -> mx.array:
     """Every row's own processors, in its own order: each row as its processors alone would change it.
 
     A kind of kvant's own changes all its rows at once. Others are called row by row.
@@ -120,10 +120,12 @@ def process_rows(logits: mx.array, tokens: Sequence[Sequence[int]], processors: 
         logits: (B, vocab).
         tokens: of each row, all so far.
         processors: of each row.
-
-    Raises:
-        ValueError: a biased token that the vocabulary does not have.
     """
+    if len(processors) == 1:  # its tokens may not be known yet
+        own = tokens[0] if isinstance(tokens[0], mx.array) else mx.array(list(tokens[0]), mx.int32)
+        for processor in processors[0]:
+            logits = processor(own, logits).astype(logits.dtype)
+        return logits
     left = [list(each) for each in processors]  # of each row, what is still to be applied
     while any(left):
         next_kinds = {type(each[0]) for each in left if each}

@@ -12,7 +12,8 @@ from kvant.engine.constraint import apart
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import Sampler, SeededSampler, for_a_run, greedy
 from kvant.engine.limits import check_count, limit_in_words
-from kvant.engine.processors import KINDS, Bias, Change, LogitsProcessor
+from kvant.engine.processors import KINDS, Change, LogitsProcessor
+from kvant.engine.row_sampling import check_options
 from kvant.errors import ArgumentError, ContextError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
@@ -117,13 +118,7 @@ class CheckedRequest:
 
 
 def check_request(request: Request, model: LanguageModel, pool: Pool, max_batch: int) -> CheckedRequest:
-    """What the pool can serve once everything else is gone. Any thread may call it.
-
-    Raises:
-        ContextError: the prompt does not fit the context, or the request does not fit the pool.
-        PromptError: no prompt, or ids the model does not know.
-        ValueError: any other argument out of range, or another model's cache.
-    """
+    """What the pool can serve once everything else is gone. Any thread may call it."""
     check_count("max_tokens", request.max_tokens, or_minus_one=True)
     check_count("answers", request.answers)
     if request.answers > max_batch:
@@ -135,12 +130,7 @@ def check_request(request: Request, model: LanguageModel, pool: Pool, max_batch:
         raise ValueError(f"salt is {request.salt!r:.80}; expected bytes")
     sampler = for_a_run(greedy if request.sampler is None else request.sampler)
     processors, grammar = apart(request.logits_processors)
-    own: list[object] = [sampler, *processors]
-    for each in own:
-        if isinstance(each, SeededSampler | Bias):
-            each.check(vocab_size)
-        elif not callable(each):
-            raise ValueError(f"{each!r:.80} is no sampler and no logits processor; expected a function")
+    check_options(sampler, processors, vocab_size)
     stop_tokens = frozenset(request.stop_tokens)
     if not all(type(token) is int for token in stop_tokens):
         raise ValueError(f"stop_tokens is {request.stop_tokens!r:.80}; expected token ids")
@@ -149,7 +139,7 @@ def check_request(request: Request, model: LanguageModel, pool: Pool, max_batch:
     ids = token_ids(request.prompt, vocab_size)
     cache, held = None, 0
     if request.cache is not None:
-        cache = model.check_cache(request.cache, batch=1)
+        cache = model.check_cache(request.cache)
         mx.eval([layer.buffers for layer in cache])  # another thread could not compute what this one left undone
         ids, held = cache.ids[0] + ids, cache.offset
         if processors and max(ids) >= vocab_size:  # of a file; processors read logits at these places
@@ -188,11 +178,7 @@ def check_request(request: Request, model: LanguageModel, pool: Pool, max_batch:
 
 
 def check_drafts(drafts: Drafts | None, pool: Pool, *, deterministic: bool) -> None:
-    """Refuse drafts where a step of several sequences cannot verify them.
-
-    Raises:
-        ArgumentError: such a pool, or answers that are not to depend on those beside them.
-    """
+    """Refuse drafts where a step of several sequences cannot verify them."""
     if drafts is None:
         return
     name, given = drafts.asked

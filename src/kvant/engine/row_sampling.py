@@ -25,14 +25,15 @@ class Row:
         sampler: of :func:`kvant.engine.draw.for_a_run`.
         processors: applied to the logits in order.
         position: tokens before the one to be sampled.
-        tokens: these tokens, ids of the vocabulary; only looked at where there are processors.
+        tokens: these tokens, ids of the vocabulary; only looked at if there are processors. In an array they need not
+            be known yet.
         mask: the tokens that a grammar allows, :meth:`kvant.text.grammar.Matcher.mask`; None: all.
     """
 
     sampler: Sampler
     processors: Sequence[Change]
     position: int
-    tokens: Sequence[int]
+    tokens: Sequence[int] | mx.array
     mask: bytes | None = None
 
 
@@ -77,14 +78,20 @@ class Sampled:
         ]
 
 
+def check_options(sampler: Sampler, processors: Sequence[Change], vocab_size: int) -> None:
+    """Raise a ValueError for an option that the vocabulary is too small for, or what is no function."""
+    functions: list[object] = [sampler, *processors]
+    for each in functions:
+        if isinstance(each, SeededSampler | Bias):
+            each.check(vocab_size)
+        elif not callable(each):
+            raise ValueError(f"{each!r:.80} is no sampler and no logits processor; expected a function")
+
+
 def pick_rows(logits: mx.array, rows: Sequence[Row], tops: Sequence[int]) -> Sampled:
     """The next token of every row, and of ``tops`` so many of the most probable ones.
 
     Arguments and errors are those of :func:`sample_rows`.
-
-    Raises:
-        ValueError: a sampler of the caller's picked a token that the model does not have; as an index it would be read
-            out of bounds.
     """
     tokens, logprobs = sample_rows(logits, rows)
     if any(not _is_ours(row.sampler) for row in rows):
@@ -97,7 +104,9 @@ def pick_rows(logits: mx.array, rows: Sequence[Row], tops: Sequence[int]) -> Sam
 
 
 def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.array]:
-    """One step of sampling for all rows: bit for bit what :func:`kvant.engine.draw.sample` gives for each alone.
+    """One step of sampling for all rows: bit for bit what it is for each alone.
+
+    Options are checked already, against the vocabulary.
 
     Args:
         logits: (R, vocab) with R >= B; those behind the B rows are ignored.
@@ -105,23 +114,14 @@ def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.arr
 
     Returns:
         The tokens (B,) and their log-probabilities (B, vocab), not evaluated.
-
-    Raises:
-        ValueError: an option that the vocabulary is too small for; a sampler or processor returned something else than
-            a token or logits.
-        Exception: whatever a request's own functions raise.
     """
     vocab_size = logits.shape[-1]
     samplers: list[Sampler] = []
     processors: list[Sequence[Change]] = []
     for row in rows:
-        functions: list[object] = [row.sampler, *row.processors]
-        for own in functions:
-            if isinstance(own, SeededSampler | Bias):
-                own.check(vocab_size)
         samplers.append(row.sampler if _is_ours(row.sampler) else _checked(row.sampler, (1,)))
         processors.append([p if type(p) in KINDS else _checked(p, (1, vocab_size)) for p in row.processors])
-    logits = logits[: len(rows)].astype(mx.float32)
+    logits = (logits if len(logits) == len(rows) else logits[: len(rows)]).astype(mx.float32)
     if processed := [number for number, own in enumerate(processors) if own]:
         tokens = [rows[number].tokens for number in processed]
         changed = process_rows(rows_of(logits, processed), tokens, [processors[number] for number in processed])

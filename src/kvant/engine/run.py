@@ -8,11 +8,11 @@ import mlx.core as mx
 from kvant.cache import KVCache, ModelCache
 from kvant.engine.constraint import for_answer
 from kvant.engine.drafting.choice import DraftCounts
-from kvant.engine.draw import Sampler, draw_key, for_a_run, greedy, sample
+from kvant.engine.draw import Sampler, for_a_run, greedy
 from kvant.engine.kernel_failure import kernel_failures
 from kvant.engine.limits import check_count, go_back, room_after
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.row_sampling import check_drawn
+from kvant.engine.row_sampling import Row, check_drawn, check_options, sample_rows
 from kvant.engine.step import CompiledStep, can_compile
 from kvant.errors import PromptError
 from kvant.models import LanguageModel
@@ -77,12 +77,6 @@ class Run:
             compiled: whether the step is a compiled function; default: where that is faster and the cache allows it.
             logits: (1, vocab) after the last token that the cache holds; the prompt is empty then.
             begun: the first tokens of the answer, where the prompt ends with them.
-
-        Raises:
-            ContextError: the prompt does not fit.
-            PromptError: no prompt.
-            RuntimeError: another thread uses the cache.
-            ValueError: an argument out of range, or a cache of another model.
         """
         check_count("max_tokens", max_tokens, or_minus_one=True)
         check_count("prefill_step_size", prefill_step_size)
@@ -95,9 +89,10 @@ class Run:
         self.drafts: DraftCounts | None = None
         self.finish_reason: FinishReason | None = None
         self._model = model
-        self._cache = cache = model.check_cache(cache, batch=1)
+        self._cache = cache = model.check_cache(cache)
         self._sampler = for_a_run(sampler or greedy)
         self._processors = for_answer(logits_processors, model.config.vocab_size, stop_tokens, begun)
+        check_options(self._sampler, self._processors, model.config.vocab_size)
         self._stop_tokens = stop_tokens
         self._step_size = prefill_step_size
         self._progress = progress
@@ -249,7 +244,10 @@ class Run:
         return self._step_function
 
     def _sample(self, logits: mx.array, position: int) -> tuple[mx.array, mx.array]:
-        return sample(logits, self._tokens, self._sampler, self._processors, draw_key(self._sampler, position))
+        """The next token (1,) of logits (1, vocab), and its log-probabilities (vocab,)."""
+        tokens = () if self._tokens is None else self._tokens
+        token, logprobs = sample_rows(logits, [Row(self._sampler, self._processors, position, tokens)])
+        return token, logprobs.squeeze(0)
 
 
 def prefill(

@@ -19,11 +19,7 @@ def as_metadata(messages: Sequence[Message]) -> dict[str, str]:
 
 
 def messages_of(path: str | Path, metadata: Mapping[str, str]) -> list[Message]:
-    """The messages that a snapshot was saved with.
-
-    Raises:
-        SnapshotError: there are none, or what is there is no list of messages.
-    """
+    """The messages that a snapshot was saved with."""
     if KEY not in metadata:
         raise SnapshotError(f"{path}: it holds no conversation; expected a file that a conversation was saved to")
     try:

@@ -80,9 +80,6 @@ class Scheduler:
         Args:
             max_batch: answers that run at once, at most.
             max_queue: requests that wait to be admitted, at most; None: any number.
-
-        Raises:
-            ValueError: a number out of range, or a model whose logits depend on the other requests in any case.
         """
         check_count("max_batch", max_batch)
         if max_batch > pool.max_sequences:
@@ -155,12 +152,7 @@ class Scheduler:
         return check_request(request, self._model, self._pool, self._max_batch)
 
     def submit(self, request: Request | CheckedRequest) -> None:
-        """Take a request in.
-
-        Raises:
-            QueueFullError: as many wait already as may wait.
-            ValueError: it is under way already, or :meth:`check` refuses it.
-        """
+        """Take a request in."""
         checked = self.check(request) if isinstance(request, Request) else request
         if checked.request in self._under_way:
             raise ValueError("the request was submitted before and has not ended; expected another one")

@@ -22,11 +22,7 @@ def should_compile() -> bool:
 
 
 def can_compile(model: LanguageModel, cache: ModelCache, wanted: bool | None) -> bool:
-    """Whether the step through a cache is to be compiled, and can be; ``wanted``: None: where that is faster.
-
-    Raises:
-        ValueError: it was asked for, and cannot be.
-    """
+    """Whether the step through a cache is to be compiled, and can be; ``wanted``: None: where that is faster."""
     can = (should_compile() if wanted is None else wanted) and model.can_compile(cache)
     if wanted and not can:
         raise ValueError("compiled is True; the model's step through this cache is not the same for every token")

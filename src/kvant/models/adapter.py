@@ -52,10 +52,6 @@ class Adapter:
             folder: as ``mlx_lm.lora`` writes it.
             config: of the whole model the adapter is for.
             wanted: what is loaded of it.
-
-        Raises:
-            ModelError: no adapter folder, or one of another kind or format.
-            CheckpointError: tensors that are missing, not the model's, of the wrong shape or dtype, or without effect.
         """
         settings = _read_settings(folder, config.hidden_size, len(matrices(config)))
         tensors = TensorFiles(folder, [tensors_file(folder)])

@@ -41,10 +41,6 @@ def load_decoder(folder: Path, progress: Progress | None = None, adapter: Path |
         progress: called with (layers loaded, layers in all).
         adapter: the folder of a LoRA or DoRA adapter in mlx-lm's format. It is added to floating-point matrices as they
             are loaded. Quantized matrices keep their bits, and its low rank stays beside them.
-
-    Raises:
-        ModelError: a folder that does not hold a supported model or adapter.
-        CheckpointError: tensors that are truncated, missing, unexpected, or of the wrong shape or dtype.
     """
     return load_part(folder, progress=progress, adapter=adapter).decoder()
 
@@ -136,11 +132,7 @@ def _open(folder: Path) -> tuple[ModelConfig, TensorFiles]:
 
 
 def check_folder(folder: Path) -> tuple[ModelConfig, TensorFiles]:
-    """The config and the tensors of a model folder, whose names, shapes and dtypes agree; no tensor has been read.
-
-    Raises:
-        ModelError, CheckpointError: as :func:`load_decoder`.
-    """
+    """The config and the tensors of a model folder, whose names, shapes and dtypes agree; no tensor has been read."""
     config, tensors = _open(folder)
     tensors.check_memory(tensors.nbytes)
     return config, tensors
@@ -157,12 +149,7 @@ def is_tied(config: ModelConfig, tensors: TensorFiles) -> bool:
 
 
 def expected_tensors(config: ModelConfig, tensors: TensorFiles) -> Expected:
-    """The shape and dtypes of every tensor that loading reads, before any is read.
-
-    Raises:
-        CheckpointError: a tensor that loading would not read: the model is another; a quantized matrix that config.json
-            does not describe.
-    """
+    """The shape and dtypes of every tensor that loading reads, before any is read."""
     expected: dict[str, tuple[tuple[int, ...], Sequence[str]]] = {}
     for _, _, own in _stored_parameters(config, tensors):
         expected |= own

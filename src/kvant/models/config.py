@@ -57,11 +57,7 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
-        """Read ``config.json``, and the end-of-text tokens of ``generation_config.json``, which win.
-
-        Raises:
-            ModelError: a file that is missing or malformed, or a model kvant does not support.
-        """
+        """Read ``config.json``, and the end-of-text tokens of ``generation_config.json``, which win."""
         raw = read_json(folder / "config.json")
         try:
             config = cls.from_dict(raw)
@@ -75,11 +71,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
-        """Validate a config.json already parsed.
-
-        Raises:
-            ModelError: a key that is missing or malformed, or a setting kvant does not implement.
-        """
+        """Validate a config.json already parsed."""
         architecture = _architecture(raw)
         _refuse_unsupported(raw, architecture)
         heads = size(raw, "num_attention_heads")

@@ -3,22 +3,31 @@
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 
-from kvant.cache import AttentionCache, KVCache, ModelCache
+from kvant.cache import AttentionCache, KVCache, ModelCache, QuantizedKVCache, WindowKVCache
 from kvant.cache.identity import Identity
+from kvant.cache.pool import Pool, pool_bytes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.models.adapted import Matrix
 from kvant.models.bias import ProjectionBias
-from kvant.models.cache_check import check_cache
+from kvant.models.caches import (
+    check_batch,
+    check_cache,
+    check_memory,
+    default_reservation,
+    longest_sequence,
+    narrow_window,
+    pool_formats,
+)
 from kvant.models.config import ModelConfig
-from kvant.models.decoder_caches import DecoderCaches
 from kvant.models.experts import Experts
 from kvant.models.inputs import check_ids, check_offset, check_shape
 from kvant.models.linear import Linear
 from kvant.models.mlp import MLP
-from kvant.models.pool import check_batch
 from kvant.operators.attention import attend_tokens
 from kvant.operators.masks import window_mask
 from kvant.operators.normalization import rms_norm
@@ -121,15 +130,17 @@ class Block:
         ]
 
 
-class Decoder(DecoderCaches):
+class Decoder:
     """A language model, of one of :data:`kvant.models.architectures.ARCHITECTURES`.
 
     Attributes:
         config: its config.json.
         dtype: the dtype activations are computed in.
         identity: digests of the files it was loaded from, for the snapshots of its caches; None: not known.
+        all_windows: of the whole model's layers, if these are a rank's alone; else nothing.
     """
 
+    all_windows: Sequence[int | None] = ()
     always_fuses = True
     last_token_alone = False  # the logits of a prompt's last token are computed alone
 
@@ -194,17 +205,14 @@ class Decoder(DecoderCaches):
     def begin(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> tuple[int | mx.array, Caches]:
         """Begin a step, as :meth:`hidden_states` does. Returns what :meth:`states` takes beside the ids."""
         check_shape(inputs)
-        batch = inputs.shape[0]
         if cache is None:
-            check_offset(offset, (0,) * batch)
+            check_offset(offset, (0,) * inputs.shape[0])
             return 0, [None] * len(self.layers)
         cache = self._checked(cache)
-        # An empty cache that grows takes any number of sequences. Another number of them is refused by begin.
-        check_offset(offset, cache.lengths if len(cache.lengths) == batch else cache.lengths[:1] * batch)
+        check_offset(offset, cache.lengths)
         lengths = cache.begin(inputs)
         # A pool's are an array always: a token's logits are not to depend on the lengths of other sequences.
-        alike = len(set(lengths)) == 1 and isinstance(cache, ModelCache)
-        return lengths[0] if alike else mx.array(lengths), cache
+        return lengths[0] if isinstance(cache, ModelCache) else mx.array(lengths), cache
 
     def states(self, inputs: mx.array, start: int | mx.array, caches: Caches) -> mx.array:
         """:meth:`hidden_states` through anything that attends, in operations that are the same for any array ``start``.
@@ -229,12 +237,102 @@ class Decoder(DecoderCaches):
         """See :class:`kvant.models.LanguageModel`."""
         return self.logits(self.states(tokens[None], offset, cache.compiled_views(offset, num_tokens)).squeeze(0))
 
-    def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> ModelCache:
+    def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
         """See :class:`kvant.models.LanguageModel`."""
-        return check_cache(cache, batch, self.config, self.identity, self.make_cache)
+        return check_cache(cache, self.config, self.identity, self.make_cache)
 
     def _checked(self, cache: Sequence[KVCache] | PoolBatch) -> ModelCache | PoolBatch:
         return check_batch(cache, self.config) if isinstance(cache, PoolBatch) else self.check_cache(cache)
+
+    def make_cache(
+        self,
+        max_seq_len: int | None = None,
+        *,
+        quant_bit: int = 8,
+        quant_group: int = 32,
+        bias_split: bool = True,
+        kernels: str | None = None,
+    ) -> ModelCache:
+        """See :class:`kvant.models.LanguageModel`."""
+        check_process()
+        config = self.config
+        if max_seq_len is None:
+            max_seq_len = default_reservation(config)
+        row_bits = config.head_dim * (quant_bit or 8 * self.dtype.size)  # without scales: a lower bound is enough here
+        least = max_seq_len * len(self.layers) * 2 * config.num_key_value_heads * row_bits // 8
+        check_memory(max_seq_len, least)
+        options: dict[str, Any] = {
+            "quant_bit": quant_bit,
+            "quant_group": quant_group,
+            "dtype": self.dtype,
+            "kernels": kernels,
+            "num_heads": config.num_attention_heads,
+        }
+        cache = ModelCache(
+            [_layer_cache(config, layer.self_attn, max_seq_len, bias_split, options) for layer in self.layers]
+        )
+        cache.identity, cache.rotary, cache.made_for = self.identity, self._rotary, config
+        return cache
+
+    def make_pool(
+        self,
+        tokens: int,
+        *,
+        sequences: int,
+        quant_bit: int = 8,
+        quant_group: int = 32,
+        bias_split: bool = True,
+        kernels: str | None = None,
+        max_seq_len: int | None = None,
+        prefill_step_size: int = 512,
+    ) -> Pool:
+        """See :class:`kvant.models.LanguageModel`."""
+        check_process()
+        for name, number in (("tokens", tokens), ("sequences", sequences), ("prefill_step_size", prefill_step_size)):
+            if type(number) is not int or number < 1:
+                raise ValueError(f"{name} is {number!r}; expected a positive int")
+        max_seq_len = longest_sequence(self.config, tokens, max_seq_len)
+        biases = [layer.self_attn.qkv_bias for layer in self.layers] if bias_split else []
+        split = [bias for bias in biases if bias is not None]
+        formats = pool_formats(
+            self.config,
+            dtype=self.dtype,
+            quant_bit=quant_bit,
+            quant_group=quant_group,
+            max_seq_len=max_seq_len,
+            split_pairs=[bias.pairs for bias in split] if split else None,
+        )
+        sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
+        sizes["prefill_step_size"] = prefill_step_size
+        check_memory(tokens, pool_bytes(formats, **sizes))
+        splits = [bias.split(self.config, max_seq_len) for bias in split]
+        stored: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "bias_split": bias_split}
+        stored["kernels"] = kernels
+        pool = Pool(
+            formats,
+            splits or [None] * len(formats),
+            **sizes,
+            make_cache=partial(self.make_cache, **stored),
+            identity=self.identity,
+            kernels=kernels,
+            dtype=self.dtype,
+            num_heads=self.config.num_attention_heads,
+            windows=[narrow_window(window, max_seq_len) for window in self.all_windows],
+        )
+        pool.made_for = self.config
+        return pool
+
+    def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
+        """See :class:`kvant.models.LanguageModel`. No array of the cache may change its shape.
+
+        A window with a bias split is not compiled: the angles of a new token are computed in Python. More new tokens
+        than its slack and one would overwrite rows that they, or a step in their place, need.
+        """
+        return all(
+            isinstance(layer, QuantizedKVCache)
+            and (not isinstance(layer, WindowKVCache) or (layer.bias_split is None and new_tokens <= layer.slack + 1))
+            for layer in cache
+        )
 
     def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
         """Begin a step of (B, S) ids whose logits nobody reads; see :class:`kvant.models.LanguageModel`."""
@@ -269,3 +367,17 @@ class Decoder(DecoderCaches):
         """Every weight array."""
         head = [] if self._lm_head is None else self._lm_head.arrays
         return [*self._embed_tokens.arrays, *(a for layer in self.layers for a in layer.arrays), self._norm, *head]
+
+
+def _layer_cache(
+    config: ModelConfig, attention: Any, max_seq_len: int, bias_split: bool, options: Mapping[str, Any]
+) -> QuantizedKVCache:
+    """An empty cache for a layer, with ``options`` of :class:`kvant.cache.QuantizedKVCache`."""
+    sizes = (max_seq_len, config.num_key_value_heads, config.head_dim)
+    bias, window = attention.qkv_bias if bias_split else None, attention.window
+    if window is None or window >= max_seq_len:
+        split = None if bias is None else bias.split(config, max_seq_len)
+        return QuantizedKVCache(*sizes, bias_split=split, **options)
+    split = None if bias is None else bias.split(config, 0)  # the ring has angles of its own
+    rotary = config.rope.rotary(config.head_dim)
+    return WindowKVCache(*sizes, window=window, bias_split=split, rotary=rotary, **options)

@@ -27,9 +27,6 @@ def identify(folder: Path, adapter: Path | None = None) -> Identity:
 
     It covers config.json and tokenizer.json whole, and of each file of tensors its name, its size, its header and its
     bytes, sampled.
-
-    Raises:
-        ModelError: a file that is missing or cannot be read.
     """
     parts = _folder_parts(folder / "config.json", tensor_files(folder))
     if adapter is not None:
@@ -38,11 +35,7 @@ def identify(folder: Path, adapter: Path | None = None) -> Identity:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """Of a folder's tokenizer.json; 64 hexadecimal digits.
-
-    Raises:
-        ModelError: it is missing or cannot be read.
-    """
+    """Of a folder's tokenizer.json; 64 hexadecimal digits."""
     return hashlib.sha256(read_bytes(folder / "tokenizer.json", MAX_TOKENIZER_BYTES)).hexdigest()
 
 

@@ -103,24 +103,37 @@ class LanguageModel(Protocol):
             num_tokens: cached tokens that are read, ``offset`` + S at least.
         """
 
-    def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> ModelCache:
-        """The cache, or one made of a list of layers.
+    def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
+        """The cache, or one made of a list of layers or of a file.
 
         Raises:
-            ValueError: another model's layers, or another number of sequences than ``batch``, where one is given.
+            ValueError: another model's.
+            SnapshotError: a file of another model.
         """
 
     def make_cache(
         self,
         max_seq_len: int | None = None,
         *,
-        batch: int = 1,
         quant_bit: int = 8,
         quant_group: int = 32,
         bias_split: bool = True,
         kernels: str | None = None,
     ) -> ModelCache:
-        """Reserve a cache; see :meth:`Decoder.make_cache`."""
+        """Reserve a cache for ``max_seq_len`` tokens of a sequence; at 0 bits they keep the compute dtype.
+
+        Args:
+            max_seq_len: the reservation; None, as mlx-lm calls it: the model's context, at most 4,096 tokens.
+            bias_split: keys and values are stored without their biases, which attention adds exactly; a model without
+                such biases has nothing to split.
+            quant_bit, quant_group, kernels: as in :class:`kvant.cache.QuantizedKVCache`.
+
+        Raises:
+            ValueError: a size below 1, an unsupported bit, a group that does not divide the head dimension, a kernel
+                forced that cannot be used.
+            RuntimeError: a forced kernel that fails on this device when it is tried.
+            ContextError: more than this machine's memory; nothing was allocated.
+        """
 
     def make_pool(
         self,
@@ -134,10 +147,20 @@ class LanguageModel(Protocol):
         max_seq_len: int | None = None,
         prefill_step_size: int = 512,
     ) -> Pool:
-        """Reserve a pool for many sequences; see :meth:`Decoder.make_pool`.
+        """Reserve a pool for many sequences; at 0 bits they keep the compute dtype.
+
+        Args:
+            tokens: of all sequences together. Whole pages of 128 are made of them, and a page is one sequence's.
+            sequences: that can be open at once.
+            quant_bit, quant_group, bias_split, kernels: as in :meth:`make_cache`.
+            max_seq_len: tokens that one sequence can have; None: all of the pool's, at most the model's context.
+            prefill_step_size: new tokens of one sequence in a step, at most.
 
         Raises:
-            ModelError: the model's layers cannot use one.
+            ModelError: the model takes one sequence at a time; nothing was reserved.
+            ValueError: a size below 1, a cache format that the model cannot have, a kernel forced that cannot be used.
+            RuntimeError: a forced kernel that fails on this device when it is tried.
+            ContextError: more than this machine's memory; nothing was allocated.
         """
 
 

@@ -32,11 +32,7 @@ def quantized_matrix(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
 
 
 def check_device(quantization: Quantization) -> None:
-    """Multiply a little in this format.
-
-    Raises:
-        ModelError: MLX has no such product on this device.
-    """
+    """Multiply a little in this format."""
     try:
         weight, scales, *biases = mx.quantize(
             mx.ones((32, 512)), group_size=quantization.group_size, bits=quantization.bits, mode=quantization.mode

@@ -48,11 +48,7 @@ class Quantization:
 
 
 def read_quantization(raw: Mapping[str, Any]) -> tuple[Quantization | None, dict[str, Quantization | None]]:
-    """The format of every matrix, and those of single ones by module path; None: floating point.
-
-    Raises:
-        ModelError: a format that is not MLX's, or one it does not have.
-    """
+    """The format of every matrix, and those of single ones by module path; None: floating point."""
     foreign = raw.get("quantization_config")
     if isinstance(foreign, dict) and not raw.get("quantization") and "quant_method" in foreign:
         raise ModelError(

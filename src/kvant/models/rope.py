@@ -51,11 +51,7 @@ class Rope:
     attention_factor: float = 1.0
 
     def context(self, max_position_embeddings: int) -> int:
-        """The context limit in tokens: with dynamic ``factor`` times what config.json says, with other kinds just that.
-
-        Raises:
-            ModelError: a factor that makes it larger than any model's.
-        """
+        """The context limit in tokens: what config.json says, times ``factor`` if the kind is dynamic."""
         if self.kind != "dynamic":
             return max_position_embeddings
         context = self.factor * max_position_embeddings
@@ -117,11 +113,7 @@ class Rope:
 def read_rope(
     raw: Mapping[str, Any], head_dim: int, max_position_embeddings: int, default_theta: float = 10000.0
 ) -> Rope:
-    """The RoPE of a config.json, where transformers 5 writes it (``rope_parameters``) or where older files have it.
-
-    Raises:
-        ModelError: a kind or a key that is not implemented, or a value without meaning.
-    """
+    """The RoPE of a config.json, where transformers 5 writes it (``rope_parameters``) or where older files have it."""
     where, settings = _settings(raw)
     kind = _kind(where, settings)
     for name, value in settings.items():

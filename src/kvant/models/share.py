@@ -116,11 +116,7 @@ def divides_inputs(row: Parameter) -> bool:
 
 
 def shares(config: ModelConfig, ranks: int) -> list[Share]:
-    """The share of each of ``ranks`` ranks, as even as whole heads and whole quantization groups are.
-
-    Raises:
-        ModelError: the model cannot be divided so.
-    """
+    """The share of each of ``ranks`` ranks, as even as whole heads and whole quantization groups are."""
     queries, keys = _heads(config, ranks)
     inner = _features(config, ranks, "intermediate_size", "down")
     expert_inner: Sequence[Range] = [(0, 0)] * ranks

@@ -21,9 +21,6 @@ def stored_otherwise(config: ModelConfig, tensors: TensorFiles, path: str, row: 
     Args:
         path: the module path of the stack.
         row: its row of the table.
-
-    Raises:
-        CheckpointError: some experts of a layer are there, and others are not.
     """
     prefix = path.removesuffix(row.path)
     if row.joined is not None and prefix + row.joined in tensors:

@@ -36,11 +36,7 @@ class Part:
     ranges: tuple[tuple[int, int], ...]
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """The part's shape, of a tensor of this shape.
-
-        Raises:
-            ValueError: ranges that are not in it, in order.
-        """
+        """The part's shape, of a tensor of this shape."""
         bounds, size = [bound for each in self.ranges for bound in each], whole[self.axis]
         empty = any(first >= last for first, last in self.ranges)
         if not bounds or empty or bounds != sorted(bounds) or bounds[0] < 0 or bounds[-1] > size:
@@ -88,11 +84,7 @@ class TensorFiles:
             raise CheckpointError(f"{path}: not a whole safetensors file: {one_line(error)}") from error
 
     def _check_identity(self, path: Path) -> None:
-        """Refuse a file that is not the one whose header was checked: libraries open it again, by its name.
-
-        Raises:
-            CheckpointError: another file, or a changed one.
-        """
+        """Refuse a file that is not the one whose header was checked: libraries open it again, by its name."""
         if _identity(path.stat()) != self._opened[path]:
             raise CheckpointError(f"{path}: changed while it was read")
 
@@ -125,20 +117,12 @@ class TensorFiles:
         return math.prod(shape if part is None else part.shape(shape)) * BITS[self.dtype(name)] // 8
 
     def check(self, expected: Expected) -> None:
-        """Refuse the checkpoint before any of it is read, unless every tensor expected is there and right.
-
-        Raises:
-            CheckpointError: a tensor that is missing or wrong.
-        """
+        """Refuse the checkpoint before any of it is read, unless every tensor expected is there and right."""
         for name, (shape, dtypes) in expected.items():
             self._check(name, shape, dtypes)
 
     def check_memory(self, nbytes: int) -> None:
-        """Refuse to read more bytes than this machine has memory.
-
-        Raises:
-            CheckpointError: there are more.
-        """
+        """Refuse to read more bytes than this machine has memory."""
         if nbytes > physical_memory():
             raise CheckpointError(
                 f"the tensors have {format_bytes(nbytes)}; this machine has {format_bytes(physical_memory())}"
@@ -152,9 +136,6 @@ class TensorFiles:
         Args:
             shape: of the whole tensor.
             part: read only this, and now. None: all of the tensor, which MLX reads when it is used.
-
-        Raises:
-            CheckpointError: the tensor is missing or another, or its file has changed or cannot be read.
         """
         self._check(name, shape, dtypes)
         path = self._file_of[name]
@@ -209,11 +190,7 @@ class TensorFiles:
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder's model.
-
-    Raises:
-        CheckpointError: there are none, or the index names others than there are.
-    """
+    """The safetensors files of a folder's model."""
     return _shards(folder)[0]
 
 

@@ -15,14 +15,13 @@ from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels.attend import quantize_tokens
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.quantization import multiply_scale, quantize
-from kvant.operators.ragged import attend_sequences, put_tokens
 
 
 def append_and_attend(
     query: mx.array,
     key: mx.array,
     value: mx.array,
-    start: int | tuple[int, ...],
+    start: int,
     cache: mx.array,
     scale: mx.array | None,
     *,
@@ -39,9 +38,8 @@ def append_and_attend(
     Args:
         query: (B, H, S, D).
         key, value: (B, K, S, D).
-        start: tokens already cached: an int for all sequences, or B ints, one each.
-        mask: as :func:`kvant.operators.attention.attend_tokens` takes it, for the longest sequence. A shorter one reads
-            its first columns only.
+        start: tokens already cached.
+        mask: as :func:`kvant.operators.attention.attend_tokens` takes it.
         sinks: as ``attend_tokens`` takes them.
         backend: where the fused kernel runs. It must support the call
             (:func:`kvant.operators.kernels.attend.unsupported_reason`). None: the unfused operator.
@@ -60,25 +58,21 @@ def append_and_attend(
             mx.array(start, mx.int32),
             quant_bit=quant_bit,
             quant_group=quant_group,
-            rows=(start if isinstance(start, int) else max(start)) + S,
+            rows=start + S,
             backend=backend,
             **options,
         )
-    if isinstance(start, int):
-        if S == 1 and scale is not None:
-            stored = [first_rows(cache, start + S), scale[0, :, :, :, : start + S]]
-            return attend_tokens(query, *float_tokens(stored, quant_bit=quant_bit, dtype=query.dtype), **options)
-        tokens = read_tokens(start + S, cache, scale, quant_bit=quant_bit, dtype=query.dtype)
-        return attend_tokens(query, *tokens, **options)
-    ends = [offset + S for offset in start]
-    sequences = read_sequences(ends, cache, scale, quant_bit=quant_bit, dtype=query.dtype)
-    return attend_sequences(query, sequences, **options)
+    if S == 1 and scale is not None:
+        stored = [first_rows(cache, start + S), scale[0, :, :, :, : start + S]]
+        return attend_tokens(query, *float_tokens(stored, quant_bit=quant_bit, dtype=query.dtype), **options)
+    tokens = read_tokens(start + S, cache, scale, quant_bit=quant_bit, dtype=query.dtype)
+    return attend_tokens(query, *tokens, **options)
 
 
 def write_tokens(
     key: mx.array,
     value: mx.array,
-    start: int | tuple[int, ...],
+    start: int,
     cache: mx.array,
     scale: mx.array | None,
     *,
@@ -86,15 +80,11 @@ def write_tokens(
     quant_group: int,
     backend: Backend | None = None,
 ) -> None:
-    """Quantize keys and values (B, K, S, D) and write them in place at ``start``, an int or B ints."""
+    """Quantize keys and values (B, K, S, D) and write them in place at ``start``."""
     stored = [cache] if scale is None else [cache, scale]
     new = stored_tokens(key, value, stored, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
-    if isinstance(start, int):
-        for array, part in zip(stored, new, strict=True):
-            array[0, :, :, :, start : start + key.shape[2]] = part
-        return
-    for array, updated in zip(stored, put_tokens(stored, [part[None] for part in new], mx.array(start)), strict=True):
-        array[:] = updated  # the caller's array gets the new value
+    for array, part in zip(stored, new, strict=True):
+        array[0, :, :, :, start : start + key.shape[2]] = part
 
 
 def read_tokens(
@@ -115,18 +105,6 @@ def first_rows(cache: mx.array, rows: int) -> mx.array:
         return cache[0, :, :, :, :rows]
     words = mx.view(cache, mx.uint64)[0, :, :, :, :rows]
     return mx.view(mx.contiguous(words), cache.dtype)
-
-
-def read_sequences(
-    ends: Sequence[int], cache: mx.array, scale: mx.array | None, *, quant_bit: int, dtype: mx.Dtype
-) -> list[tuple[mx.array, mx.array]]:
-    """Keys and values (1, K, T, D) of each of B sequences, up to its own end."""
-    return [
-        float_tokens(
-            [x[0, b : b + 1, :, :, :end] for x in (cache, scale) if x is not None], quant_bit=quant_bit, dtype=dtype
-        )
-        for b, end in enumerate(ends)
-    ]
 
 
 def stored_tokens(

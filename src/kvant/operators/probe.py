@@ -127,15 +127,16 @@ class Trial:
         self.use, self.options = use, dict(use.options)
         self.form: dict[str, Any] = {"quant_bit": use.quant_bit, "quant_group": use.quant_group}
         K, D, Dv, S, R = KV_HEADS, use.head_dim, use.value_dim, MAX_NEW_TOKENS, ROWS
-        self.keep, self.ring = self.options.get("keep", 0), 0
+        # What is no constant of an instance is as a ring can hold it, with the new tokens.
+        self.keep, self.ring = min(self.options.get("keep", 0), R // 4), 0
+        if "window" in self.options:
+            self.options |= {"window": min(self.options["window"], R - self.keep - S), "keep": self.keep}
         # The position of the first row of each sequence, and its tokens before the new ones.
         self.spans = [(0, R - S - 7)]
         if use.paged:
             self.spans = [(PAGE_SIZE, PAGE_SIZE + R - S - 7), (0, R // 2)]
         elif "window" in self.options:
             self.spans, self.ring = [(0, R + R // 3)], R - self.keep
-        if "window" in self.options:  # it is no constant of an instance, and a ring holds it and the new tokens
-            self.options["window"] = min(self.options["window"], R - self.keep - S)
         B, H, pages = len(self.spans), heads * K, R // PAGE_SIZE
         numbers = random.Random(0).sample(range(B * pages), B * pages)
         self.pages = [numbers[b * pages : (b + 1) * pages] for b in range(B)]

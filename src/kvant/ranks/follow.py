@@ -65,4 +65,4 @@ def _limits(made: ModelCache | Pool) -> list[tuple[int, int]]:
     """Say how far the layers of a cache can go back, as of a TrimLimit."""
     if isinstance(made, Pool):
         return []
-    return [(limit.rows, limit.tokens) for limit in made.layers[0].sequences.limits]
+    return [(limit.rows, limit.tokens) for limit in made.layers[0].sequence.limits]

@@ -13,7 +13,7 @@ from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
-from kvant.cache.sequences import TrimLimit
+from kvant.cache.sequence import TrimLimit
 from kvant.errors import RanksError, one_line
 from kvant.models import LanguageModel
 from kvant.models.decoder import Cached, Offset
@@ -104,17 +104,17 @@ class Lead:
     def step_logits(self, tokens: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
         raise RanksError("a step of several ranks cannot be compiled")
 
-    def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> ModelCache:
-        return self.part.check_cache(cache, batch)
+    def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
+        return self.part.check_cache(cache)
 
     def make_cache(self, max_seq_len: int | None = None, **options: Any) -> ModelCache:
         """Reserve a cache on every rank."""
         cache = self.part.make_cache(max_seq_len, **options)
         cache.divided = True
-        sequences = cache.layers[0].sequences
-        found = self._told_made(sequences, "cache", {"max_seq_len": max_seq_len, **options})
+        sequence = cache.layers[0].sequence
+        found = self._told_made(sequence, "cache", {"max_seq_len": max_seq_len, **options})
         # How far the windows of the others' layers can go back.
-        sequences.limits |= {TrimLimit(*limit) for limits in found for limit in limits}
+        sequence.limits |= {TrimLimit(*limit) for limits in found for limit in limits}
         return cache
 
     def make_pool(self, tokens: int, **options: Any) -> Pool:
@@ -138,7 +138,7 @@ class Lead:
         return found
 
     def _step(self, call: Callable[..., Computed], inputs: mx.array, cache: ModelCache | PoolBatch) -> Computed:
-        held = cache.pool if isinstance(cache, PoolBatch) else cache.layers[0].sequences
+        held = cache.pool if isinstance(cache, PoolBatch) else cache.layers[0].sequence
         if (number := self._numbers.get(held)) is None:
             raise RanksError("the cache is not of this model; on several ranks expected one of model.make_cache")
         cache.begin(inputs)  # refuses what does not fit, before the others are told

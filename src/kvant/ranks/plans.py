@@ -36,18 +36,16 @@ def planned_batch(pool: Pool, plan: Plan) -> PlannedBatch:
 def align(cache: ModelCache, lengths: Sequence[int]) -> None:
     """Commit or forget tokens, so that this cache has those of rank 0's at the beginning of a step.
 
-    What rank 0 has committed of the last step, or forgotten since, is seen in its lengths.
+    What rank 0 has committed of the last step, or forgotten since, is seen in its length.
     """
-    held, step = cache.lengths, cache.step
-    new = [now - before for now, before in zip(lengths, held, strict=True)]
-    if step is not None and any(new) and all(0 <= count <= step.shape[1] for count in new):
-        whole = all(count == step.shape[1] for count in new)
-        cache.commit(None if whole else new)
+    (length,), step = lengths, cache.step
+    if step is not None and 0 < (new := length - cache.offset) <= step.shape[1]:
+        cache.commit(None if new == step.shape[1] else new)
     elif step is not None:
         cache.end_step()
-    if not any(lengths):
+    if not length:
         cache.reset()
-    elif any(now > own for now, own in zip(lengths, cache.lengths, strict=True)):
-        raise RanksError(f"the cache holds {list(cache.lengths)} tokens; rank 0's has {list(lengths)}")
+    elif length > cache.offset:
+        raise RanksError(f"the cache holds {cache.offset} tokens; rank 0's has {length}")
     else:
-        cache.trim_to(list(lengths))
+        cache.trim_to(length)

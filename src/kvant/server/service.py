@@ -20,8 +20,8 @@ from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import Request
 from kvant.errors import ArgumentError, ContextError, EngineError, GrammarError, SnapshotError
 from kvant.models import LanguageModel
+from kvant.models.caches import DEFAULT_RESERVATION
 from kvant.models.language_model import context_limit
-from kvant.models.reservation import DEFAULT_RESERVATION
 from kvant.server.errors import ApiError
 from kvant.server.live import Live
 from kvant.server.metrics import Metrics
@@ -204,16 +204,14 @@ def warm_start(settings: Settings, model: LanguageModel, pool: Pool, paths: Sequ
     salts = settings.key_digests or (b"",)
     pages = 0
     for path in paths:
-        lengths = read_header(Path(path)).lengths
-        if len(lengths) != 1:
-            raise SnapshotError(f"{path}: it holds {len(lengths)} sequences; expected one")
-        if not 0 < lengths[0] <= pool.max_seq_len:
-            raise SnapshotError(f"{path}: it holds {lengths[0]} tokens; expected 1 to {pool.max_seq_len}, a sequence's")
-        pages += pool.pages_needed(lengths[0]) * len(salts)
+        length = read_header(Path(path)).length
+        if not 0 < length <= pool.max_seq_len:
+            raise SnapshotError(f"{path}: it holds {length} tokens; expected 1 to {pool.max_seq_len}, a sequence's")
+        pages += pool.pages_needed(length) * len(salts)
         if pages > pool.num_pages:
             raise SnapshotError(f"{path}: with it {pages} pages are needed; the pool has {pool.num_pages}")
         cache = model.make_cache(
-            lengths[0],
+            length,
             quant_bit=settings.kv_bits,
             quant_group=settings.kv_group_size,
             bias_split=settings.kv_bias_split,

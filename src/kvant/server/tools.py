@@ -22,7 +22,7 @@ def checked_tools(tools: Sequence[Tool], field: str, longest: int = MAX_NAME) ->
     if len(tools) > MAX_TOOLS:
         raise ApiError(f"tools has {len(tools)}; expected at most {MAX_TOOLS}", param="tools")
     try:
-        check_size("tools", [tool.parameters for tool in tools])
+        check_size("list of tools", [tool.parameters for tool in tools])
     except GrammarError as error:
         raise ApiError(str(error), param="tools") from error
     seen: set[str] = set()

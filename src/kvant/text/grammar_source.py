@@ -73,7 +73,7 @@ def build_tool_grammar(
         raise GrammarError(f"calls in the form {form.name} cannot be forced: their arguments are not JSON")
     if not tools:
         raise GrammarError("there are no tools; expected at least one")
-    check_size("tool_calls", tools)
+    check_size("list of tools", tools)
     schemas = {}
     for tool in tools:
         function = tool["function"]

@@ -1,6 +1,6 @@
 """The forms in which models write tool calls.
 
-Calls are read here and not by mlx-lm's parsers, which take whole texts and change values: see docs/tools.md.
+Calls are read here and not by mlx-lm's parsers, which take whole texts and change values: see docs/server.md.
 """
 
 import re

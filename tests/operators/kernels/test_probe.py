@@ -223,6 +223,7 @@ USES = {
     "sinks": replace(PLAIN, sinks=True),
     "pages": replace(PLAIN, paged=True, pairs=2, options=(("window", 40),)),
     "ring": replace(PLAIN, pairs=2, options=(("window", 40), ("keep", 4))),
+    "a large ring": replace(PLAIN, options=(("window", 4096), ("keep", 1024))),
     "mask": replace(PLAIN, mask=True),
     "ALiBi": replace(PLAIN, options=(("is_alibi", True),)),
     "two widths": replace(PLAIN, value_dim=128),

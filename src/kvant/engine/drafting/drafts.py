@@ -62,11 +62,7 @@ class Drafts:
 
 
 def drafts_of(draft: object) -> Drafts | None:
-    """What ``draft="prompt"`` or "none" asks for; None: no drafts.
-
-    Raises:
-        ArgumentError: it is neither.
-    """
+    """What ``draft="prompt"`` or "none" asks for; None: no drafts."""
     if draft not in get_args(Source):
         raise ArgumentError("draft", f"is {draft!r}; expected {' or '.join(map(repr, get_args(Source)))}")
     return None if draft == "none" else Drafts()

@@ -20,9 +20,6 @@ def check_draft_model(model: LanguageModel, tokenizer: Tokenizer, draft_model: L
     Files are compared first. Where they differ, the draft model's tokenizer is loaded from its folder and compared by
     content, once. The weights' vocabularies may be padded to different sizes. Of a draft model that was not loaded from
     a folder only the size of its vocabulary is known.
-
-    Raises:
-        ModelError: another tokenizer, or one that is not known any more.
     """
     ours, theirs = model.identity, draft_model.identity
     if draft_model is model:
@@ -41,21 +38,13 @@ def check_draft_model(model: LanguageModel, tokenizer: Tokenizer, draft_model: L
 
 
 def check_folders(folder: Path, draft_folder: Path) -> None:
-    """:func:`check_draft_model` before anything is loaded.
-
-    Raises:
-        ModelError: another tokenizer, or none.
-    """
+    """:func:`check_draft_model` before anything is loaded."""
     if tokenizer_digest(folder) != tokenizer_digest(draft_folder):
         compare(load_tokenizer(draft_folder), load_tokenizer(folder))
 
 
 def compare(theirs: Tokenizer, ours: Tokenizer) -> None:
-    """Refuse tokenizers that differ: ``theirs`` is the draft model's, ``ours`` the model's.
-
-    Raises:
-        ModelError: it names the first difference.
-    """
+    """Refuse tokenizers that differ: ``theirs`` is the draft model's, ``ours`` the model's."""
     parts = ours.parts()
     differing = [name for name, digest in theirs.parts().items() if parts[name] != digest]
     if not differing:

@@ -7,9 +7,9 @@ import mlx.core as mx
 
 from kvant.cache.window import SLACK
 from kvant.errors import ModelError
+from kvant.models.caches import pool_size
 from kvant.models.config import ModelConfig
 from kvant.models.matrix import DEQUANTIZED_ELEMENTS
-from kvant.models.pool import pool_size
 from kvant.operators.attention import GPU_FUSED_HEAD_DIMS
 from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
 from kvant.operators.quantization import check_quantization

@@ -1,0 +1,146 @@
+"""A model's caches and pools: their formats and bytes, and whether one is for this model."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+
+from kvant.cache import KVCache, ModelCache
+from kvant.cache.identity import Identity
+from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, stored_dtype
+from kvant.cache.pool import pool_bytes
+from kvant.cache.pool_batch import PoolBatch
+from kvant.cache.prompt_file import PromptCacheFile
+from kvant.errors import ContextError
+from kvant.models.config import ModelConfig
+from kvant.models.language_model import LanguageModelConfig
+from kvant.operators.quantization import check_quantization
+from kvant.sizes import format_bytes, physical_memory
+
+DEFAULT_RESERVATION = 4096  # tokens
+
+
+def default_reservation(config: LanguageModelConfig) -> int:
+    """Tokens where none are said, as mlx-lm calls ``make_cache``: the model's context, at most 4,096."""
+    return min(config.max_position_embeddings or DEFAULT_RESERVATION, DEFAULT_RESERVATION)
+
+
+def check_memory(max_seq_len: int, num_bytes: int) -> None:
+    """Raise a ContextError unless this machine has the bytes that a cache of so many tokens needs."""
+    if num_bytes > (memory := physical_memory()):
+        raise ContextError(
+            f"a cache of {max_seq_len} tokens needs {format_bytes(num_bytes)}; this machine has {format_bytes(memory)}"
+        )
+
+
+def check_cache(
+    cache: Sequence[KVCache], config: ModelConfig, identity: Identity | None, make_cache: Callable[..., ModelCache]
+) -> ModelCache:
+    """The cache, or one made of a list of layers, or of a file. One that this model made is taken as it is."""
+    if isinstance(cache, PromptCacheFile):
+        cache = cache.taken(make_cache)
+    if isinstance(cache, ModelCache) and cache.made_for is config:
+        return cache
+    if len(cache) != config.num_hidden_layers:
+        raise ValueError(f"the cache has {len(cache)} layers; expected {config.num_hidden_layers}")
+    checked = ModelCache.of(cache)
+    if None not in (checked.identity, identity) and checked.identity != identity:
+        raise ValueError("the cache holds tokens of another model")
+    checked.check_shape(1, config.num_key_value_heads, config.head_dim)
+    for number, (window, layer) in enumerate(zip(config.windows, checked, strict=True)):
+        shorter = layer.window is None and (layer.max_seq_len or math.inf) <= (window or 0)
+        if layer.window != window and not shorter:
+            raise ValueError(f"layer {number} of the cache has a window of {layer.window}; the model's has {window}")
+    return checked
+
+
+def check_batch(batch: PoolBatch, config: ModelConfig) -> PoolBatch:
+    """The batch, if it is of a pool for such a model. One that this model made is taken as it is."""
+    if batch.pool.made_for is config:
+        return batch
+    formats = [layer.format for layer in batch.pool.layers]
+    if len(formats) != config.num_hidden_layers:
+        raise ValueError(f"the pool has {len(formats)} layers; expected {config.num_hidden_layers}")
+    for number, (own, window) in enumerate(zip(formats, config.windows, strict=True)):
+        given = (own.num_kv_heads, own.head_dim)
+        if given != (expected := (config.num_key_value_heads, config.head_dim)):
+            raise ValueError(f"layer {number} of the pool has kv heads and a head_dim of {given}; expected {expected}")
+        if own.window != (window if (window or 0) < batch.pool.max_seq_len else None):
+            raise ValueError(f"layer {number} of the pool has a window of {own.window}; the model's has {window}")
+    return batch
+
+
+def pool_formats(
+    config: ModelConfig,
+    *,
+    dtype: mx.Dtype,
+    quant_bit: int,
+    quant_group: int,
+    max_seq_len: int,
+    split_pairs: Sequence[Sequence[int]] | None,
+) -> list[LayerFormat]:
+    """How each layer of a pool stores tokens. A window that no sequence outgrows is none.
+
+    Args:
+        dtype: of keys and values at 0 bits.
+        split_pairs: the rotary pairs of each layer's bias split; None: there is none.
+    """
+    check_quantization(quant_bit, quant_group, config.head_dim)
+    plain = LayerFormat(
+        "quantized",
+        config.num_key_value_heads,
+        config.head_dim,
+        config.head_dim,
+        quant_bit,
+        quant_group if quant_bit else 0,
+        stored_dtype(quant_bit) if quant_bit else DTYPE_NAMES[dtype],
+        "F16" if quant_bit else "",
+    )
+    formats = []
+    for number, window in enumerate(config.windows):
+        pairs = None if split_pairs is None else tuple(split_pairs[number])
+        formats.append(replace(plain, window=narrow_window(window, max_seq_len), split_pairs=pairs))
+    return formats
+
+
+def narrow_window(window: int | None, max_seq_len: int) -> int | None:
+    """A layer's window in a pool; None where no sequence outgrows it."""
+    return window if window is not None and window < max_seq_len else None
+
+
+def pool_size(
+    config: ModelConfig,
+    *,
+    tokens: int,
+    sequences: int,
+    dtype: mx.Dtype,
+    quant_bit: int = 8,
+    quant_group: int = 32,
+    max_seq_len: int | None = None,
+    prefill_step_size: int = 512,
+    split_pairs: Sequence[int] | None = None,
+) -> int:
+    """Bytes of the pool that :meth:`kvant.models.Decoder.make_pool` makes with these arguments.
+
+    Args:
+        split_pairs: how many rotary pairs each layer's bias split has; None: there is none.
+    """
+    max_seq_len = longest_sequence(config, tokens, max_seq_len)
+    pairs = None if split_pairs is None else [range(number) for number in split_pairs]
+    formats = pool_formats(
+        config,
+        dtype=dtype,
+        quant_bit=quant_bit,
+        quant_group=quant_group,
+        max_seq_len=max_seq_len,
+        split_pairs=pairs,
+    )
+    return pool_bytes(
+        formats, tokens=tokens, sequences=sequences, max_seq_len=max_seq_len, prefill_step_size=prefill_step_size
+    )
+
+
+def longest_sequence(config: ModelConfig, tokens: int, max_seq_len: int | None) -> int:
+    """Tokens that a sequence of a pool can have: ``max_seq_len``, or all of the pool's, at most the context."""
+    return min(tokens, config.max_position_embeddings or tokens) if max_seq_len is None else max_seq_len
