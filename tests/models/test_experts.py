@@ -1,33 +1,30 @@
-"""Layers of experts: against float64, against mlx-lm's model in every format, in every way that they are stored.
+"""Layers of experts: against float64, in every way that they are stored, and what of them a token reads.
 
-tests/models/test_golden.py has transformers' logits, tests/models/test_offsets.py sequences of different lengths.
+test_golden.py has transformers' logits, test_formats.py mlx-lm's in every format, test_adapter.py adapters.
 """
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from support.adapters import adapted_reference, adapter_config, save_adapter
 from support.checkpoints import (
     quantize_reference,
     qwen3_moe_config,
-    reference_logits,
     reference_model,
     save_checkpoint,
     stored_by_transformers,
 )
 from support.counts import count
+from support.hostile import one_line
 from support.numbers import relative_error
 
-from kvant.errors import CheckpointError, ModelError
-from kvant.models import ModelConfig, load_decoder
+from kvant.errors import CheckpointError
 from kvant.models import experts as experts_module
+from kvant.models import load_decoder
 from kvant.models.adapted import AdaptedMatrix, Matrix
 from kvant.models.experts import Experts, takes_turns
 from kvant.models.linear import Linear
@@ -39,8 +36,6 @@ from kvant.tools.plan import Checkpoint, plan
 
 TOLERANCE = 1e-4  # of the largest number
 IDS = [(7 + 31 * i) % 300 for i in range(40)]
-FEW = IDS[:10]  # so few rows that none are sorted
-SPARSE = qwen3_moe_config(mlp_only_layers=[])
 LAYERS = "model.layers"
 HIDDEN, INNER = 64, 32
 
@@ -93,34 +88,22 @@ def _oracle(x: Any, weights: list[Any], per_token: int, normalized: bool) -> Any
 @pytest.mark.parametrize("form", ["dense", "quantized", "adapted"])
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize(("number", "per_token"), [(8, 2), (5, 5), (3, 1), (60, 3)])
-def test_a_layer_is_its_definition(number: int, per_token: int, normalized: bool, form: str) -> None:
-    """With few rows, with sorted rows through one product, and through one expert after the other."""
+def test_a_layer_is_its_definition(
+    number: int, per_token: int, normalized: bool, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few rows, with sorted rows through one product (as on a GPU), and through one expert after the other."""
     layer, weights = _random_layer(number, number, per_token, normalized, form)
     rng = np.random.default_rng(1)
-    ways = set()
     for batch, length in ((1, 1), (2, 3), (1, 64), (2, count(40, 150))):
         x = rng.normal(size=(batch, length, HIDDEN))
+        if length == 64:
+            x[:] = x[0, 0]  # other experts have no row
         expected = _oracle(x.reshape(-1, HIDDEN), weights, per_token, normalized).reshape(x.shape)
-        given = layer(mx.array(x.astype(np.float32)))
-        assert relative_error(given, mx.array(expected.astype(np.float32))) < TOLERANCE
-        rows = batch * length * per_token
-        ways.add("in turn" if takes_turns(rows, number) else "sorted" if rows >= experts_module.SORT_FROM else "few")
-    assert ways == {"few", "in turn"} | ({"sorted"} if number == 60 else set())
-
-
-@pytest.mark.parametrize("form", ["dense", "quantized", "adapted"])
-def test_every_way_to_multiply_is_the_same(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU does with many rows, what one core does alone, and experts that no token takes."""
-    layer, _ = _random_layer(0, 8, 2, True, form)
-    experts = mx.array(sorted([0] * 50 + [3] * 29 + [7]), mx.uint32)
-    rows = mx.random.normal((80, HIDDEN))
-    expected = layer._gathered(rows, experts, False)
-    assert relative_error(layer._in_turn(rows, experts), expected) < 1e-5
-    assert relative_error(layer._all_at_once(rows, experts, in_order=True), expected) < 1e-5
-    monkeypatch.setattr(experts_module, "PARALLEL_ELEMENTS", 1)
-    for length in (1, 3, 80):
-        divided = layer._all_at_once(rows[:length], experts[:length], in_order=False)
-        assert relative_error(divided, expected[:length]) < 1e-5
+        for turns, parallel in ((takes_turns, 10**9), (lambda rows, experts: False, 10**9), (takes_turns, 1)):
+            monkeypatch.setattr(experts_module, "takes_turns", turns)
+            monkeypatch.setattr(experts_module, "PARALLEL_ELEMENTS", parallel)  # 1: each core takes a part
+            given = layer(mx.array(x.astype(np.float32)))
+            assert relative_error(given, mx.array(expected.astype(np.float32))) < TOLERANCE
 
 
 def test_the_softmax_is_in_float32() -> None:
@@ -134,63 +117,6 @@ def test_the_softmax_is_in_float32() -> None:
     assert {*found} == {1, 3}
     assert shares.dtype == mx.float16
     assert all(abs(found[e] - expected[e]) < 5e-4 for e in found)
-
-
-# Models, against mlx-lm's.
-
-
-def _check(folder: Path, reference: nn.Module) -> None:
-    model = load_decoder(folder)
-    for ids in (FEW, IDS):
-        expected = reference_logits(reference, ids)
-        assert relative_error(model(mx.array([ids]))[0], expected) < TOLERANCE
-        cache = model.make_cache(len(ids), quant_bit=0)
-        steps = [model(mx.array([ids[a:b]]), cache=cache)[0] for a, b in pairwise([0, 3, len(ids) - 1, len(ids)])]
-        assert relative_error(mx.concatenate(steps), expected) < TOLERANCE
-
-
-@pytest.mark.parametrize("weights", [None, (4, 64, "affine"), (8, 32, "affine"), (4, 32, "mxfp4"), (4, 16, "nvfp4")])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({"mlp_only_layers": []}, id="experts in each layer"),
-        pytest.param({"mlp_only_layers": [1], "norm_topk_prob": False}, id="but the second"),
-        pytest.param(
-            {"mlp_only_layers": [], "decoder_sparse_step": 2, "num_hidden_layers": 3}, id="every second layer"
-        ),
-        pytest.param({"mlp_only_layers": [0, 1]}, id="in none"),
-        pytest.param({"num_experts": 3, "num_experts_per_tok": 3, "norm_topk_prob": False}, id="all of them"),
-    ],
-)
-def test_logits_are_mlx_lms(tmp_path: Path, changes: dict[str, Any], weights: tuple[int, int, str] | None) -> None:
-    config = qwen3_moe_config(**changes)
-    reference = reference_model(config)
-    if weights is not None:
-        config = quantize_reference(config, reference, *weights)
-    _check(save_checkpoint(tmp_path, config, reference), reference)
-
-
-def test_formats_that_differ(tmp_path: Path) -> None:
-    """The router as mlx-lm's converter quantizes it, gate and up that do not agree, down in floating point."""
-    reference = reference_model(SPARSE)
-    formats = {"mlp.gate": (8, 64), "switch_mlp.gate_proj": (4, 64), "switch_mlp.up_proj": (6, 32)}
-    said: dict[str, Any] = {"bits": 4, "group_size": 64}
-
-    def choose(path: str, module: nn.Module) -> bool | dict[str, int]:
-        for name, (bits, group_size) in formats.items():
-            if path.endswith(name):
-                said[path] = {"bits": bits, "group_size": group_size}
-                return {"bits": bits, "group_size": group_size}
-        return False
-
-    nn.quantize(reference, class_predicate=choose)
-    folder = save_checkpoint(tmp_path, SPARSE | {"quantization": said}, reference)
-    _check(folder, reference)
-    mlp = load_decoder(folder).layers[0].mlp
-    assert isinstance(mlp, Experts)
-    assert [len(part.matrices) for part in (mlp.router, mlp.gate_up_proj, mlp.down_proj)] == [1, 2, 1]
-    assert isinstance(mlp.router.matrices[0], QuantizedMatrix)
-    assert isinstance(mlp.down_proj.matrices[0], DenseMatrix)
 
 
 # The three ways to store experts.
@@ -245,41 +171,16 @@ WRONG = [
 def test_what_is_missing_or_wrong_is_named(
     tmp_path: Path, weights: dict[str, mx.array], way: str, changes: dict[str, mx.array | None], message: str
 ) -> None:
-    changed = {
-        name: array for name, array in (stored_by_transformers(weights, way) | changes).items() if array is not None
-    }
-    with pytest.raises(CheckpointError, match=message) as caught:
-        load_decoder(_write(tmp_path / way, qwen3_moe_config(), changed))
-    assert "\n" not in str(caught.value)
-
-
-def test_a_huge_number_of_experts_is_refused_at_the_first_that_is_missing(
-    tmp_path: Path, weights: dict[str, mx.array]
-) -> None:
-    folder = _write(tmp_path / "each", qwen3_moe_config(num_experts=4096), stored_by_transformers(weights, "each"))
-    with pytest.raises(CheckpointError, match=rf"tensor {EXPERTS}.8.gate_proj.weight is missing"):
+    stored = stored_by_transformers(weights, way) | changes
+    folder = _write(tmp_path, qwen3_moe_config(), {name: x for name, x in stored.items() if x is not None})
+    with one_line(CheckpointError, message):
         load_decoder(folder)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_experts": 0}, "num_experts is 0; expected an int from 1 to 4096"),
-        ({"num_experts": 5000}, "num_experts is 5000; expected an int from 1 to 4096"),
-        ({"num_local_experts": 4}, "num_experts 8 and num_local_experts 4; expected one number of experts"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; expected at most num_experts, 8"),
-        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
-        ({"moe_intermediate_size": -1}, "moe_intermediate_size is -1"),
-        ({"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'; expected true or false"),
-        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
-        ({"mlp_only_layers": [2]}, r"mlp_only_layers is \[2\]; expected a list of layers from 0 to 1"),
-        ({"mlp_only_layers": [True]}, r"mlp_only_layers is \[True\]"),
-        ({"mlp_only_layers": "0"}, "mlp_only_layers is '0'"),
-    ],
-)
-def test_a_config_that_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        ModelConfig.from_dict(qwen3_moe_config(**changes))
+def test_a_huge_number_of_experts_is_refused_at_the_first_that_is_missing(tmp_path: Path, weights: Any) -> None:
+    folder = _write(tmp_path, qwen3_moe_config(num_experts=4096), stored_by_transformers(weights, "each"))
+    with one_line(CheckpointError, rf"tensor {EXPERTS}.8.gate_proj.weight is missing"):
+        load_decoder(folder)
 
 
 # What reads the table.
@@ -320,41 +221,3 @@ def test_as_if_converted_the_router_has_its_own_bits() -> None:
     assert checkpoint.config.quantization_of(f"{LAYERS}.1.mlp.switch_mlp.up_proj") == Quantization(4, 32)
     narrow = Checkpoint.from_facts(qwen3_moe_config(hidden_size=96, head_dim=32)).quantized(4, 32)
     assert narrow.config.quantization_of(f"{LAYERS}.1.mlp.gate") is None
-
-
-SOME = ["self_attn.q_proj", "mlp.switch_mlp.gate_proj", "mlp.switch_mlp.down_proj", "mlp.gate"]
-
-
-@pytest.mark.parametrize("keys", [SOME, None], ids=["some", "every projection"])
-@pytest.mark.parametrize("bits", [None, 4])
-def test_adapters(tmp_path: Path, keys: list[str] | None, bits: int | None) -> None:
-    """Fused with floating-point experts, beside quantized ones."""
-
-    def base() -> tuple[dict[str, Any], nn.Module]:
-        model = reference_model(SPARSE)
-        return (SPARSE if bits is None else quantize_reference(SPARSE, model, bits, 64)), model
-
-    config, plain = base()
-    folder = save_checkpoint(tmp_path / "model", config, plain)
-    adapter = save_adapter(tmp_path / "adapter", adapter_config(keys), base()[1])
-    adapted = adapted_reference(base()[1], adapter)
-    model = load_decoder(folder, adapter=adapter)
-    for ids in (FEW, IDS):
-        expected = reference_logits(adapted, ids)
-        assert relative_error(expected, reference_logits(plain, ids)) > 100 * TOLERANCE
-        assert relative_error(model(mx.array([ids]))[0], expected) < TOLERANCE
-
-
-def test_a_dora_adapter_of_experts_is_refused(tmp_path: Path) -> None:
-    """mlx-lm makes none."""
-    folder = save_checkpoint(tmp_path / "model", SPARSE, reference_model(SPARSE))
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    path = f"{LAYERS}.0.mlp.switch_mlp.up_proj"
-    parts = {"lora_a": (8, 4, 128), "lora_b": (8, 128, 4), "m": (8, 128)}
-    mx.save_safetensors(
-        str(adapter / "adapters.safetensors"), {f"{path}.{name}": mx.ones(shape) for name, shape in parts.items()}
-    )
-    (adapter / "adapter_config.json").write_text(json.dumps(adapter_config(kind="dora")))
-    with pytest.raises(ModelError, match=f"{path} has experts; a DoRA adapter"):
-        load_decoder(folder, adapter=adapter)

@@ -1,6 +1,5 @@
 """What a config.json of the family says, and leaves out: against transformers' own config classes; what is refused."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
-from support.checkpoints import llama_config, mlx_lm_args, mlx_lm_model, qwen2_config, reference_model, save_checkpoint
+from support.checkpoints import llama_config, mlx_lm_args, mlx_lm_model, reference_model, save_checkpoint
 from support.counts import count
+from support.hostile import one_line, said
 
 from kvant.engine.generate import stream_generate
 from kvant.engine.run import Run
-from kvant.errors import CheckpointError, ModelError
+from kvant.errors import ModelError
 from kvant.models import Decoder, ModelConfig, load_decoder
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.parameters import vectors
@@ -136,45 +136,39 @@ def test_the_context_of_dynamic_positions_is_longer() -> None:
         assert config.max_position_embeddings == context
 
 
-BAD_ROPES = [
-    ({"rope_type": "longrope"}, "rope type 'longrope' is not supported; supported: 'default', 'linear', 'dynamic'"),
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+PAIR = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
+BAD_VALUES: list[tuple[dict[str, Any], str, list[Any]]] = [  # of a rope, a key, and what it cannot be
+    (LINEAR, "factor", [0, 0.5, math.nan, math.inf, True, "2", 10**400]),
+    (LLAMA3, "low_freq_factor", [4, 0]),
+    (LLAMA3, "original_max_position_embeddings", [8192.0, -1, 0]),
+    (YARN | {"beta_slow": 2}, "beta_fast", [1]),
+    (YARN, "beta_slow", [1e-320]),
+    (YARN, "truncate", ["no"]),
+    (YARN, "attention_factor", [0, -1.0]),
+    (PAIR, "mscale", [-1.0]),
+    (YARN, "rope_theta", [1.0]),
+    ({}, "rope_theta", [0.5]),
+]
+BAD_ROPES: list[tuple[dict[str, Any], str]] = [
+    *((rope | {key: value}, said(key, value)) for rope, key, values in BAD_VALUES for value in values),
+    ({"rope_type": "longrope"}, "'longrope' is not supported; supported: 'default', 'linear', 'dynamic'"),
     ({"type": "mrope", "mrope_section": [1]}, "rope type 'mrope'"),
     ({"rope_type": "proportional"}, "rope type 'proportional'"),
     ({"rope_type": ["yarn"]}, r"rope type \['yarn'\]"),
-    ({"rope_type": "linear"}, "rope_parameters.factor is missing"),
-    ({"rope_type": "linear", "factor": 0}, "factor is 0; expected a number from 1"),
-    ({"rope_type": "linear", "factor": 0.5}, "factor is 0.5; expected a number from 1"),
-    ({"rope_type": "linear", "factor": float("nan")}, "factor is nan"),
-    ({"rope_type": "linear", "factor": float("inf")}, "factor is inf"),
-    ({"rope_type": "linear", "factor": True}, "factor is True"),
-    ({"rope_type": "linear", "factor": "2"}, "factor is 2; expected"),
-    ({"rope_type": "linear", "factor": 10**400}, "factor is 1000"),
-    ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3}, "rope_parameters has beta_fast 3, .* rope type 'linear'"),
-    ({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, "has partial_rotary_factor 0.5"),
-    ({"rope_type": "dynamic", "factor": 2.0, "alpha": 3}, "rope_parameters has alpha 3"),
-    (LLAMA3 | {"low_freq_factor": 4.0}, "low_freq_factor is 4; expected less than high's, 4"),
+    ({"rope_type": "linear"}, "factor is missing"),
     (LLAMA3 | {"low_freq_factor": None}, "low_freq_factor is missing"),
-    (LLAMA3 | {"low_freq_factor": 0}, "low_freq_factor is 0"),
-    (LLAMA3 | {"original_max_position_embeddings": 8192.0}, "original_max_position_embeddings is 8192.0"),
-    (LLAMA3 | {"original_max_position_embeddings": -1}, "original_max_position_embeddings is -1"),
-    (LLAMA3 | {"original_max_position_embeddings": 0}, "original_max_position_embeddings is 0"),
-    (YARN | {"rope_theta": 1}, "rope_theta is 1.0; rope type 'yarn' needs more"),
-    (YARN | {"beta_fast": 1, "beta_slow": 2}, "beta_fast is 1; expected at least beta_slow, 2"),
-    (YARN | {"beta_slow": 1e-320}, "beta_slow is 1e-320"),
-    (YARN | {"truncate": "no"}, "truncate is 'no'"),
-    (YARN | {"attention_factor": 0}, "attention_factor is 0"),
-    (YARN | {"attention_factor": -1.0}, "attention_factor is -1.0"),
-    (YARN | {"mscale": -1.0, "mscale_all_dim": 1.0}, "mscale is -1.0"),
-    (YARN | {"llama_4_scaling_beta": 0.1}, "has llama_4_scaling_beta 0.1"),
-    ({"rope_theta": 0.5}, "rope_theta is 0.5; expected a number from 1"),
+    (LINEAR | {"beta_fast": 3}, "beta_fast 3, .* rope type 'linear'"),
+    (LINEAR | {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ({"rope_type": "dynamic", "factor": 2.0, "alpha": 3}, "alpha 3"),
+    (YARN | {"llama_4_scaling_beta": 0.1}, "llama_4_scaling_beta 0.1"),
 ]
 
 
 @pytest.mark.parametrize(("rope", "message"), BAD_ROPES)
 def test_rotary_positions_that_are_refused(rope: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError, match=message) as caught:
+    with one_line(ModelError, message):
         _rope(rope)
-    assert "\n" not in str(caught.value)
 
 
 def test_dynamic_positions_have_limits() -> None:
@@ -219,38 +213,6 @@ def test_any_values_are_refused_or_give_frequencies(
     assert len(rotary.frequencies) == head_dim // 2
     assert all(math.isfinite(f) and 0 < f <= 1 for f in rotary.frequencies)
     assert 0 < rotary.factor < math.inf
-
-
-@pytest.mark.parametrize("part", ["self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"])
-@pytest.mark.parametrize("said", [True, False])
-def test_biases_are_there_exactly_where_the_config_says_so(tmp_path: Path, part: str, said: bool) -> None:
-    import mlx.core as mx
-
-    biases = {"attention_bias": part.startswith("self_attn"), "mlp_bias": part.startswith("mlp")}
-    folder = save_checkpoint(tmp_path, llama_config(**biases), reference_model(llama_config(**biases)))
-    load_decoder(folder)
-    name = f"model.layers.1.{part}.bias"
-    if said:
-        weights = {key: mx.array(x) for key, x in mx.load(str(folder / "model.safetensors")).items()}
-        mx.eval(weights)
-        del weights[name]
-        mx.save_safetensors(str(folder / "model.safetensors"), weights)
-        message = f"tensor {name} is missing"
-    else:
-        (folder / "config.json").write_text(json.dumps(llama_config(attention_bias=False, mlp_bias=False)))
-        message = "unexpected tensor model.layers.0"
-    with pytest.raises(CheckpointError, match=message):
-        load_decoder(folder)
-
-
-def test_a_window_without_a_size() -> None:
-    for raw, message in (
-        (qwen2_config(layer_types=["sliding_attention"] * 2), "layer_types has 'sliding_attention', but there is no"),
-        (llama_config(layer_types=["sliding_attention"] * 2) | {"sliding_window": None}, "sliding_window is missing"),
-        (llama_config(model_type="mistral", architectures=None), "attention_bias is true; supported for mistral"),
-    ):
-        with pytest.raises(ModelError, match=message):
-            ModelConfig.from_dict(raw)
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)

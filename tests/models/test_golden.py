@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from kvant.tools.bench.adapters import MLXLM
 from kvant.tools.bench.engines import EngineSpec
 
 TOLERANCE = 1e-4  # of the largest logit
+Load = Callable[[str], Decoder]
 MODELS = sorted(set(CASES.values()))
 FREQUENCIES: list[dict[str, Any]] = json.loads((GOLDEN / "frequencies.json").read_text())
 # mlx-lm 0.32.2 has no attention_factor and no truncate, and takes mscale without mscale_all_dim for the factor. It has
@@ -48,77 +51,75 @@ def _folder(case: str, tmp_path: Path, **changes: Any) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    """A function (case) -> its model, which is loaded once."""
+    return cache(lambda case: load_decoder(_folder(case, tmp_path_factory.mktemp("golden"))))
+
+
+@cache
 def _expected(case: str) -> mx.array:
     return mx.array(np.load(GOLDEN / case.replace(" ", "-") / "logits.npy"))
 
 
-def _in_steps(model: Decoder, bounds: list[int], cache: list[Any]) -> mx.array:
-    return mx.concatenate([model(mx.array([IDS[a:b]]), cache=cache)[0] for a, b in pairwise(bounds)])
+def _in_steps(model: Decoder, bounds: list[int], layers: list[Any], ids: list[int] = IDS) -> mx.array:
+    return mx.concatenate([model(mx.array([ids[a:b]]), cache=layers)[0] for a, b in pairwise(bounds)])
+
+
+def _error(folder: Path, case: str) -> float:
+    """How far a changed model is from what transformers computed."""
+    return relative_error(load_decoder(folder)(mx.array([IDS]))[0], _expected(case))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_transformers(case: str, tmp_path: Path) -> None:
+def test_logits_are_transformers(case: str, load: Load) -> None:
     """In one pass, and through a cache without quantization, with biases in it and split off."""
-    model, expected = load_decoder(_folder(case, tmp_path)), _expected(case)
+    model, expected = load(case), _expected(case)
     assert model.dtype == mx.float32
     assert relative_error(model(mx.array([IDS]))[0], expected) < TOLERANCE
     for bounds in STEPS.values():
         for split in (True, False):
-            cache = model.make_cache(len(IDS), quant_bit=0, bias_split=split)
-            assert relative_error(_in_steps(model, bounds, cache), expected) < TOLERANCE
+            layers = model.make_cache(len(IDS), quant_bit=0, bias_split=split)
+            assert relative_error(_in_steps(model, bounds, layers), expected) < TOLERANCE
     growing = [FullKVCache(window) for window in model.config.windows]
     assert relative_error(_in_steps(model, STEPS["in chunks"], growing), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_for_any_offset_is_transformers(case: str, tmp_path: Path) -> None:
+def test_a_step_for_any_offset_is_transformers(case: str, load: Load) -> None:
     """The steps that a GPU compiles, uncompiled."""
-    model, expected = load_decoder(_folder(case, tmp_path)), _expected(case)
-    cache = model.make_cache(len(IDS), quant_bit=0)
+    model, expected = load(case), _expected(case)
+    layers = model.make_cache(len(IDS), quant_bit=0)
     first = len(IDS) - 16
-    mx.eval(model(mx.array([IDS[:first]]), cache=cache))
+    mx.eval(model(mx.array([IDS[:first]]), cache=layers))
     for a, b in pairwise([first, first + 8, first + 9, first + 13, first + 15, len(IDS)]):
-        given = model.step_logits(mx.array(IDS[a:b]), mx.array(a), cache, min(b + 3, len(IDS)))
+        given = model.step_logits(mx.array(IDS[a:b]), mx.array(a), layers, min(b + 3, len(IDS)))
         assert relative_error(given, expected[a:b]) < TOLERANCE
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in NOT_IN_MLX_LM])
-def test_mlx_lm_agrees(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_mlx_lm_agrees_where_it_has_the_kind(case: str, tmp_path: Path, load: Load) -> None:
     """With the settings that it does not read given to it: see :func:`checkpoints.load_reference`."""
-    folder = _folder(case, tmp_path)
-    expected = load_reference(folder)(mx.array([IDS]))[0]
-    assert relative_error(expected, _expected(case)) < TOLERANCE
-    assert relative_error(load_decoder(folder)(mx.array([IDS]))[0], expected) < TOLERANCE
-
-
-@pytest.mark.parametrize("case", NOT_IN_MLX_LM)
-def test_mlx_lm_does_not(case: str, tmp_path: Path) -> None:
-    """If this fails mlx-lm has learned it, and the case belongs among the others."""
-    assert relative_error(load_reference(_folder(case, tmp_path))(mx.array([IDS]))[0], _expected(case)) > 0.01
+    theirs = load_reference(_folder(case, tmp_path))(mx.array([IDS]))[0]
+    if case in NOT_IN_MLX_LM:  # if this fails mlx-lm has learned it
+        assert relative_error(theirs, _expected(case)) > 0.01
+    else:
+        assert relative_error(theirs, _expected(case)) < TOLERANCE
+        assert relative_error(load(case)(mx.array([IDS]))[0], theirs) < TOLERANCE
 
 
 @pytest.mark.parametrize(
-    ("case", "agrees"),
-    [
-        ("qwen2 linear", False),
-        ("llama yarn", False),
-        ("qwen3 yarn", True),
-        ("smollm3 yarn", False),
-        ("olmo2 linear", False),
-    ],
+    "case",
+    ["qwen2 linear", "llama yarn", "qwen3 yarn", "llama llama3", "smollm3 yarn", "mistral old dynamic", "olmo2 linear"],
 )
-def test_what_mlx_lm_reads_of_rope_parameters(case: str, agrees: bool, tmp_path: Path) -> None:
+def test_the_benchmark_gives_mlx_lm_the_positions_that_it_does_not_read(case: str, tmp_path: Path) -> None:
     from mlx_lm.utils import load_model
 
-    error = relative_error(load_model(_folder(case, tmp_path))[0](mx.array([IDS]))[0], _expected(case))
-    assert (error < TOLERANCE) == agrees
-    assert agrees or error > 0.01
-
-
-@pytest.mark.parametrize("case", ["qwen2 yarn", "llama llama3", "mistral old dynamic", "qwen3 linear", "olmo2 linear"])
-def test_the_benchmark_gives_mlx_lm_the_same_positions(case: str, tmp_path: Path) -> None:
-    adapter = MLXLM(EngineSpec("mlx-lm", kv_bits=0), _folder(case, tmp_path), 512)
+    folder = _folder(case, tmp_path)
+    adapter = MLXLM(EngineSpec("mlx-lm", kv_bits=0), folder, 512)
     assert relative_error(adapter._model(mx.array([IDS]))[0], _expected(case)) < TOLERANCE
+    by_itself = relative_error(load_model(folder)[0](mx.array([IDS]))[0], _expected(case))
+    assert by_itself < TOLERANCE if case in ("qwen3 yarn", "mistral old dynamic") else by_itself > 0.01
 
 
 def test_the_fixture_tells_the_kinds_apart() -> None:
@@ -150,29 +151,22 @@ def test_a_part_left_out_is_noticed(model: str, tmp_path: Path) -> None:
             for name, x in weights.items()
         }
         mx.save_safetensors(str(path), changed)
-        error = relative_error(load_decoder(folder)(mx.array([IDS]))[0], _expected(case))
-        assert error > 100 * TOLERANCE, part
+        assert _error(folder, case) > 100 * TOLERANCE, part
 
 
-def test_the_layers_that_do_not_rotate_are_noticed(tmp_path: Path) -> None:
-    case = "smollm3 default"
-    for changes in ({"no_rope_layers": [1, 1]}, {"no_rope_layers": [0, 1]}, {"no_rope_layers": [0, 0]}):
-        model = load_decoder(_folder(case, tmp_path / str(changes), **changes))
-        assert relative_error(model(mx.array([IDS]))[0], _expected(case)) > 100 * TOLERANCE
+NOTICED: list[tuple[str, dict[str, Any]]] = [
+    *(("smollm3 default", {"no_rope_layers": layers}) for layers in ([1, 1], [0, 1], [0, 0])),
+    *((f"{model} default", {"num_experts_per_tok": n}) for model in ("qwen3-moe", "qwen3-moe-mixed") for n in (1, 3)),
+    ("qwen3-moe default", {"norm_topk_prob": not _config("qwen3-moe default")["norm_topk_prob"]}),
+    ("qwen3-moe-mixed default", {"norm_topk_prob": not _config("qwen3-moe-mixed default")["norm_topk_prob"]}),
+    *((f"{model} window", {"sliding_window": len(IDS)}) for model in ("mistral", "qwen2", "smollm3", "qwen3-moe")),
+]
 
 
-@pytest.mark.parametrize("model", ["qwen3-moe", "qwen3-moe-mixed"])
-def test_what_decides_about_experts_is_noticed(model: str, tmp_path: Path) -> None:
-    """The number that a token takes, and whether their shares add up to 1."""
-    case = f"{model} default"
-    raw = _config(case)
-    for changes in (
-        {"num_experts_per_tok": 1},
-        {"num_experts_per_tok": 3},
-        {"norm_topk_prob": not raw["norm_topk_prob"]},
-    ):
-        changed = load_decoder(_folder(case, tmp_path / str(changes), **changes))
-        assert relative_error(changed(mx.array([IDS]))[0], _expected(case)) > 100 * TOLERANCE
+@pytest.mark.parametrize(("case", "changes"), NOTICED, ids=str)
+def test_a_setting_that_is_another_is_noticed(case: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Layers that do not rotate, how many experts a token takes, whether their shares add up to 1, windows."""
+    assert _error(_folder(case, tmp_path, **changes), case) > 100 * TOLERANCE
 
 
 def test_the_three_ways_to_store_experts_are_recorded() -> None:
@@ -194,26 +188,26 @@ def test_frequencies_are_transformers(entry: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "dynamic" in case])
-def test_dynamic_positions_depend_on_the_model_alone(case: str, tmp_path: Path) -> None:
+def test_dynamic_positions_depend_on_the_model_alone(case: str, load: Load) -> None:
     """Not on how many tokens a cache reserves, nor on how a prompt is cut or how long it is."""
-    model = load_decoder(_folder(case, tmp_path))
+    model = load(case)
     assert model.config.max_position_embeddings == len(IDS)
     for ids in (IDS[:5], IDS[:19]):
         whole = model(mx.array([ids]))[0]
-        for reserved in (len(ids), len(IDS), 100):
-            for bounds in ([0, len(ids)], [0, 3, len(ids)], list(range(len(ids) + 1))):
-                cache = model.make_cache(reserved, quant_bit=0)
-                parts = [model(mx.array([ids[a:b]]), cache=cache)[0] for a, b in pairwise(bounds)]
-                assert relative_error(mx.concatenate(parts), whole) < TOLERANCE
+        for reserved, bounds in (
+            (len(ids), [0, len(ids)]),
+            (len(IDS), [0, 3, len(ids)]),
+            (100, [*range(len(ids) + 1)]),
+        ):
+            layers = model.make_cache(reserved, quant_bit=0)
+            assert relative_error(_in_steps(model, bounds, layers, ids), whole) < TOLERANCE
 
 
 @pytest.mark.parametrize("case", ["mistral window", "qwen2 window", "smollm3 window", "qwen3-moe window"])
-def test_the_ids_run_past_the_window(case: str, tmp_path: Path) -> None:
-    """So that logits without it differ, and a cache's rows are used again."""
-    model = load_decoder(_folder(case, tmp_path))
+def test_the_ids_run_past_the_window(case: str, load: Load) -> None:
+    """So that a cache's rows are used again."""
+    model = load(case)
     window = max(window or 0 for window in model.config.windows)
     layer = model.make_cache(len(IDS), quant_bit=0)[1]
     assert isinstance(layer, WindowKVCache)
     assert window < layer.num_rows < len(IDS)
-    open_model = load_decoder(_folder(case, tmp_path / "open", sliding_window=len(IDS)))
-    assert relative_error(open_model(mx.array([IDS]))[0], _expected(case)) > 100 * TOLERANCE
