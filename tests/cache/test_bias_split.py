@@ -14,7 +14,6 @@ from bias_split import plant
 from support import oracle
 from support.numbers import relative_error
 
-from kvant.cache import QuantizedKVCache
 from kvant.models import Decoder, load_decoder
 from kvant.operators import multi_head_cache_attention
 from kvant.operators.bias_split import MAX_SCORE_QUERIES, BiasSplit, rotation_table
@@ -267,7 +266,3 @@ def test_the_tables_are_counted(make_checkpoint: Make) -> None:
         assert cache.nbytes == levels_and_scales + tables
     plain = model.make_cache(tokens, bias_split=False)
     assert [cache.nbytes for cache in plain] == [levels_and_scales] * len(plain)
-
-
-def test_whole_caches_are_given_whole_keys() -> None:
-    assert QuantizedKVCache(8, K, D).bias_split is None

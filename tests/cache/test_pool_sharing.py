@@ -169,43 +169,6 @@ def test_pages_that_only_the_index_holds_make_room_the_least_recently_used_first
     assert pool.sequence(401, texts[1]).length == 128
 
 
-def test_a_fork_goes_its_own_way(model: Decoder) -> None:
-    pool = _pool(model)
-    parent = pool.sequence(600)
-    prefill(model, pool, parent, TEXT[:300])
-    children = [parent.fork() for _ in range(2)]
-    check_pages(pool, [parent, *children])
-    assert all(len(set(child.tables[0].pages) & set(parent.tables[0].pages)) == 2 for child in children)
-    three = [parent, *children]
-    logits = decode(model, pool, three, [1, 2, 3])
-    for i, token in enumerate((1, 2, 3)):
-        assert close(logits[i : i + 1], _expected(model, [*TEXT[:300], token]))
-    parent.release()
-    logits = decode(model, pool, children, [8, 9])
-    for i, ids in enumerate(([2, 8], [3, 9])):
-        assert close(logits[i : i + 1], _expected(model, TEXT[:300] + ids))
-    check_pages(pool, children)
-
-
-def test_a_shared_page_is_copied_when_it_is_written(model: Decoder) -> None:
-    pool = _pool(model)
-    parent = pool.sequence(700)
-    prefill(model, pool, parent, TEXT[:256])
-    parent.share_prefix()
-    child = parent.fork()
-    child.trim_to(255)
-    assert close(decode(model, pool, [child], [9]), _expected(model, [*TEXT[:255], 9]))
-    assert child.ids == [*TEXT[:255], 9]
-    assert close(decode(model, pool, [parent], [9]), _expected(model, [*TEXT[:256], 9]))
-    check_pages(pool, [parent, child])
-    child.trim_to(0)
-    assert close(prefill(model, pool, child, TEXT[300:500]), _expected(model, TEXT[300:500]))
-    hit = pool.sequence(700, TEXT)
-    assert hit.length == 256
-    assert close(prefill(model, pool, hit, TEXT[256:280]), _expected(model, TEXT[:280]))
-    check_pages(pool, [parent, child, hit])
-
-
 def test_a_copy_that_there_is_no_page_for_is_refused_before_anything_is_written(plain: Decoder) -> None:
     pool = _pool(plain, 640)  # 5 pages
     parent = pool.sequence(384)

@@ -37,9 +37,9 @@ def blocked():
     "As in a collective: the main thread waits in C for what never comes."
     os.read(os.pipe()[0], 1)
 
-def hold():
+def hold(seconds):
     "As MLX while it joins its group: no thread of Python runs."
-    ctypes.PyDLL(None).sleep(30)
+    ctypes.PyDLL(None).sleep(seconds)
 
 place = find_place(os.environ)
 facts, launcher, deadline_s, silence_s = {{"version": 1}}, None, 30, 20
@@ -127,9 +127,18 @@ HELD = (
     READY
     + """
 with guard.within(3, "joining the ring"):
-    hold()
+    hold(30)
 """
 )
+
+
+JOINS = """
+guard.agree({})
+with guard.within(30, "joining the ring", silent=True):
+    hold(3 * rank)
+    guard.agree({})
+guard.end(0) if rank == 0 else guard.receive()
+"""
 
 
 @dataclass
@@ -186,6 +195,7 @@ CASES = {
     "all are stopped": Case(GOES_ON, [0, 0, 0], prepare=SHORT),
     "fails": Case(FAILS, [1, 1, 1], "rank 1: no memory"),
     "python's lock is held": Case(HELD, [-9, -9, -9], "joining the ring took longer than 3 s"),
+    "the lock is given back": Case(JOINS, [0, 0, 0], prepare=SHORT),
     "differs": Case("", [1, 1, 1], "rank 2: version is 2; rank 0 has 1", prepare="facts['version'] += place.rank == 2"),
     "does not come": Case(
         "", [1, 1, 0], "rank 2 of 3 did not come within 5 s", prepare="if place.rank == 2: sys.exit()\ndeadline_s = 5"

@@ -100,7 +100,6 @@ class BridgedCache(ModelCache):
         return super().begin(inputs, num_rows)
 
     def commit(self, num_tokens: int | None = None, *, ids: Sequence[Sequence[int]] | None = None) -> None:
-        """As :meth:`ModelCache.commit`."""
         step = self.step
         has_state = any(isinstance(layer, StateCache) for layer in self._bridged)
         if has_state and step is not None and num_tokens not in (None, step.shape[1]):
@@ -145,7 +144,6 @@ class BridgedCache(ModelCache):
             layer.begin()
 
     def fork(self) -> "BridgedCache":
-        """As :meth:`ModelCache.fork`."""
         with self.turn:
             layers: Sequence[Any] = self._forked()
             # What mlx-lm's model sees of a layer, to the same of its copy.

@@ -64,7 +64,6 @@ class BridgedKVCache(QuantizedKVCache):
         return replace(super().format, shared=self.shared)
 
     def fork(self) -> Self:
-        """See :class:`kvant.cache.KVCache`."""
         made = super().fork()
         made.begin()
         return made
@@ -186,7 +185,6 @@ class BridgedKVCache(QuantizedKVCache):
         )
 
     def place(self, offset: mx.array, new_tokens: int = 1) -> mx.array:
-        """As :meth:`WindowKVCache.place`."""
         return offset
 
     def live_rows(self, offset: mx.array, new_tokens: int, rows: int, window: int | None) -> mx.array:
@@ -263,7 +261,6 @@ class BridgedWindowCache(BridgedKVCache, WindowKVCache):
     """A sliding window: in place of mlx-lm's rotating cache. Tokens are fetched in the order of the ring."""
 
     def pass_by(self, num_tokens: int) -> None:
-        """As :meth:`BridgedKVCache.pass_by`."""
         super().pass_by(num_tokens)
         if not self._waits(self.sequence.length, num_tokens):
             self._note_written(self.sequence.length + num_tokens)
@@ -288,11 +285,9 @@ class BridgedWindowCache(BridgedKVCache, WindowKVCache):
         return mask
 
     def window_mask(self, start: int, new_tokens: int, window: int | None = None) -> WindowMask:
-        """As :meth:`BridgedKVCache.window_mask`."""
         return WindowMask(start, new_tokens, window or self.window, self.keep, self.num_rows)
 
     def place(self, offset: mx.array, new_tokens: int = 1) -> mx.array:
-        """As :meth:`WindowKVCache.place`."""
         return WindowKVCache.place(self, offset, new_tokens)
 
     def live_rows(self, offset: mx.array, new_tokens: int, rows: int, window: int | None) -> mx.array:

@@ -98,13 +98,11 @@ class BridgedModel:
         return bridged.traces.get(new_tokens, True)
 
     def step_logits(self, tokens: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
-        """See :class:`kvant.models.LanguageModel`."""
         views = self.check_cache(cache).compiled_views(offset, num_tokens)
         logits: mx.array = self.module(tokens[None], cache=views)
         return logits.squeeze(0)
 
     def check_cache(self, cache: Sequence[KVCache]) -> BridgedCache:
-        """See :class:`kvant.models.LanguageModel`."""
         if isinstance(cache, PromptCacheFile):
             cache = cache.taken(self.make_cache)
         if not isinstance(cache, BridgedCache):

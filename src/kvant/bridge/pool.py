@@ -113,7 +113,6 @@ class BridgedPool(Pool):
         return super().nbytes + self.max_sequences * sum(state.nbytes for state in self.states)
 
     def batch(self, sequences: Sequence[PoolSequence], rows: int | None = None) -> "BridgedBatch":
-        """As :meth:`Pool.batch`."""
         return BridgedBatch(self, sequences, rows)
 
 
@@ -140,7 +139,6 @@ class BridgedBatch(PoolBatch):
         return [*rows, *(array for state in self._states for array in state.cache if array is not None)]
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
-        """As :meth:`PoolBatch.begin`."""
         lengths = super().begin(inputs)
         steps = {
             id(layer): step
@@ -166,7 +164,6 @@ class BridgedBatch(PoolBatch):
     def commit(
         self, num_tokens: int | Sequence[int] | None = None, *, ids: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """As :meth:`PoolBatch.commit`."""
         states = self._states
         if states and self.step is not None and num_tokens is not None:
             each = num_tokens if isinstance(num_tokens, Sequence) else [num_tokens]

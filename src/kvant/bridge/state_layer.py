@@ -70,11 +70,9 @@ class StateCache(KVCache):
         return list(self._committed) if self.offset else [None] * len(self._committed)
 
     def stored_state(self) -> list[mx.array]:
-        """See :class:`kvant.cache.KVCache`."""
         return [array for array in self.committed if array is not None]
 
     def restore_state(self, arrays: list[mx.array | None]) -> None:
-        """See :class:`kvant.cache.KVCache`."""
         for number, (array, expected) in enumerate(zip(arrays, self._shapes or [None] * len(arrays), strict=True)):
             if array is None or expected is None:
                 continue
@@ -135,7 +133,6 @@ class StateCache(KVCache):
         self.begin()
 
     def put_back(self, held: list[mx.array]) -> None:
-        """See :class:`kvant.cache.KVCache`."""
         self.begin()
 
     def release(self) -> None:

@@ -86,7 +86,6 @@ class TracedLayer:
         mask: Mask,
         sinks: mx.array | None,
     ) -> mx.array | None:
-        """As :meth:`BridgedKVCache.attend_fetched`."""
         layer, S = self.layer, query.shape[2]
         seen = self.make_mask(S) if isinstance(mask, str) or (mask is None and S == 1) else mask
         if seen is None:
@@ -110,7 +109,6 @@ class TracedLayer:
 
     @property
     def keys(self) -> mx.array:
-        """As :attr:`BridgedKVCache.keys`."""
         return self.layer.keys
 
     @keys.setter
@@ -119,7 +117,6 @@ class TracedLayer:
 
     @property
     def values(self) -> mx.array:
-        """As :attr:`BridgedKVCache.values`."""
         return self.layer.values
 
     @values.setter

@@ -86,7 +86,6 @@ class FullKVCache(KVCache):
         return attend_tokens(query, all_keys, all_values, mask=mask, sinks=sinks)
 
     def put_back(self, held: list[mx.array]) -> None:
-        """See :class:`kvant.cache.KVCache`."""
         self._key_value = (held[0], held[1]) if held else None
 
     def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:

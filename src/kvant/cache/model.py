@@ -291,7 +291,7 @@ class ModelCache(Sequence[KVCache]):
     def save(self, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
         """Save the committed tokens: one safetensors file, for its owner only, in place of what is at ``path``.
 
-        docs/snapshots.md says what it holds. Only rows in use are stored.
+        docs/python.md says what it holds. Only rows in use are stored.
 
         Args:
             path: its folder is there. What is there is a file, or nothing.

@@ -30,7 +30,6 @@ class PlannedBatch(PoolBatch):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """As :attr:`PoolBatch.lengths`."""
         return (*self._held, *(0,) * (self.rows - len(self._held)))
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:

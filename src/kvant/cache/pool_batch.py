@@ -34,7 +34,6 @@ class PoolBatch:
     """
 
     def __init__(self, pool: PoolState, sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
-        """See :meth:`kvant.cache.pool.Pool.batch`."""
         self.pool = pool
         self.sequences = tuple(sequences)
         count = len(self.sequences)

@@ -227,7 +227,6 @@ class QuantizedKVCache(KVCache):
         self.arrays.clear()
 
     def put_back(self, held: list[mx.array]) -> None:
-        """See :class:`KVCache`."""
         self.arrays[:] = held
 
     @property
@@ -246,18 +245,15 @@ class QuantizedKVCache(KVCache):
         )
 
     def stored(self) -> list[mx.array]:
-        """See :class:`KVCache`."""
         return [array[0, 0, :, :, : self.sequence.length] for array in self.arrays]
 
     def restore(self, tokens: list[mx.array], first: int, length: int) -> None:
-        """See :class:`KVCache`."""
         if first:
             raise ValueError(f"tokens before {first} are forgotten; a cache without a window needs all of them")
         for array, new in zip(self.arrays, tokens, strict=True):
             array[0, 0, :, :, : new.shape[2]] = new
 
     def fork(self) -> Self:
-        """See :class:`KVCache`."""
         made = copy(self)
         rows = min(self.num_rows, self.sequence.written)
         made.arrays = [copied(array, rows) for array in self.arrays]

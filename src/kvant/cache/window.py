@@ -196,24 +196,20 @@ class WindowKVCache(QuantizedKVCache):
         ]
 
     def restore(self, tokens: list[mx.array], first: int, length: int) -> None:
-        """See :class:`kvant.cache.KVCache`."""
         kept = min(self.keep, length)
         self._write([x[None, :, :, :kept] for x in tokens], 0, kept)
         self._write([x[None, :, :, kept:] for x in tokens], first, length - first)
 
     def fork(self) -> Self:
-        """See :class:`kvant.cache.KVCache`."""
         made = super().fork()
         made._pending = None
         made._rotation = copied(self._rotation)
         return made
 
     def hold(self) -> list[mx.array]:
-        """See :class:`kvant.cache.KVCache`."""
         return [mx.array(array) for array in (*self.arrays, self._rotation)]
 
     def put_back(self, held: list[mx.array]) -> None:
-        """See :class:`kvant.cache.KVCache`."""
         *self.arrays[:], self._rotation = held
         self._pending = None
 

@@ -186,7 +186,7 @@ def baseline(label: str | None, engines: Sequence[EngineSpec]) -> str:
 
 
 def check_files(output: Path | None, plot: Path | None) -> None:
-    """Refuse files that could not be written at the end; a KvantError where matplotlib is missing."""
+    """Refuse files that could not be written at the end; a KvantError if matplotlib is missing."""
     if output is not None:
         if output.exists() or output.is_symlink():
             raise BadValueError(f"--output: {output} exists; a recording goes to a new file")

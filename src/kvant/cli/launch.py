@@ -95,11 +95,7 @@ def launch(
 
 
 def read_hosts(path: Path) -> list[str]:
-    """Give the names of the hosts in MLX's host file.
-
-    Raises:
-        BadValueError: it is no host file, or a name in it is none.
-    """
+    """Give the names of the hosts in MLX's host file."""
     from kvant.files import open_regular
 
     try:

@@ -29,12 +29,7 @@ _ranks: "Ranks | None" = None
 
 
 def begin(arguments: Sequence[str]) -> None:
-    """Join the other ranks, if a launcher started this process as one of several.
-
-    Raises:
-        BadValueError: a command that several ranks cannot run together.
-        RanksError: ranks that did not come, or have other versions.
-    """
+    """Join the other ranks, if a launcher started this process as one of several."""
     global _place, _guard
     place = find_place(os.environ)
     if place is None:
@@ -73,11 +68,7 @@ def guard() -> "Guard | None":
 
 
 def connect() -> "Ranks":
-    """Join MLX's group of all ranks at the first call.
-
-    Raises:
-        RanksError: MLX cannot.
-    """
+    """Join MLX's group of all ranks at the first call."""
     global _ranks
     assert _place is not None
     assert _guard is not None
@@ -85,9 +76,9 @@ def connect() -> "Ranks":
         from kvant.ranks.group import connect
 
         _guard.agree({})  # all have come so far, and MLX does not wait long
-        with _guard.within(CONNECT_S, f"joining MLX's {_place.backend}"):
+        with _guard.within(CONNECT_S, f"joining MLX's {_place.backend}", silent=True):
             _ranks = connect(_place.backend)
-        _guard.agree({})
+            _guard.agree({})
     return _ranks
 
 
@@ -104,11 +95,7 @@ def wait_for_first() -> None:
 
 
 def refuse(**values: object) -> None:
-    """Refuse flags that have a value and need the whole cache in one process.
-
-    Raises:
-        BadValueError: one is given, and there are several ranks.
-    """
+    """Refuse flags that have a value and need the whole cache in one process."""
     for name, value in values.items():
         if _guard is not None and value:
             flag = f"--{name.replace('_', '-')}"
@@ -116,21 +103,13 @@ def refuse(**values: object) -> None:
 
 
 def refuse_draft_model(draft_model: str | None) -> None:
-    """Refuse --draft-model on several ranks.
-
-    Raises:
-        BadValueError: it is given.
-    """
+    """Refuse --draft-model on several ranks."""
     if _guard is not None and draft_model is not None:
         raise BadValueError(f"--draft-model is {draft_model!r:.80}; over {_guard.size} ranks expected --draft prompt")
 
 
 def check_parallel(parallel: str | None) -> None:
-    """Refuse --parallel in one process.
-
-    Raises:
-        BadValueError: it would have no effect.
-    """
+    """Refuse --parallel in one process."""
     if parallel is not None and _guard is None:
         raise BadValueError(
             f"--parallel is {parallel!r}, which has no effect in one process; `kvant launch` starts several ranks"

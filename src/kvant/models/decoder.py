@@ -234,11 +234,9 @@ class Decoder:
         return x
 
     def step_logits(self, tokens: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
-        """See :class:`kvant.models.LanguageModel`."""
         return self.logits(self.states(tokens[None], offset, cache.compiled_views(offset, num_tokens)).squeeze(0))
 
     def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
-        """See :class:`kvant.models.LanguageModel`."""
         return check_cache(cache, self.config, self.identity, self.make_cache)
 
     def _checked(self, cache: Sequence[KVCache] | PoolBatch) -> ModelCache | PoolBatch:
@@ -253,7 +251,6 @@ class Decoder:
         bias_split: bool = True,
         kernels: str | None = None,
     ) -> ModelCache:
-        """See :class:`kvant.models.LanguageModel`."""
         check_process()
         config = self.config
         if max_seq_len is None:
@@ -286,7 +283,6 @@ class Decoder:
         max_seq_len: int | None = None,
         prefill_step_size: int = 512,
     ) -> Pool:
-        """See :class:`kvant.models.LanguageModel`."""
         check_process()
         for name, number in (("tokens", tokens), ("sequences", sequences), ("prefill_step_size", prefill_step_size)):
             if type(number) is not int or number < 1:

@@ -37,9 +37,6 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
 
     The guard listens at ``KVANT_GUARD``, otherwise one port below the one that MLX uses on rank 0.
     The variables are those of ``mlx.launch`` (mlx/_distributed_utils/launch.py) and of MPI's launchers.
-
-    Raises:
-        RanksError: variables that are incomplete or malformed.
     """
     backend = next((backend for name, backend in BACKENDS.items() if name in environ), "mpi")
     rank_name, size_name = next((names for names in MPI if names[0] in environ), (RANK, ""))

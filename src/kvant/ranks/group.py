@@ -89,9 +89,6 @@ def connect(backend: str) -> Ranks:
 
     Args:
         backend: "ring", "jaccl", "nccl" or "mpi".
-
-    Raises:
-        RanksError: MLX cannot.
     """
     try:
         return Ranks(mx.distributed.init(strict=True, backend=backend))

@@ -64,7 +64,8 @@ class Peer:
 class Guard:
     """One rank's guard. Rank 0 is connected to all others, each of them to rank 0.
 
-    All ranks call ``agree``, ``gather``, and ``tell`` or ``receive`` in one order.
+    All ranks call ``agree``, ``gather``, and ``tell`` or ``receive`` in one order. Once rank 0 has ended the run, they
+    raise Ended on the others.
 
     A rank that is killed, stopped or asleep, or failed ends the processes of all. One line on standard error says
     which: rank 0's, or rank 1's if rank 0 is the lost one. Ranks end with their launcher, too.
@@ -81,6 +82,7 @@ class Guard:
         self._time = 0.0  # seconds in which this process was awake
         self._over = threading.Lock()  # whoever takes it ends this process, and never gives it back
         self._ended = False  # by rank 0
+        self._silent = False  # other ranks may be
         threading.Thread(target=self._watch, daemon=True).start()
 
     @classmethod
@@ -101,10 +103,6 @@ class Guard:
             launcher: a process of this machine; the run ends with it.
             deadline_s: for all ranks to come.
             silence_s: after which a rank is lost.
-
-        Raises:
-            RanksError: a rank did not come, or differs.
-            Ended: rank 0 has ended the run and says why.
         """
         guard = cls(place.rank, place.size, launcher, silence_s)
         try:
@@ -123,11 +121,7 @@ class Guard:
         self._post("tell", dict(message))
 
     def receive(self) -> Mapping[str, Any]:
-        """Wait for rank 0's next message, on the others.
-
-        Raises:
-            Ended: rank 0 has ended the run.
-        """
+        """Wait for rank 0's next message, on the others."""
         found: Mapping[str, Any] = self._next(self._peers[0], "tell")
         return found
 
@@ -136,12 +130,7 @@ class Guard:
         return self._collect("value", value)
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Compare facts, values of JSON, with rank 0's. All ranks call it.
-
-        Raises:
-            RanksError: on rank 0: a rank differs. The run is over.
-            Ended: on the others then.
-        """
+        """Compare facts, values of JSON, with rank 0's. All ranks call it."""
         everybody = self._collect("facts", dict(facts))
         if self.rank:
             self._next(self._peers[0], "agreed")
@@ -152,17 +141,21 @@ class Guard:
         self._post("agreed", None)
 
     @contextmanager
-    def within(self, seconds: float, doing: str) -> Iterator[None]:
+    def within(self, seconds: float, doing: str, *, silent: bool = False) -> Iterator[None]:
         """End this process if what is inside is not done in time, with a line that names ``doing``.
 
-        What is inside may hold the interpreter's lock.
+        What is inside may hold the interpreter's lock. ``silent``: so do other ranks, which are not lost by that.
         """
         line = "" if self.rank else f"kvant: error: {doing} took longer than {seconds:g} s; this run is over\n"
         command = [sys.executable, "-I", "-S", "-c", TIMER, str(os.getpid()), str(seconds), line]
         timer = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is not for it
+        self._silent = silent
         try:
             yield
         finally:
+            for peer in self._peers.values():
+                peer.heard = self._time
+            self._silent = False
             timer.kill()
             timer.wait()
 
@@ -210,7 +203,7 @@ class Guard:
                     with suppress(OSError):  # full, or closed: who reads notices
                         peer.socket.send(b"\n", socket.MSG_DONTWAIT)
                     peer.sending.release()
-                if self._time - peer.heard > self._silence_s:
+                if self._time - peer.heard > self._silence_s and not self._silent:
                     why = "it is stopped or asleep, or the network is gone"
                     self._lose(peer, f"has said nothing for {self._silence_s:g} s: {why}")
             time.sleep(BEAT_S)

@@ -15,11 +15,7 @@ RETRY_S = 0.1
 
 
 def gather_ranks(place: Place, seconds: float) -> Iterator[tuple[int, socket.socket]]:
-    """Give every other rank and its connection as it comes, on rank 0.
-
-    Raises:
-        RanksError: the address cannot be listened at, or a rank did not come in time.
-    """
+    """Give every other rank and its connection as it comes, on rank 0."""
     until, missing = time.monotonic() + seconds, set(range(1, place.size))
     try:
         family, *_, address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
@@ -48,11 +44,7 @@ def gather_ranks(place: Place, seconds: float) -> Iterator[tuple[int, socket.soc
 
 
 def reach_first(place: Place, seconds: float) -> Iterator[tuple[int, socket.socket]]:
-    """Connect to rank 0, again and again until it is there, and give its connection.
-
-    Raises:
-        RanksError: rank 0 is not there in time.
-    """
+    """Connect to rank 0, again and again until it is there, and give its connection."""
     until, failure = time.monotonic() + seconds, ""
     while (left := until - time.monotonic()) > 0:
         try:

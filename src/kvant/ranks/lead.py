@@ -81,11 +81,7 @@ class Lead:
         return self.part.arrays
 
     def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
-        """Compute the logits of every position and commit the step. ``cache`` is one of this model's.
-
-        Raises:
-            RanksError: no such cache, or a step that failed.
-        """
+        """Compute the logits of every position and commit the step. ``cache`` is one of this model's."""
         if cache is None:
             raise RanksError("a model on several ranks computes through a cache; given none")
         return self._step(

@@ -110,9 +110,6 @@ def load_tensor(
 
     Args:
         folder, progress, adapter: as in :func:`kvant.models.load_decoder`.
-
-    Raises:
-        ModelError, CheckpointError: as there; a model that cannot be divided among so many ranks.
     """
     config = ModelConfig.from_folder(folder)
     dealt = shares(config, ranks.size)

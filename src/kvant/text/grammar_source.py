@@ -122,16 +122,27 @@ class Marked:
 def document(
     kind: Kind, source: Mapping[str, Any] | str | bool | ToolGrammar, marked: Marked, prompt: str | None
 ) -> str:
-    """The whole of it.
+    """The JSON document of a source, whose arguments are those of :meth:`kvant.text.grammar.Grammars.compile`."""
+    first, *more = _grammars(kind, source, marked)
+    thinking = None if prompt is None else _thinking(marked, prompt)
+    if thinking is not None:
+        more, first = [{"name": "answer", **first}, *more], _lark([thinking])
+    made = json.dumps({"grammars": [first, *more]})
+    if (size := len(made.encode())) > MAX_SOURCE:
+        raise GrammarError(f"the {kind} has {size} bytes; expected at most {MAX_SOURCE}")
+    return made
 
-    Arguments and errors are those of :meth:`kvant.text.grammar.Grammars.compile`.
-    """
+
+def _grammars(kind: Kind, source: Mapping[str, Any] | str | bool | ToolGrammar, marked: Marked) -> list[dict[str, Any]]:
+    """The grammar of an answer, and those that it refers to by name."""
     check_size(kind, list(source.schemas.items()) if isinstance(source, ToolGrammar) else source)
     schemas: dict[str, Any] = {}
-    parts: list[dict[str, Any]] = []
     if isinstance(source, ToolGrammar) and source.text is not None and not source.must:
-        lines, parts = ["start: @calls | @text"], _parts(source, source.text, marked)
-    elif isinstance(source, ToolGrammar):
+        calls, *more = _grammars("tool_calls", replace(source, must=True, text=None), marked)
+        text, *others = _grammars(*source.text, marked)
+        named = [{"name": "calls", **calls}, {"name": "text", **text}]
+        return [_lark(["start: @calls | @text"]), *named, *more, *others]
+    if isinstance(source, ToolGrammar):
         lines, schemas = _calls(source, marked)
     elif kind in ("json_object", "json_schema"):
         schema = {"type": "object"} if kind == "json_object" else _schema(source)
@@ -146,30 +157,11 @@ def document(
         raise GrammarError("the grammar has a temperature; expected none: an answer is sampled with its request's")
     else:
         lines = [source]
-    thinking = None if prompt is None else _thinking(marked, prompt)
-    text = "\n".join([*lines, OPTIONS])
-    grammars = [{"lark_grammar": text}]
-    if thinking is not None:
-        grammars = [{"lark_grammar": f"{thinking}\n{OPTIONS}"}, {"name": "answer", "lark_grammar": text}]
-    made = json.dumps({"grammars": [*grammars, *parts, *({"name": n, "json_schema": s} for n, s in schemas.items())]})
-    if (size := len(made.encode())) > MAX_SOURCE:
-        raise GrammarError(f"the {kind} has {size} bytes; expected at most {MAX_SOURCE}")
-    return made
+    return [_lark(lines), *({"name": name, "json_schema": schema} for name, schema in schemas.items())]
 
 
-def _parts(
-    source: ToolGrammar, text: tuple[Kind, Mapping[str, Any] | str | bool], marked: Marked
-) -> list[dict[str, Any]]:
-    """The grammars named calls and text of an answer that is one or the other, and what they refer to."""
-    calls = replace(source, must=True, text=None)
-    found: list[dict[str, Any]] = []
-    for name, made in (
-        ("calls", document("tool_calls", calls, marked, None)),
-        ("text", document(*text, marked, None)),
-    ):
-        first, *more = json.loads(made)["grammars"]
-        found += [{"name": name, **first}, *more]
-    return found
+def _lark(lines: Sequence[str]) -> dict[str, Any]:
+    return {"lark_grammar": "\n".join([*lines, OPTIONS])}
 
 
 def _schema(source: object) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 import io
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -13,12 +13,21 @@ from kvant.tools.bench.figures import Summary, summarize
 from kvant.tools.bench.table import describe, tables
 from kvant.tools.statistics import Spread
 
+WIDE = Spread(0.123, 0.0456, 12.34, 3)
+
 
 def _printed(summaries: list[Summary]) -> str:
-    out = io.StringIO()
-    Console(file=out, width=80).print(tables(summaries))
-    assert max(map(len, out.getvalue().splitlines())) <= 80
-    assert "…" not in out.getvalue()
+    """The tables, which fit 80 columns, the widest ratios too."""
+    wide = [
+        replace(each, **{name: WIDE for name, value in asdict(each).items() if isinstance(value, dict)})
+        for each in summaries
+    ]
+    for shown in (wide, summaries):
+        out = io.StringIO()
+        Console(file=out, width=80).print(tables(shown))
+        assert max(map(len, out.getvalue().splitlines())) <= 80
+        assert "…" not in out.getvalue()
+        assert all(out.getvalue().count(word) for each in shown for word in each.engine.split())
     return out.getvalue()
 
 

@@ -107,11 +107,6 @@ def test_a_shapes_size_is_that_of_the_published_file() -> None:
     assert shape_bytes(SHAPES["qwen2.5-7b"], 0) == 2 * 7_615_616_512
 
 
-def test_the_context_can_be_chosen(tmp_path: Path) -> None:
-    write_random(QWEN2, tmp_path, bits=4, context=70_000)
-    assert ModelConfig.from_folder(tmp_path).max_position_embeddings == 70_000
-
-
 @pytest.mark.parametrize(("bits", "group_size", "message"), [(3, 64, "bits is 3"), (4, 48, "group_size is 48")])
 def test_formats_that_cannot_be_written(tmp_path: Path, bits: int, group_size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):

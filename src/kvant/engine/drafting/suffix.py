@@ -33,7 +33,6 @@ class SuffixDrafter:
         self._follows = 0  # the place of the token that followed the match
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """See :class:`kvant.engine.drafting.drafter.Drafter`."""
         for token in tokens[-self._most :]:
             if len(self._tokens) == self._most:
                 kept = self._tokens[self._most // 2 :]

@@ -10,7 +10,6 @@ WINDOW = 4096
 
 
 def windows(raw: Mapping[str, Any], layers: int, types: Sequence[str]) -> tuple[int | None, ...]:
-    """As :attr:`Architecture.windows`."""
     none = raw.get("sliding_window", WINDOW) is None
     return (None if none else size(raw, "sliding_window", default=WINDOW),) * layers
 

@@ -12,7 +12,6 @@ MAX_WINDOW_LAYERS = 28
 
 
 def windows(raw: Mapping[str, Any], layers: int, types: Sequence[str]) -> tuple[int | None, ...]:
-    """As :attr:`Architecture.windows`."""
     if not flag(raw, "use_sliding_window") or raw.get("sliding_window", WINDOW) is None:
         return (None,) * layers
     if not types:

@@ -27,7 +27,6 @@ def rotates(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
 
 
 def windows(raw: Mapping[str, Any], layers: int, types: Sequence[str]) -> tuple[int | None, ...]:
-    """As :attr:`Architecture.windows`."""
     if not flag(raw, "use_sliding_window") or raw.get("sliding_window") is None:
         return (None,) * layers
     types = types or ["full_attention" if turns else "sliding_attention" for turns in rotates(raw, layers)]

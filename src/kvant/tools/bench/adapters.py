@@ -37,15 +37,19 @@ class Kvant:
     """kvant's decoder, or mlx-lm's model, with kvant's preallocated cache.
 
     Attributes:
+        dtype: of activations.
+        weight_bytes: of all weights, a draft model's too, and of those that one decode step of the model reads.
         drafts: their counts in the last run; None: there are none.
     """
-
-    drafts: DraftCounts | None = None
 
     def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
         """Load the model; a KvantError for a folder that cannot be loaded."""
         self._model = load_model(folder)
         self._draft_model = None if spec.draft_model is None else load_model(Path(spec.draft_model))
+        drafting = 0 if self._draft_model is None else self._draft_model.nbytes
+        self.dtype = dtype_name(self._model.dtype)
+        self.weight_bytes = self._model.nbytes + drafting, self._model.nbytes_read
+        self.drafts: DraftCounts | None = None
         self._spec = spec
         self._prefill_step_size = prefill_step_size
         self._cache_options: dict[str, Any] = {
@@ -54,17 +58,6 @@ class Kvant:
             "kernels": spec.kernels,
         }
         self._cache: ModelCache | None = None
-
-    @property
-    def dtype(self) -> str:
-        """The type activations are computed in."""
-        return dtype_name(self._model.dtype)
-
-    @property
-    def weight_bytes(self) -> tuple[int, int]:
-        """Bytes of all weights, a draft model's too, and of those one decode step of the model reads."""
-        drafts = 0 if self._draft_model is None else self._draft_model.nbytes
-        return self._model.nbytes + drafts, self._model.nbytes_read
 
     def tokens(self, prompt: Sequence[int], max_tokens: int, *, ahead: int = 1) -> Tokens:
         """Give ``max_tokens`` greedy tokens, with a cache made when the first is asked for.
@@ -94,7 +87,7 @@ class Kvant:
         return ModelDrafts(model=self._draft_model, vocab_size=vocab_size, num_draft_tokens=count)
 
     def streams(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> StreamTokens:
-        """Greedy tokens of all prompts with the numbers of their streams: through a pool, or one stream by one."""
+        """Give greedy tokens with the numbers of their prompts: through a pool, or one by one."""
         if self._spec.one_by_one:
             for number, prompt in enumerate(prompts):
                 for token in self.tokens(prompt, max_tokens, ahead=0):
@@ -118,26 +111,32 @@ class Kvant:
                 yield numbers[new.request], new.token
 
     def cache_size(self) -> tuple[int, int]:
-        """Bytes of the last run's cache, and the tokens it has room for; waits until the device has finished."""
-        mx.synchronize()
+        """Bytes of the last run's cache, and the tokens it has room for."""
+        mx.synchronize()  # the device has finished
         assert self._cache is not None  # a run was made
         return self._cache.nbytes, self._cache.max_seq_len or 0
 
 
 class MLXLM:
-    """mlx-lm's model, caches and generation step; with a dtype, its weights cast to that."""
+    """mlx-lm's model, caches and generation step; with a dtype, its weights cast to that.
+
+    Attributes:
+        dtype: of most of the floating-point weights.
+        weight_bytes: as kvant's. A step reads the embedding table if it is the head too, and a few of the experts.
+    """
 
     drafts = None
 
     def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
-        """Load the model; a KvantError for a folder that cannot be loaded, or an exception of mlx-lm."""
+        """Load the model; a KvantError for a folder that cannot be loaded, or mlx-lm's own."""
+        from kvant.bridge.folder import check_bridged, main_dtype
+        from kvant.bridge.model import bytes_read, parameters
+
         raw = read_json(folder / "config.json")
         config: dict[str, Any] | None = None
         if is_bridged(raw):
-            from kvant.bridge.folder import check_bridged
-
             _, bridged = check_bridged(folder)
-            self._experts_used = bridged.experts_used
+            experts_used = bridged.experts_used
             tensors = TensorFiles(folder)
         else:
             native, tensors = check_folder(folder)
@@ -145,39 +144,28 @@ class MLXLM:
             # (docs/models.md).
             scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
             config = {"rope_theta": native.rope.theta} | ({"rope_scaling": scaling} if scaling else {})
-            self._experts_used = None if native.experts is None else native.experts.per_token
+            experts_used = None if native.experts is None else native.experts.per_token
             if native.experts is not None:
                 config |= native.experts.as_config()
         unnamed = {*folder.glob("model*.safetensors")} - {*tensors.files}
         if unnamed:  # mlx-lm reads every file of such a name, unchecked
             raise CheckpointError(f"{min(unnamed)}: not among the model's files; mlx-lm would read it")
-        from mlx_lm.utils import load_model as load_mlx_lm
+        from mlx_lm.utils import load_model as load_mlx_lm  # transformers too: not before the files are checked
 
         self._model, _ = load_mlx_lm(folder, model_config=config)
         if spec.dtype is not None:
             self._model.set_dtype(getattr(mx, spec.dtype))
             mx.eval(self._model.parameters())
+        self.dtype = dtype_name(main_dtype(self._model))
+        held = sum(array.nbytes for array in parameters(self._model).values())
+        self.weight_bytes = held, bytes_read(self._model, experts_used)
         self._spec = spec
         self._prefill_step_size = prefill_step_size
         self._cache: list[Any] = []
         self._fed = 0  # tokens, in the last run
 
-    @property
-    def dtype(self) -> str:
-        """Of most of the floating-point weights."""
-        from kvant.bridge.folder import main_dtype
-
-        return dtype_name(main_dtype(self._model))
-
-    @property
-    def weight_bytes(self) -> tuple[int, int]:
-        """Of the parameters. A step reads the embedding table if it is the head too, and a few of the experts."""
-        from kvant.bridge.model import bytes_read, parameters
-
-        return sum(a.nbytes for a in parameters(self._model).values()), bytes_read(self._model, self._experts_used)
-
     def tokens(self, prompt: Sequence[int], max_tokens: int) -> Tokens:
-        """mlx-lm's own loop, with the memory limit that its stream_generate sets on a Mac."""
+        """Run mlx-lm's own loop, with the memory limit that its stream_generate sets on a Mac."""
         from mlx_lm.generate import generate_step, generation_stream, wired_limit
         from mlx_lm.models.cache import make_prompt_cache
 
@@ -201,7 +189,7 @@ class MLXLM:
                 yield token
 
     def streams(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> StreamTokens:
-        """Greedy tokens of all prompts with the numbers of their streams, by mlx-lm's BatchGenerator."""
+        """Give greedy tokens with the numbers of their prompts, by mlx-lm's BatchGenerator."""
         from mlx_lm.generate import BatchGenerator
 
         batch = BatchGenerator(
@@ -218,7 +206,7 @@ class MLXLM:
                     yield numbers[response.uid], response.token
 
     def cache_size(self) -> tuple[int, int]:
-        """Of the buffers, which grow 256 tokens at a time where they are not those of a window or a state."""
+        """Bytes and room of the buffers, which grow 256 tokens at a time if they are no window's or state's."""
         from mlx_lm.generate import generation_stream
         from mlx_lm.models.cache import KVCache, QuantizedKVCache
 

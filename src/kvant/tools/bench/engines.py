@@ -113,7 +113,7 @@ def with_drafts(specs: Sequence[EngineSpec], **drafts: Any) -> list[EngineSpec]:
 
 
 def _group_size(name: str, given: int | None, head_dim: int | None) -> int:
-    """The given group size, or the engine's own default, the next one if the head does not take it."""
+    """The given group size, or the engine's first that the head takes."""
     groups = (KVANT_GROUP,) if name == "kvant" else MLX_LM_GROUPS
     group = next((size for size in groups if (head_dim or 0) % size == 0), groups[0]) if given is None else given
     if (head_dim or 0) % group or (name == "mlx-lm" and group not in groups):

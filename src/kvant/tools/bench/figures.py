@@ -78,7 +78,7 @@ def gaps_ms(run: Run) -> list[float]:
 
 
 def summarize(recording: Recording) -> list[Summary]:
-    """The figures of every engine in every case, in the order of cases and then of engines."""
+    """The figures in the order of cases, and then of engines."""
     cases: dict[tuple[int, ...], dict[str, dict[int, Run]]] = {}
     for run in recording.runs:
         cases.setdefault(run.prompt_tokens, {}).setdefault(run.engine, {})[run.run] = run
@@ -95,7 +95,6 @@ def summarize(recording: Recording) -> list[Summary]:
                 "peak_memory_bytes": _largest(run.peak_memory_bytes for run in runs.values()),
                 "cache_bytes": _largest(run.cache_bytes for run in runs.values()),
                 "ratio": _ratio(runs, base, time),
-                "first_token_ratio": _ratio(runs, base, _first_ms),
                 "plain_ratio": _ratio(runs, plain, _total_ms if together else time),
             }
             drafts = _drafts(runs)
@@ -110,6 +109,7 @@ def summarize(recording: Recording) -> list[Summary]:
                 figures["plain_cpu_ratio"] = _ratio(runs, plain, _cpu_ms)
             else:
                 means = [1e3 / mean for run in runs.values() if (mean := _mean_ms(run))]
+                figures["first_token_ratio"] = _ratio(runs, base, _first_ms)
                 figures["prefill_tokens_per_s"] = median(lengths[0] / _first_ms(run) * 1e3 for run in runs.values())
                 figures["tokens_per_s"] = median(means) if means else None
                 figures |= drafts or _bytes_read(runs, recording, label)
@@ -137,7 +137,7 @@ def _bytes_read(runs: Runs, recording: Recording, label: str) -> dict[str, float
 
 
 def _drafts(runs: Runs) -> dict[str, float | None]:
-    """What drafts did; nothing if there are none."""
+    """Counts of drafts; none without them."""
     counts = [run.drafts for run in runs.values() if run.drafts]
     if not counts:
         return {}

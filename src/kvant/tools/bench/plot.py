@@ -28,7 +28,7 @@ def plot(recording: Recording, path: Path) -> None:
 
 
 def _plot_positions(recording: Recording, path: Path) -> None:
-    """At each position the median over runs, in a band; a panel a context, with one latency axis."""
+    """Draw the median over runs at each position, in a band; a panel a context."""
     from matplotlib.ticker import MaxNLocator
 
     cases: dict[int, dict[str, list[Run]]] = {}  # by context, by engine
@@ -63,7 +63,7 @@ def _plot_positions(recording: Recording, path: Path) -> None:
 
 
 def _plot_streams(recording: Recording, path: Path) -> None:
-    """Tokens a second of all streams, and the time between tokens, against the number of streams."""
+    """Draw tokens a second in all, and the time between tokens, against the number of streams."""
     summaries = summarize(recording)
     counts = sorted({summary.streams or 0 for summary in summaries})
     caption = (

@@ -1,4 +1,4 @@
-"""A benchmark's recording: a header, its engines and its runs, one JSON line each where it goes to a file."""
+"""A benchmark's recording: a header, its engines and its runs, each a JSON line of the file."""
 
 import json
 from dataclasses import asdict, dataclass, field

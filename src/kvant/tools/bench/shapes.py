@@ -74,9 +74,7 @@ def random_model(
         yield Path(name)
 
 
-def write_random(
-    shape: Shape, folder: Path, *, bits: int, group_size: int = 64, seed: int = 0, context: int | None = None
-) -> None:
+def write_random(shape: Shape, folder: Path, *, bits: int, group_size: int = 64, seed: int = 0) -> None:
     """Write config.json and safetensors, a file a layer, that kvant and mlx-lm read; there is no tokenizer.
 
     Weights keep activations at unit scale: a matrix's have mean 0 and variance 1 / inputs. Quantized ones are random
@@ -87,7 +85,6 @@ def write_random(
         folder: an existing, empty folder.
         bits: 4 or 8: MLX's affine quantization, the embedding too, as mlx-lm's converter does; 0: bfloat16.
         group_size: 32, 64 or 128; without meaning at 0 bits.
-        context: tokens config.json admits, where more or fewer than the shape's own.
 
     Raises:
         ValueError: bits or a group size that cannot be written.
@@ -109,7 +106,7 @@ def write_random(
             mx.clear_cache()
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        (folder / "config.json").write_text(json.dumps(_config(shape, bits, group_size, context), indent=1))
+        (folder / "config.json").write_text(json.dumps(_config(shape, bits, group_size), indent=1))
     except (OSError, RuntimeError) as error:  # MLX raises RuntimeError when a disk is full
         raise KvantError(f"{folder}: {shape.name} cannot be written: {one_line(error)}") from error
 
@@ -133,7 +130,7 @@ def shape_bytes(shape: Shape, bits: int, group_size: int = 64) -> int:
 
 def _parts(shape: Shape) -> list[dict[str, tuple[int, ...]]]:
     """The contents of each file: a matrix's path -> (out, in), then a vector's name -> (size,)."""
-    config = ModelConfig.from_dict(_config(shape, 0, 0, None))
+    config = ModelConfig.from_dict(_config(shape, 0, 0))
     parts: list[dict[str, tuple[int, ...]]] = [{} for _ in range(shape.num_hidden_layers + 2)]
     for path, layer, row in parameters(config):
         if row.role == "head" and shape.tie_word_embeddings:
@@ -146,15 +143,13 @@ def _parts(shape: Shape) -> list[dict[str, tuple[int, ...]]]:
     return [dict(sorted(part.items(), key=lambda item: len(item[1]) == 1)) for part in parts]
 
 
-def _config(shape: Shape, bits: int, group_size: int, context: int | None) -> dict[str, Any]:
+def _config(shape: Shape, bits: int, group_size: int) -> dict[str, Any]:
     config = asdict(shape) | {"architectures": [ARCHITECTURES[shape.model_type].name]}
     config |= {"hidden_act": "silu", "torch_dtype": "bfloat16"}
     del config["name"], config["large_key_bias"]  # not of the model's
     config = {key: value for key, value in config.items() if value is not None}
     if shape.num_experts is not None:  # mlx-lm asks for all of these
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
-    if context is not None:
-        config["max_position_embeddings"] = context
     if bits:
         config["quantization"] = {"group_size": group_size, "bits": bits}
     return config

@@ -11,58 +11,52 @@ from kvant.tools.bench.figures import Summary
 from kvant.tools.bench.recording import Header
 from kvant.tools.statistics import Spread
 
-Column = tuple[str, str, float]  # heading, attribute of a Summary, factor of the attribute
+Column = tuple[str, str, float, str]  # heading, attribute of a Summary, its factor, and a note for the caption
+PAIRED = "Of the same round: median over rounds, and range. Below 1 is faster."
 
-TABLES: list[tuple[str, list[Column], str]] = [
+TABLES: list[tuple[str, list[Column]]] = [
     (
         "Time",
         [
-            ("first\nms", "first_token_ms", 1),
-            ("prefill\ntokens/s", "prefill_tokens_per_s", 1),
-            ("p50\nms", "latency_p50_ms", 1),
-            ("p95\nms", "latency_p95_ms", 1),
-            ("p99\nms", "latency_p99_ms", 1),
-            ("decode\ntokens/s", "tokens_per_s", 1),
-            ("in all\ntokens/s", "total_tokens_per_s", 1),
+            ("first\nms", "first_token_ms", 1, "First: until the first token."),
+            ("prefill\ntokens/s", "prefill_tokens_per_s", 1, ""),
+            ("p50\nms", "latency_p50_ms", 1, "p50 to p99: of the tokens after it."),
+            ("p95\nms", "latency_p95_ms", 1, ""),
+            ("p99\nms", "latency_p99_ms", 1, ""),
+            ("decode\ntokens/s", "tokens_per_s", 1, "Decode: without the first token."),
+            ("in all\ntokens/s", "total_tokens_per_s", 1, "In all: of all streams, prompts read included."),
         ],
-        "First: until the first token; p50 to decode: of the tokens after it. In all: of all streams, prompts read "
-        "included.",
     ),
     (
         "Time divided by the baseline's",
         [
-            ("a token", "ratio", 1),
-            ("first token", "first_token_ratio", 1),
-            ("in all", "total_ratio", 1),
-            ("CPU", "cpu_ratio", 1),
+            ("a token", "ratio", 1, PAIRED),
+            ("first token", "first_token_ratio", 1, ""),
+            ("in all", "total_ratio", 1, ""),
+            ("CPU", "cpu_ratio", 1, ""),
         ],
-        "Of the same round: median over rounds, and range. Below 1 is faster.",
     ),
     (
         "Time divided by the same engine's without drafts, or one by one",
-        [("time", "plain_ratio", 1), ("CPU", "plain_cpu_ratio", 1)],
-        "Of the same round: median over rounds, and range. Below 1 is faster.",
+        [("time", "plain_ratio", 1, PAIRED), ("CPU", "plain_cpu_ratio", 1, "")],
     ),
     (
         "Drafts",
         [
-            ("tokens\na step", "tokens_per_step", 1),
-            ("accepted\n%", "draft_acceptance", 100),
-            ("runs\noff", "drafts_off", 1),
+            ("tokens\na step", "tokens_per_step", 1, ""),
+            ("accepted\n%", "draft_acceptance", 100, ""),
+            ("runs\noff", "drafts_off", 1, "Off: runs in which drafts did not pay and were switched off."),
         ],
-        "Off: runs in which drafts did not pay and were switched off.",
     ),
     (
         "Memory and bandwidth",
         [
-            ("peak\nMB", "peak_memory_bytes", 1e-6),
-            ("cache\nMB", "cache_bytes", 1e-6),
-            ("read\nMB/token", "bytes_read_per_token", 1e-6),
-            ("read\nGB/s", "achieved_gb_per_s", 1),
-            ("of copy\n%", "copy_bandwidth_share", 100),
+            ("peak\nMB", "peak_memory_bytes", 1e-6, ""),
+            ("cache\nMB", "cache_bytes", 1e-6, ""),
+            ("read\nMB/token", "bytes_read_per_token", 1e-6, "Read: the weights and the cached tokens, once a step."),
+            ("read\nGB/s", "achieved_gb_per_s", 1, "GB/s: that divided by p50."),
+            ("of copy\n%", "copy_bandwidth_share", 100, "Of copy: that divided by the device's copy bandwidth."),
         ],
-        "Read: the weights and the cached tokens, once a step. GB/s: that divided by p50. Of copy: that divided by "
-        "the device's measured copy bandwidth.",
     ),
 ]
 
@@ -80,19 +74,19 @@ def describe(header: Header) -> list[str]:
 
 
 def tables(summaries: Sequence[Summary]) -> Group:
-    """The figures that are known, in tables that fit 80 columns; a row for each summary, in sections by case."""
+    """The figures that are known, in tables of 80 columns; a row for each summary."""
     parts: list[Table | str] = []
     streams = any(summary.streams is not None for summary in summaries)
-    for title, columns, caption in TABLES:
+    for title, columns in TABLES:
         known = [column for column in columns if any(getattr(s, column[1]) is not None for s in summaries)]
         if not known:
             continue
         table = Table(
             box=box.SIMPLE_HEAD, title=Text(title), title_justify="left", caption_justify="left", collapse_padding=True
         )
-        table.caption = Text(caption)
+        table.caption = Text(" ".join(note for *_, note in known if note))
         table.add_column("engine", overflow="fold")
-        for heading in ("streams" if streams else "context", *(heading for heading, _, _ in known)):
+        for heading in ("streams" if streams else "context", *(heading for heading, *_ in known)):
             table.add_column(heading, justify="right", no_wrap=True)
         last = None
         for summary in summaries:
@@ -100,11 +94,11 @@ def tables(summaries: Sequence[Summary]) -> Group:
             if last not in (None, case):
                 table.add_section()
             last = case
-            cells = (_cell(getattr(summary, name), factor) for _, name, factor in known)
+            cells = (_cell(getattr(summary, name), factor) for _, name, factor, _ in known)
             table.add_row(Text(summary.engine), str(case), *cells)
         parts += ["", table]
     runs = sorted({summary.runs for summary in summaries})
-    return Group(*parts[1:], f"Figures are of {'-'.join(map(str, dict.fromkeys((runs[0], runs[-1]))))} rounds.")
+    return Group(*parts[1:], "", f"Rounds: {'-'.join(map(str, dict.fromkeys((runs[0], runs[-1]))))}")
 
 
 def _cell(value: float | Spread | None, factor: float) -> str:
