@@ -131,7 +131,7 @@ def test_a_config_that_would_take_all_memory(name: str, tmp_path: Path) -> None:
     assert message.count("\n") == 1
     assert name in message
     assert used.ru_maxrss * (1 if sys.platform == "darwin" else 1024) < 300_000_000
-    assert used.ru_utime + used.ru_stime < 4  # Python's own start, and a busy machine's
+    assert used.ru_utime + used.ru_stime < 15  # Python starts in 1 s, on a busy machine in 5; the bombs had no end
 
 
 def test_no_size_is_allocated_by_asking_a_class() -> None:

@@ -1,0 +1,37 @@
+"""Every room has a budget of lines, which only falls: a capability pays for its lines with others that go."""
+
+from pathlib import Path
+
+import pytest
+
+import kvant
+
+ROOT = Path(kvant.__file__).parent
+REPOSITORY = Path(__file__).parents[1]
+BUDGET = {
+    "cli": 6040, "server": 4196, "tools": 4597, "engine": 6287, "ranks": 1326, "bridge": 3101, "models": 3687,
+    "text": 3133, "cache": 3703, "operators": 2928, "weights": 1015,
+}  # fmt: skip
+TOP = 1571  # modules beside the rooms, kvant_command.py and kvant_llm.py among them
+TESTS = 43_400  # with their support
+SCRIPTS = 5500  # without scripts/pocket, which made the model once
+PAGES = 15
+
+
+def _lines(*paths: Path) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+@pytest.mark.parametrize("room", BUDGET)
+def test_a_room_is_within_its_budget(room: str) -> None:
+    lines = _lines(*(ROOT / room).rglob("*.py"))
+    assert lines <= BUDGET[room], f"{room} has {lines} lines: make room before you add"
+
+
+def test_rooms_tests_scripts_and_pages_are_all_counted() -> None:
+    assert {path.name for path in ROOT.iterdir() if any(path.rglob("*.py"))} == {*BUDGET, "pocket"}  # the embedded model
+    assert _lines(*ROOT.glob("*.py"), *ROOT.parent.glob("kvant_*.py")) <= TOP
+    assert _lines(*(REPOSITORY / "tests").rglob("*.py")) <= TESTS
+    scripts = (REPOSITORY / "scripts").rglob("*.py")
+    assert _lines(*(path for path in scripts if "pocket" not in path.parts)) <= SCRIPTS
+    assert len([*(REPOSITORY / "docs").glob("*.md")]) <= PAGES
