@@ -17,26 +17,14 @@ from kvant.models import Decoder
 Pocket = tuple[Decoder, Any]
 
 
-def test_files(pocket_folder: Path) -> None:
+def test_it_is_what_its_card_says(pocket: Pocket, pocket_folder: Path) -> None:
     files = {path.name: path.stat().st_size for path in pocket_folder.iterdir() if path.is_file()}
-    assert {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-        "MODEL_CARD.md", "heldout.jsonl",
-    } <= set(files)  # fmt: skip
+    assert {"config.json", "model.safetensors", "tokenizer.json", "MODEL_CARD.md", "heldout.jsonl"} <= {*files}
     assert sum(files.values()) <= 8_000_000
-
-
-def test_architecture(pocket: Pocket, pocket_folder: Path) -> None:
     config = pocket[0].config
     assert json.loads((pocket_folder / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
     assert (config.head_dim, config.num_attention_heads, config.num_key_value_heads) == (64, 4, 2)
     assert (config.tie_word_embeddings, config.rope.theta, config.max_position_embeddings) == (True, 1e6, 2048)
-
-
-def test_any_text_encodes(pocket: Pocket) -> None:
-    _, tokenizer = pocket
-    for text in ("Pip the fox", "naïve café 🦊 犬\n\ttab", "x = {'a': [1, 2]}"):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize("bias_split", [False, True])
