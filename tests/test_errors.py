@@ -34,40 +34,28 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
-@pytest.mark.parametrize("kind", [KvantError, ModelError, CheckpointError])
-def test_a_hostile_name(kind: type[KvantError], name: str) -> None:
-    text = str(kind(f"START {name}: a reason END"))
-    assert text.isprintable()
-    assert not {unicodedata.category(c) for c in text} & {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-    assert text.startswith("START ")
-    assert text.endswith(" a reason END")
-    assert cell_len(f"kvant: error: {text}") <= ROOM
-
-
-@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_library_s_error(name: str) -> None:
-    text = one_line(RuntimeError(name))
+def test_a_hostile_name(name: str) -> None:
+    for kind in (KvantError, ModelError, CheckpointError):
+        text = str(kind(f"START {name}: a reason END"))
+        assert text.isprintable()
+        assert not {unicodedata.category(c) for c in text} & {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+        assert text.startswith("START ")
+        assert text.endswith(" a reason END")
+        assert cell_len(f"kvant: error: {text}") <= ROOM
+    text = one_line(RuntimeError(name))  # a library's
     assert text.isprintable()
     assert 0 < cell_len(text) <= ROOM
+    assert all(cell_len(printable(name, columns)) <= columns for columns in (40, 41, 100))
 
 
 def test_an_error_that_says_nothing() -> None:
     assert one_line(RuntimeError("\n \n")) == "RuntimeError"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "plain",
-        "x" * 223,
-        "Zo\u00eb: \N{CJK UNIFIED IDEOGRAPH-6F22} is 5; expected 'a b'",
-        "a" * 100 + " " + "b" * 100,
-    ],
-    ids=len,
-)
-def test_what_fits_stays(text: str) -> None:
-    assert printable(text) == str(KvantError(text)) == text
+def test_what_fits_stays() -> None:
+    wide = "Zo\u00eb: \N{CJK UNIFIED IDEOGRAPH-6F22} is 5; expected 'a b'"
+    for text in ("", "plain", "x" * 223, wide, "a" * 100 + " " + "b" * 100):
+        assert printable(text) == str(KvantError(text)) == text
 
 
 def test_a_path_keeps_its_ends_and_the_reason_stays_whole() -> None:
@@ -82,12 +70,6 @@ def test_what_a_person_is_to_compare_or_copy_stays_whole() -> None:
     text = f"{path}: sha256 {digests[0]}; expected {digests[1]}; remove {path} and pull again"
     assert str(WeightsError(text)) == text
     assert cell_len(str(WeightsError("word " * 10_000))) <= 1000
-
-
-@pytest.mark.parametrize("columns", [40, 41, 100])
-@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
-def test_any_width(name: str, columns: int) -> None:
-    assert cell_len(printable(name, columns)) <= columns
 
 
 def test_a_wrong_argument_is_worded_in_the_callers_names() -> None:

@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from kvant.errors import CheckpointError, ModelError
+from kvant.errors import ModelError
 from kvant.files import check_file, read_bytes, read_text
-from kvant.models.tensors import TensorFiles
 
 INSIDE, OUTSIDE = b"inside" * 100, b"outside" * 100
 TRIES = 2000
@@ -49,17 +46,11 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def _file(path: Path) -> None:
-    path.write_bytes(INSIDE)
-
-
-def _link(path: Path) -> None:
-    path.symlink_to(path.parents[1] / "outside")
-
-
-def test_a_link_put_there_during_the_check_is_not_followed(path: Path) -> None:
+@pytest.mark.parametrize("evil", [lambda path: path.symlink_to(path.parents[1] / "outside"), os.mkfifo])
+def test_what_is_put_there_during_the_check_is_not_opened(path: Path, evil: Callable[[Path], object]) -> None:
+    """A link is not followed, a pipe does not block."""
     read, refused = 0, 0
-    with _swapping(path, _file, _link):
+    with _swapping(path, lambda path: path.write_bytes(INSIDE), evil):
         for tried in range(50 * TRIES):  # on a busy machine the other thread may get its turn late
             if tried >= TRIES and min(read, refused) > 10:
                 break
@@ -68,23 +59,7 @@ def test_a_link_put_there_during_the_check_is_not_followed(path: Path) -> None:
                 read += 1
             except ModelError:
                 refused += 1
-    assert read > 10
-    assert refused > 10
-
-
-def test_a_pipe_put_there_during_the_check_does_not_block(path: Path) -> None:
-    read, refused = 0, 0
-    with _swapping(path, _file, os.mkfifo):
-        for tried in range(50 * TRIES):  # on a busy machine the other thread may get its turn late
-            if tried >= TRIES and min(read, refused) > 10:
-                break
-            try:
-                assert read_bytes(path, 10_000) == INSIDE
-                read += 1
-            except ModelError:
-                refused += 1
-    assert read > 10
-    assert refused > 10
+    assert min(read, refused) > 10
 
 
 def test_bytes_are_bounded(path: Path) -> None:
@@ -120,14 +95,3 @@ def test_nothing_stays_open(path: Path) -> None:
     again = os.open(path, os.O_RDONLY)
     os.close(again)
     assert again == descriptor
-
-
-@pytest.mark.parametrize("data", [np.ones((2, 3), np.float32), np.zeros((4, 5), np.float32)], ids=["alike", "other"])
-def test_tensors_of_another_file_than_was_checked(tmp_path: Path, data: np.ndarray) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({"a": np.zeros((2, 3), np.float32)}, path)
-    tensors = TensorFiles(tmp_path)
-    save_file({"a": data}, tmp_path / "other")
-    os.replace(tmp_path / "other", path)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: changed while it was read"):
-        tensors.take("a", (2, 3))

@@ -50,6 +50,31 @@ def test_the_test_s_planted_file_does_end_a_process_that_loads_it(cache: Path, e
     assert done.returncode == 66
 
 
+OTHERS = {  # mode of the copy and of its folder, the copy's owner
+    "a copy that the group can write to": (0o620, 0o700, 0),
+    "a copy that anybody can write to": (0o602, 0o700, 0),
+    "a copy that everybody can run": (0o777, 0o700, 0),
+    "a folder that the group can write to": (0o600, 0o775, 0),
+    "a folder that anybody can write to": (0o600, 0o703, 0),
+    "a folder as /tmp": (0o600, 0o1777, 0),
+    "a copy of another user": (0o600, 0o700, 12345),
+}
+
+
+@pytest.mark.parametrize(("copy_mode", "folder_mode", "owner"), OTHERS.values(), ids=OTHERS.keys())
+def test_what_others_can_write_is_made_again(
+    cache: Path, copy_mode: int, folder_mode: int, owner: int, evil: bytes
+) -> None:
+    if owner and os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    _plant(only_copy(cache), evil)
+    only_copy(cache).chmod(copy_mode)
+    (cache / "kvant").chmod(folder_mode)
+    if owner:
+        os.chown(only_copy(cache), owner, owner)
+    _loads_another(cache, only_copy(cache).stat())
+
+
 def _loads_another(cache: Path, planted: os.stat_result) -> None:
     """A run that makes the copy again and loads that."""
     blas, errors = report(cache)
@@ -58,29 +83,6 @@ def _loads_another(cache: Path, planted: os.stat_result) -> None:
     assert state.st_ino != planted.st_ino
     assert (state.st_uid, state.st_mode & 0o777) == (os.geteuid(), 0o600)
     assert (cache / "kvant").stat().st_mode & 0o022 == 0
-
-
-@pytest.mark.parametrize("mode", [0o620, 0o602, 0o777])
-def test_a_copy_that_others_can_write_to_is_made_again(cache: Path, mode: int, evil: bytes) -> None:
-    _plant(only_copy(cache), evil)
-    only_copy(cache).chmod(mode)
-    _loads_another(cache, only_copy(cache).stat())
-
-
-@pytest.mark.parametrize("mode", [0o775, 0o703, 0o1777])
-def test_what_is_in_a_folder_that_others_can_write_to_is_made_again(cache: Path, mode: int, evil: bytes) -> None:
-    _plant(only_copy(cache), evil)
-    only_copy(cache).chmod(0o600)
-    (cache / "kvant").chmod(mode)
-    _loads_another(cache, only_copy(cache).stat())
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_copy_of_another_user_is_made_again(cache: Path, evil: bytes) -> None:
-    _plant(only_copy(cache), evil)
-    only_copy(cache).chmod(0o600)
-    os.chown(only_copy(cache), 12345, 12345)
-    _loads_another(cache, only_copy(cache).stat())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")

@@ -36,41 +36,37 @@ def kernel(tmp_path: Path) -> Kernel:
     return make
 
 
+SCOPE, V2 = "0::/user.slice/a.scope\n", V2_MOUNT
+PART = V2_MOUNT.replace("0:28 / ", "0:28 /docker/abc ")  # a container that sees a part of the tree
+OF_THE_PART = {"memory.max": "3000", "inner/memory.max": "2000", "docker/abc/memory.max": "1"}
+V1_GROUPS = "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n1:name=systemd:/docker/abc\n0::/\n"
+V1_FILES = {
+    "memory/memory.limit_in_bytes": V1_NONE,
+    "memory/docker/memory.limit_in_bytes": "4000000000",
+    "memory/docker/abc/memory.limit_in_bytes": "2000000000",
+    "cpu/docker/abc/memory.limit_in_bytes": "1",
+}
+
+
 @pytest.mark.parametrize(
-    ("files", "expected"),
+    ("cgroup", "mounts", "files", "expected"),
     [
-        ({"user.slice/a.scope/memory.max": "1000000"}, 1_000_000),
-        ({"user.slice/memory.max": "500000", "user.slice/a.scope/memory.max": "max"}, 500_000),
-        ({"user.slice/memory.max": "500000", "user.slice/a.scope/memory.max": "1000000"}, 500_000),
-        ({"user.slice/memory.max": "max", "user.slice/a.scope/memory.max": "max"}, None),
-        ({"memory.max": "7", "user.slice/b.scope/memory.max": "3"}, 7),  # another group's limit is none of ours
-        ({}, None),
+        (SCOPE, V2, {"user.slice/a.scope/memory.max": "1000000"}, 1_000_000),
+        (SCOPE, V2, {"user.slice/memory.max": "500000", "user.slice/a.scope/memory.max": "max"}, 500_000),
+        (SCOPE, V2, {"user.slice/memory.max": "500000", "user.slice/a.scope/memory.max": "1000000"}, 500_000),
+        (SCOPE, V2, {"user.slice/memory.max": "max", "user.slice/a.scope/memory.max": "max"}, None),
+        (SCOPE, V2, {"memory.max": "7", "user.slice/b.scope/memory.max": "3"}, 7),  # another group's is none of ours
+        (SCOPE, V2, {}, None),
+        *((f"0::{path}\n", PART, OF_THE_PART, 3000) for path in ("/docker/abc", "/../other", "/elsewhere")),
+        ("0::/docker/abc/inner\n", PART, OF_THE_PART, 2000),
+        (V1_GROUPS, V1_MOUNTS, V1_FILES, 2_000_000_000),
+        ("4:memory:/\n", V1_MOUNTS, {"memory/memory.limit_in_bytes": V1_NONE}, int(V1_NONE)),  # above any memory
     ],
 )
-def test_version_2_takes_the_smallest_on_the_path(kernel: Kernel, files: dict[str, str], expected: int | None) -> None:
-    assert kernel("0::/user.slice/a.scope\n", V2_MOUNT, files) == expected
-
-
-def test_version_1(kernel: Kernel) -> None:
-    files = {
-        "memory/memory.limit_in_bytes": V1_NONE,
-        "memory/docker/memory.limit_in_bytes": "4000000000",
-        "memory/docker/abc/memory.limit_in_bytes": "2000000000",
-        "cpu/docker/abc/memory.limit_in_bytes": "1",
-    }
-    cgroup = "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n1:name=systemd:/docker/abc\n0::/\n"
-    assert kernel(cgroup, V1_MOUNTS, files) == 2_000_000_000
-
-
-def test_version_1_without_a_limit_is_above_any_memory(kernel: Kernel) -> None:
-    assert kernel("4:memory:/\n", V1_MOUNTS, {"memory/memory.limit_in_bytes": V1_NONE}) == int(V1_NONE)
-
-
-@pytest.mark.parametrize("path", ["/docker/abc", "/docker/abc/inner", "/../other", "/elsewhere"])
-def test_a_container_that_sees_a_part_of_the_tree(kernel: Kernel, path: str) -> None:
-    mount = V2_MOUNT.replace("0:28 / ", "0:28 /docker/abc ")
-    files = {"memory.max": "3000", "inner/memory.max": "2000", "docker/abc/memory.max": "1"}
-    assert kernel(f"0::{path}\n", mount, files) == (2000 if path.endswith("inner") else 3000)
+def test_the_smallest_limit_on_the_path(
+    kernel: Kernel, cgroup: str, mounts: str, files: dict[str, str], expected: int | None
+) -> None:
+    assert kernel(cgroup, mounts, files) == expected
 
 
 def test_without_control_groups(tmp_path: Path) -> None:
