@@ -259,14 +259,6 @@ def test_a_script_with_its_imports_changed(
     assert ours == _text(run(SCRIPTS[name], str(pocket_folder)))
 
 
-@pytest.mark.parametrize("name", ["CHAT", "GOING_BACK"])
-def test_a_script_with_the_default_cache(name: str) -> None:
-    """Of 8 bits; what it says may differ by their rounding."""
-    left = run(changed(SCRIPTS[name]), "pocket")
-    assert left["prompt_cache"][0].quant_bit == 8
-    assert _text(left)
-
-
 @pytest.mark.parametrize("max_tokens", [5, 300])
 def test_the_cache_holds_what_mlx_lms_does(pocket_folder: Path, max_tokens: int) -> None:
     """Every token, the end of text too: the next turn's prompt goes behind it."""
