@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +33,20 @@ Config = dict[str, Any]
 
 def _byte_level(pattern: str | None, specials: list[str]) -> Tokenizer:
     made = Tokenizer(models.BPE())
-    if pattern is None:
-        made.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    else:
-        made.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(pattern), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+    split: Any = pre_tokenizers.Digits(individual_digits=True)
+    if pattern is not None:
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_])
     made.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=700, initial_alphabet=alphabet, show_progress=False, special_tokens=specials
-    )
-    made.train_from_iterator(TEXT, trainer)
+    made.post_processor = processors.ByteLevel(trim_offsets=True)
+    _train(made, trainers.BpeTrainer, 700, specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     return made
+
+
+def _train(made: Tokenizer, kind: Any, vocab_size: int, specials: list[str], **options: Any) -> None:
+    trainer = kind(vocab_size=vocab_size, show_progress=False, special_tokens=specials, **options)
+    made.train_from_iterator(TEXT, trainer)
 
 
 def qwen2() -> tuple[Tokenizer, Config]:
@@ -89,57 +86,42 @@ def llama3() -> tuple[Tokenizer, Config]:
     }
 
 
+def _gpt2(made: Tokenizer, bos: str, eos: str, pad: str, **others: Any) -> tuple[Tokenizer, Config]:
+    named = {"bos_token": bos, "eos_token": eos, "pad_token": pad, "unk_token": "<|endoftext|>"}
+    settings = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "clean_up_tokenization_spaces": False}
+    return made, settings | named | others
+
+
 def smollm2() -> tuple[Tokenizer, Config]:
     """As SmolLM2: GPT-2's class around digits one by one."""
     made = _byte_level(None, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    made.post_processor = processors.ByteLevel(trim_offsets=True)
-    return made, {
-        "tokenizer_class": "GPT2Tokenizer",
-        "add_prefix_space": False,
-        "bos_token": "<|im_start|>",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|im_end|>",
-        "unk_token": "<|endoftext|>",
-        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
-        "clean_up_tokenization_spaces": False,
-    }
+    marks = ["<|im_start|>", "<|im_end|>"]
+    return _gpt2(made, *marks, "<|im_end|>", additional_special_tokens=marks)
 
 
 def olmo2() -> tuple[Tokenizer, Config]:
     """As OLMo 2: GPT-2's class declared, which transformers does not believe, around another way to split words."""
-    made = _byte_level(LLAMA3, ["<|endoftext|>", "<|pad|>"])
-    made.post_processor = processors.ByteLevel(trim_offsets=True)
-    return made, {
-        "tokenizer_class": "GPT2Tokenizer",
-        "add_prefix_space": False,
-        "bos_token": "<|endoftext|>",
-        "eos_token": "<|endoftext|>",
-        "pad_token": "<|pad|>",
-        "unk_token": "<|endoftext|>",
-        "clean_up_tokenization_spaces": False,
-    }
+    return _gpt2(_byte_level(LLAMA3, ["<|endoftext|>", "<|pad|>"]), "<|endoftext|>", "<|endoftext|>", "<|pad|>")
 
 
 def _sentencepiece(kind: str) -> Tokenizer:
     """As SentencePiece models are converted: spaces become ▁, what is unknown becomes bytes."""
-    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    specials = ["<unk>", "<s>", "</s>", *bytes_]
-    if kind == "unigram":
-        made = Tokenizer(models.Unigram())
-        trainer: Any = trainers.UnigramTrainer(
-            vocab_size=900, show_progress=False, special_tokens=specials, unk_token="<unk>"
-        )
-    else:
-        made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-        trainer = trainers.BpeTrainer(vocab_size=900, show_progress=False, special_tokens=specials, limit_alphabet=60)
+    specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    is_unigram = kind == "unigram"
+    made = Tokenizer(
+        models.Unigram() if is_unigram else models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     made.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    made.train_from_iterator(TEXT, trainer)
+    if is_unigram:
+        _train(made, trainers.UnigramTrainer, 900, specials, unk_token="<unk>")
+    else:
+        _train(made, trainers.BpeTrainer, 900, specials, limit_alphabet=60)
     raw = json.loads(made.to_str())
     raw["added_tokens"] = [token for token in raw["added_tokens"] if not token["content"].startswith("<0x")]
-    if kind == "unigram":
+    if is_unigram:
         raw["model"]["byte_fallback"] = True
     made = Tokenizer.from_str(json.dumps(raw))
     bos = made.token_to_id("<s>")
@@ -149,31 +131,16 @@ def _sentencepiece(kind: str) -> Tokenizer:
     return made
 
 
-def _llama2_config(**others: Any) -> Config:
-    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return {
-        "tokenizer_class": "LlamaTokenizer",
-        "add_bos_token": True,
-        "add_eos_token": False,
-        "clean_up_tokenization_spaces": False,
-        **named,
-        **others,
-    }
-
-
-def mistral() -> tuple[Tokenizer, Config]:
-    """As Mistral 7B: byte fallback, the file's own pipeline."""
-    return _sentencepiece("bpe"), _llama2_config(legacy=False)
-
-
-def llama2() -> tuple[Tokenizer, Config]:
-    """As TinyLlama: the same, and transformers' own pipeline around it."""
-    return _sentencepiece("bpe"), _llama2_config(legacy=False)
+def llama2(**others: Any) -> tuple[Tokenizer, Config]:
+    """As Mistral 7B and TinyLlama: byte fallback; around the latter transformers puts a pipeline of its own."""
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "clean_up_tokenization_spaces": False}
+    settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "legacy": False}
+    return _sentencepiece("bpe"), settings | named | others
 
 
 def llama2_legacy() -> tuple[Tokenizer, Config]:
     """The older setting: a space before every piece of text, after special tokens too."""
-    return _sentencepiece("bpe"), _llama2_config(legacy=True)
+    return llama2(legacy=True)
 
 
 def unigram() -> tuple[Tokenizer, Config]:
@@ -188,9 +155,7 @@ def wordpiece() -> tuple[Tokenizer, Config]:
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     made.decoder = decoders.WordPiece(cleanup=False)
     specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    made.train_from_iterator(
-        TEXT, trainers.WordPieceTrainer(vocab_size=600, show_progress=False, special_tokens=specials)
-    )
+    _train(made, trainers.WordPieceTrainer, 600, specials)
     ids = [("[CLS]", made.token_to_id("[CLS]")), ("[SEP]", made.token_to_id("[SEP]"))]
     made.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ids)
     return made, {
@@ -209,7 +174,7 @@ FAMILIES: dict[str, tuple[Callable[[], tuple[Tokenizer, Config]], str]] = {
     "qwen3": (qwen2, "qwen3"),
     "llama3": (llama3, "llama"),
     "smollm2": (smollm2, "llama"),
-    "mistral": (mistral, "mistral"),
+    "mistral": (llama2, "mistral"),
     "smollm3": (llama3, "smollm3"),
     "olmo2": (olmo2, "olmo2"),
     "llama2": (llama2, "llama"),
@@ -219,14 +184,18 @@ FAMILIES: dict[str, tuple[Callable[[], tuple[Tokenizer, Config]], str]] = {
 }
 
 
+@cache
+def _made(family: str) -> tuple[Tokenizer, Config]:
+    return FAMILIES[family][0]()
+
+
 def write_tokenizer(folder: Path, family: str, **config: Any) -> Path:
     """A folder with tokenizer.json, tokenizer_config.json and as much of a config.json as a tokenizer needs."""
-    make, model_type = FAMILIES[family]
-    made, settings = make()
+    made, settings = _made(family)
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, **config}))
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (folder / "config.json").write_text(json.dumps({"model_type": FAMILIES[family][1]}))
     return folder
 
 
