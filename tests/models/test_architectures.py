@@ -156,23 +156,6 @@ def test_what_an_architecture_does_not_have_is_refused_by_name(kind: str) -> Non
             ModelConfig.from_dict(CONFIGS[kind] | change)
 
 
-@pytest.mark.parametrize(
-    ("changes", "rotates"),
-    [
-        ({"no_rope_layers": [0, 1]}, (False, True)),
-        ({"no_rope_layers": None}, (True, True)),  # every fourth does not
-        ({"no_rope_layers": None, "no_rope_layer_interval": 2}, (True, False)),
-        ({"no_rope_layers": None, "no_rope_layer_interval": 1}, (False, False)),
-    ],
-)
-def test_layers_that_do_not_rotate(tmp_path: Path, changes: dict[str, object], rotates: tuple[bool, ...]) -> None:
-    config = smollm3_config(**changes)
-    reference = reference_model(config)
-    model = load_decoder(save_checkpoint(tmp_path, config, reference))
-    assert model.config.rotates == rotates
-    assert relative_error(model(mx.array([IDS]))[0], reference_logits(reference, IDS)) < 1e-4
-
-
 def test_a_smollm3_whose_layers_all_rotate_is_a_llama(tmp_path: Path) -> None:
     """Its biases too: they are split off as a Llama's."""
     same = {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [1, 1], "rope_theta": 1e4}

@@ -20,6 +20,7 @@ from support.checkpoints import (
     reference_logits,
     reference_model,
     save_checkpoint,
+    smollm3_config,
 )
 from support.counts import count
 from support.hostile import one_line
@@ -41,6 +42,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "untied": qwen2_config(tie_word_embeddings=False, num_hidden_layers=3),
     "other constants": qwen2_config(rope_theta=10000.0, rms_norm_eps=1e-5, intermediate_size=288),
     "heads wider than the model": qwen3_config(head_dim=64, num_key_value_heads=2),
+    "first layer does not rotate": smollm3_config(no_rope_layers=[0, 1]),
+    "every second layer rotates": smollm3_config(no_rope_layers=None, no_rope_layer_interval=2),
+    "no layer rotates": smollm3_config(no_rope_layers=None, no_rope_layer_interval=1),
     "experts in each layer": qwen3_moe_config(mlp_only_layers=[]),
     "but the second": qwen3_moe_config(mlp_only_layers=[1], norm_topk_prob=False),
     "every second layer": qwen3_moe_config(mlp_only_layers=[], decoder_sparse_step=2, num_hidden_layers=3),
