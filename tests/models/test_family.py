@@ -30,6 +30,7 @@ REQUIRED = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 FULL, SLIDING = "full_attention", "sliding_attention"
+ON = {"use_sliding_window": True, "sliding_window": 16}
 
 
 NOT_NULL = ("mistral", "qwen3_moe")  # num_key_value_heads of transformers' configs
@@ -74,26 +75,22 @@ def test_what_is_left_out_is_transformers_default(kind: str, nulls: bool) -> Non
         ("mistral", {"sliding_window": 16384}, [16384] * 5),
         ("qwen2", {"sliding_window": 16}, [None] * 5),
         ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, [None] * 5),
-        ("qwen2", {"sliding_window": 16, "use_sliding_window": True}, [None] * 5),  # from layer 28 on
-        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 5}, [None] * 5),
-        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3}, [None] * 3 + [16] * 2),
+        ("qwen2", ON, [None] * 5),  # from layer 28 on
+        ("qwen2", ON | {"max_window_layers": 5}, [None] * 5),
+        ("qwen2", ON | {"max_window_layers": 3}, [None] * 3 + [16] * 2),
         ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, [4096] * 5),
         ("qwen3", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, [None] * 5),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "layer_types": [FULL] * 5}, [None] * 5),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 16, "layer_types": [FULL, SLIDING, FULL, FULL, SLIDING]},
-            [None, 16, None, None, 16],
-        ),
+        ("qwen2", ON | {"layer_types": [FULL] * 5}, [None] * 5),
+        ("qwen2", ON | {"layer_types": [FULL, SLIDING, FULL, FULL, SLIDING]}, [None, 16, None, None, 16]),
         ("smollm3", {"sliding_window": 16}, [None] * 5),
         ("smollm3", {"use_sliding_window": True}, [None] * 5),
-        ("smollm3", {"use_sliding_window": True, "sliding_window": 16}, [None, None, None, 16, None]),
-        ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "no_rope_layers": [1] * 5}, [None] * 5),
-        ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "layer_types": [FULL] * 5}, [None] * 5),
+        ("smollm3", ON, [None, None, None, 16, None]),
+        ("smollm3", ON | {"no_rope_layers": [1] * 5}, [None] * 5),
+        ("smollm3", ON | {"layer_types": [FULL] * 5}, [None] * 5),
         ("qwen3_moe", {"sliding_window": 16, "use_sliding_window": False}, [None] * 5),
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": None}, [None] * 5),
         ("qwen3_moe", {"use_sliding_window": True}, [4096] * 5),
-        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 5}, [16] * 5),
+        ("qwen3_moe", ON | {"max_window_layers": 5}, [16] * 5),
         ("llama", {"sliding_window": 16}, [None] * 5),
         ("llama", {"sliding_window": 16, "layer_types": [SLIDING] * 4 + [FULL]}, [16] * 4 + [None]),
     ],

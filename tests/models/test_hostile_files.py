@@ -26,6 +26,9 @@ from kvant.tools.bench.engines import EngineSpec
 TWO = tensor(2)
 ONE = json.dumps(TWO).encode()
 BAD_HEADERS = {
+    "no bytes": (b"", "not a whole safetensors file"),
+    "less than a length": (bytes(7), "not a whole safetensors file"),
+    "half a header": (file_bytes({"a": TWO}, 8)[:40], "not a whole safetensors file"),
     "a hole": (file_bytes({"a": tensor(2, start=4)}, 12), "overlap, at byte 0"),
     "an overlap": (file_bytes({"a": TWO, "b": tensor(2, start=4)}, 12), "overlap, at byte 4"),
     "two tensors in the same place": (file_bytes({"a": TWO, "b": TWO}, 8), "overlap, at byte 0"),
