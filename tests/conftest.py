@@ -31,6 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("KVANT_MODEL", None)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a job in a shell's background: tests send Ctrl-C
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup: what the tests start is to heed it
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def pytest_collection_finish() -> None:

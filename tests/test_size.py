@@ -29,7 +29,10 @@ def test_a_room_is_within_its_budget(room: str) -> None:
 
 
 def test_rooms_tests_scripts_and_pages_are_all_counted() -> None:
-    assert {path.name for path in ROOT.iterdir() if any(path.rglob("*.py"))} == {*BUDGET, "pocket"}  # the embedded model
+    assert {path.name for path in ROOT.iterdir() if any(path.rglob("*.py"))} == {
+        *BUDGET,
+        "pocket",
+    }  # the embedded model
     assert _lines(*ROOT.glob("*.py"), *ROOT.parent.glob("kvant_*.py")) <= TOP
     assert _lines(*(REPOSITORY / "tests").rglob("*.py")) <= TESTS
     scripts = (REPOSITORY / "scripts").rglob("*.py")
