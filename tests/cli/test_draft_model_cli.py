@@ -104,7 +104,7 @@ def test_what_is_planned_is_reserved(small: str) -> None:
     assert drafts.cache is not None
     assert made.draft_weights == session.draft_model.nbytes
     assert made.draft_cache == drafts.cache.nbytes
-    assert {layer.quant_bit for layer in drafts.cache.layers} == {4}  # type: ignore[attr-defined]
+    assert {layer.kv_bits for layer in drafts.cache.layers} == {4}  # type: ignore[attr-defined]
     assert drafts.cache.groups == [16]
     ids = [n % 900 + 30 for n in range(190)]
     list(DraftedRun(session.model, ids, session.cache, drafts=drafts, max_tokens=12))

@@ -58,7 +58,7 @@ def _check(folder: Path, adapter: Path, base: nn.Module, adapted: nn.Module, tol
     assert relative_error(load_decoder(folder)(mx.array([IDS]))[0], plain) < tolerance
     model = load_decoder(folder, adapter=adapter)
     assert relative_error(model(mx.array([IDS]))[0], expected) < tolerance
-    cache = model.make_cache(len(IDS), quant_bit=0)
+    cache = model.make_cache(len(IDS), kv_bits=0)
     steps = [model(mx.array([[token]]), cache=cache)[0] for token in IDS]
     assert relative_error(mx.concatenate(steps), expected) < tolerance
 

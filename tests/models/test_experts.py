@@ -144,7 +144,7 @@ def _check(folder: Path, reference: nn.Module) -> None:
     for ids in (FEW, IDS):
         expected = reference_logits(reference, ids)
         assert relative_error(model(mx.array([ids]))[0], expected) < TOLERANCE
-        cache = model.make_cache(len(ids), quant_bit=0)
+        cache = model.make_cache(len(ids), kv_bits=0)
         steps = [model(mx.array([ids[a:b]]), cache=cache)[0] for a, b in pairwise([0, 3, len(ids) - 1, len(ids)])]
         assert relative_error(mx.concatenate(steps), expected) < TOLERANCE
 

@@ -40,7 +40,7 @@ def _three_ways(folder: Path, expected: mx.array) -> None:
     model = load_decoder(folder)
     assert relative_error(model(mx.array([IDS]))[0], expected) < TOLERANCE
     for bounds in ([0, 7, 9, len(IDS)], list(range(len(IDS) + 1))):
-        cache = model.make_cache(len(IDS), quant_bit=0)
+        cache = model.make_cache(len(IDS), kv_bits=0)
         parts = [model(mx.array([IDS[a:b]]), cache=cache)[0] for a, b in pairwise(bounds)]
         assert relative_error(mx.concatenate(parts), expected) < TOLERANCE
 

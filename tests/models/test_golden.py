@@ -64,7 +64,7 @@ def test_logits_are_transformers(case: str, tmp_path: Path) -> None:
     assert relative_error(model(mx.array([IDS]))[0], expected) < TOLERANCE
     for bounds in STEPS.values():
         for split in (True, False):
-            cache = model.make_cache(len(IDS), quant_bit=0, bias_split=split)
+            cache = model.make_cache(len(IDS), kv_bits=0, bias_split=split)
             assert relative_error(_in_steps(model, bounds, cache), expected) < TOLERANCE
     growing = [FullKVCache(window) for window in model.config.windows]
     assert relative_error(_in_steps(model, STEPS["in chunks"], growing), expected) < TOLERANCE
@@ -74,7 +74,7 @@ def test_logits_are_transformers(case: str, tmp_path: Path) -> None:
 def test_a_step_for_any_offset_is_transformers(case: str, tmp_path: Path) -> None:
     """The steps that a GPU compiles, uncompiled."""
     model, expected = load_decoder(_folder(case, tmp_path)), _expected(case)
-    cache = model.make_cache(len(IDS), quant_bit=0)
+    cache = model.make_cache(len(IDS), kv_bits=0)
     first = len(IDS) - 16
     mx.eval(model(mx.array([IDS[:first]]), cache=cache))
     for a, b in pairwise([first, first + 8, first + 9, first + 13, first + 15, len(IDS)]):
@@ -202,7 +202,7 @@ def test_dynamic_positions_depend_on_the_model_alone(case: str, tmp_path: Path) 
         whole = model(mx.array([ids]))[0]
         for reserved in (len(ids), len(IDS), 100):
             for bounds in ([0, len(ids)], [0, 3, len(ids)], list(range(len(ids) + 1))):
-                cache = model.make_cache(reserved, quant_bit=0)
+                cache = model.make_cache(reserved, kv_bits=0)
                 parts = [model(mx.array([ids[a:b]]), cache=cache)[0] for a, b in pairwise(bounds)]
                 assert relative_error(mx.concatenate(parts), whole) < TOLERANCE
 
@@ -212,7 +212,7 @@ def test_the_ids_run_past_the_window(case: str, tmp_path: Path) -> None:
     """So that logits without it differ, and a cache's rows are used again."""
     model = load_decoder(_folder(case, tmp_path))
     window = max(window or 0 for window in model.config.windows)
-    layer = model.make_cache(len(IDS), quant_bit=0)[1]
+    layer = model.make_cache(len(IDS), kv_bits=0)[1]
     assert isinstance(layer, WindowKVCache)
     assert window < layer.num_rows < len(IDS)
     open_model = load_decoder(_folder(case, tmp_path / "open", sliding_window=len(IDS)))

@@ -37,7 +37,7 @@ def _check_three_ways(model: Decoder, expected: mx.array, ids: list[int]) -> Non
     """Without a cache, in chunks of uneven length, and token by token through a cache without quantization."""
     assert relative_error(model(mx.array([ids]))[0], expected) < TOLERANCE
     for bounds in ([0, 7, 20, 21, len(ids)], list(range(len(ids) + 1))):
-        cache = model.make_cache(len(ids), quant_bit=0)
+        cache = model.make_cache(len(ids), kv_bits=0)
         parts = [model(mx.array([ids[a:b]]), cache=cache)[0] for a, b in pairwise(bounds)]
         assert relative_error(mx.concatenate(parts), expected) < TOLERANCE
 

@@ -32,7 +32,7 @@ def test_three_ways(tmp_path: Path, bits: int, changes: dict[str, Any]) -> None:
     model = load_decoder(save_checkpoint(tmp_path, config, reference))
     assert relative_error(model(mx.array([IDS]))[0], expected) < TOLERANCE
     for bounds in ([0, 7, 20, 21, len(IDS)], list(range(len(IDS) + 1))):
-        cache = model.make_cache(len(IDS), quant_bit=0)
+        cache = model.make_cache(len(IDS), kv_bits=0)
         parts = [model(mx.array([IDS[a:b]]), cache=cache)[0] for a, b in pairwise(bounds)]
         assert relative_error(mx.concatenate(parts), expected) < TOLERANCE
 
@@ -42,7 +42,7 @@ def test_a_quantized_cache_stays_near(tmp_path: Path, bits: int, group: int, lar
     config = qwen3_config()
     reference = reference_model(config)
     model = load_decoder(save_checkpoint(tmp_path, config, reference))
-    cache = model.make_cache(len(IDS), quant_bit=bits, quant_group=group)
+    cache = model.make_cache(len(IDS), kv_bits=bits, kv_group_size=group)
     logits = [model(mx.array([part]), cache=cache)[0] for part in (IDS[:20], *([i] for i in IDS[20:]))]
     assert 0 < relative_error(mx.concatenate(logits), reference_logits(reference, IDS)) < largest
 

@@ -192,7 +192,7 @@ def make_prompt_cache(model: Model, max_kv_size: int, *, kv_bits: int = 8, kv_gr
             f"model is a {type(model).__name__}; expected mlx-lm's own. A model of kvant.load has make_cache"
         )
     check_format({"max_kv_size": max_kv_size, "kv_group_size": kv_group_size}, "kv_bits", kv_bits)
-    entries, layers = _make(probe(model), max_kv_size, quant_bit=kv_bits, quant_group=kv_group_size, kernels=None)
+    entries, layers = _make(probe(model), max_kv_size, kv_bits=kv_bits, kv_group_size=kv_group_size, kernels=None)
     # Each layer counts for itself. None goes back further than all of them can.
     limits = frozenset(limit for layer in layers for limit in layer.limits)
     for layer in layers:
@@ -204,8 +204,8 @@ def make_model_cache(
     model: Model,
     max_seq_len: int,
     *,
-    quant_bit: int = 8,
-    quant_group: int = 32,
+    kv_bits: int = 8,
+    kv_group_size: int = 32,
     kernels: str | None = None,
     absent: Collection[int] = (),
 ) -> BridgedCache:
@@ -216,17 +216,17 @@ def make_model_cache(
         absent: the numbers of the model's caches that hold nothing here, because another process computes their layers.
             Offsets and masks are as in the others.
     """
-    check_format({"max_seq_len": max_seq_len, "quant_group": quant_group}, "quant_bit", quant_bit)
-    options = {"quant_bit": quant_bit, "quant_group": quant_group}
+    check_format({"max_seq_len": max_seq_len, "kv_group_size": kv_group_size}, "kv_bits", kv_bits)
+    options = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
     found = probe(model)
     entries, layers = _make(found, max_seq_len, kernels=kernels, absent=absent, **options)
     groups = Counter(
-        layer.quant_group for layer in layers if isinstance(layer, BridgedKVCache) and quant_bit and not layer.absent
+        layer.kv_group_size for layer in layers if isinstance(layer, BridgedKVCache) and kv_bits and not layer.absent
     )
     notes = [
-        f"groups of {group} in {_counted(count)}: {quant_group} does not divide every width there"
+        f"groups of {group} in {_counted(count)}: {kv_group_size} does not divide every width there"
         for group, count in groups.items()
-        if group != quant_group
+        if group != kv_group_size
     ]
     return BridgedCache(entries, layers, notes, as_text(found))
 
@@ -236,22 +236,22 @@ def layout_of(model: Model) -> str:
     return as_text(probe(model))
 
 
-def cache_bytes(model: Model, max_seq_len: int, *, quant_bit: int = 8, quant_group: int = 32) -> CacheBytes:
+def cache_bytes(model: Model, max_seq_len: int, *, kv_bits: int = 8, kv_group_size: int = 32) -> CacheBytes:
     """What :func:`make_model_cache` would allocate, and mlx-lm for states. Nothing is allocated for it."""
-    return entries_bytes(probe(model), max_seq_len, quant_bit=quant_bit, quant_group=quant_group)
+    return entries_bytes(probe(model), max_seq_len, kv_bits=kv_bits, kv_group_size=kv_group_size)
 
 
 def entries_bytes(
-    entries: Sequence[Entry], max_seq_len: int, *, quant_bit: int = 8, quant_group: int = 32
+    entries: Sequence[Entry], max_seq_len: int, *, kv_bits: int = 8, kv_group_size: int = 32
 ) -> CacheBytes:
     """:func:`cache_bytes` of what a probe of the model found."""
-    check_format({"max_seq_len": max_seq_len, "quant_group": quant_group}, "quant_bit", quant_bit)
+    check_format({"max_seq_len": max_seq_len, "kv_group_size": kv_group_size}, "kv_bits", kv_bits)
     keys_values = state = 0
     for leaf in leaves_of(entries):
         if isinstance(leaf, State):
             state += leaf.nbytes
         elif isinstance(leaf, Attention):
-            keys_values += leaf.num_kv_heads * rows_of(leaf, max_seq_len) * _token_bytes(leaf, quant_bit, quant_group)
+            keys_values += leaf.num_kv_heads * rows_of(leaf, max_seq_len) * _token_bytes(leaf, kv_bits, kv_group_size)
     return CacheBytes(keys_values, state)
 
 
@@ -259,8 +259,8 @@ def _make(
     found: Sequence[Entry],
     max_seq_len: int,
     *,
-    quant_bit: int,
-    quant_group: int,
+    kv_bits: int,
+    kv_group_size: int,
     kernels: str | None,
     absent: Collection[int] = (),
 ) -> tuple[list[Any], list[Layer]]:
@@ -275,8 +275,8 @@ def _make(
             layers.append(StateCache(arrays, max_seq_len, shapes=leaf.shapes, absent=is_absent))
             return arrays
         options: dict[str, Any] = {
-            "quant_bit": quant_bit,
-            "quant_group": leaf.group(quant_group) if quant_bit else quant_group,
+            "kv_bits": kv_bits,
+            "kv_group_size": leaf.group(kv_group_size) if kv_bits else kv_group_size,
             "value_head_dim": leaf.value_dim,
             "dtype": leaf.dtype,
             "kernels": kernels,
@@ -294,7 +294,7 @@ def _make(
         return CacheList(*(one(leaf, is_absent) for leaf in each)) if isinstance(each, tuple) else one(each, is_absent)
 
     own = [each for number, each in enumerate(found) if number not in absent]
-    check_memory(max_seq_len, entries_bytes(own, max_seq_len, quant_bit=quant_bit, quant_group=quant_group).total)
+    check_memory(max_seq_len, entries_bytes(own, max_seq_len, kv_bits=kv_bits, kv_group_size=kv_group_size).total)
     entries = [entry(each, number in absent) for number, each in enumerate(found)]
     hook.install()
     return entries, layers
@@ -317,12 +317,12 @@ def rows_of(leaf: Attention, max_seq_len: int) -> int:
     return max_seq_len if window is None else min(max_seq_len, leaf.keep + window + SLACK)
 
 
-def _token_bytes(leaf: Attention, quant_bit: int, quant_group: int) -> int:
+def _token_bytes(leaf: Attention, kv_bits: int, kv_group_size: int) -> int:
     """Bytes of one token's key and value, of one head."""
     width = leaf.key_dim + leaf.value_dim
-    if not quant_bit:
+    if not kv_bits:
         return width * leaf.dtype.size
-    return width * quant_bit // 8 + width // leaf.group(quant_group) * mx.float16.size
+    return width * kv_bits // 8 + width // leaf.group(kv_group_size) * mx.float16.size
 
 
 def _seen(layer: Layer) -> Any:
@@ -342,5 +342,5 @@ def _described(layer: Layer) -> str:
         rows += f" for chunks of {layer.window} tokens"
     elif isinstance(layer, BridgedWindowCache):
         rows += f" for a window of {layer.window} tokens"
-    how = f"{layer.quant_bit} bits in groups of {layer.quant_group}" if layer.quant_bit else "not quantized"
+    how = f"{layer.kv_bits} bits in groups of {layer.kv_group_size}" if layer.kv_bits else "not quantized"
     return f"{rows}, {how}, {format_bytes(layer.nbytes)}"

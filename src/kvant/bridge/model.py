@@ -120,8 +120,8 @@ class BridgedModel:
         self,
         max_seq_len: int | None = None,
         *,
-        quant_bit: int = 8,
-        quant_group: int = 32,
+        kv_bits: int = 8,
+        kv_group_size: int = 32,
         bias_split: bool = True,
         kernels: str | None = None,
     ) -> BridgedCache:
@@ -135,8 +135,8 @@ class BridgedModel:
         cache = make_model_cache(
             self.module,
             max_seq_len,
-            quant_bit=quant_bit,
-            quant_group=quant_group,
+            kv_bits=kv_bits,
+            kv_group_size=kv_group_size,
             kernels=kernels,
             absent=self.absent_caches,
         )
@@ -149,8 +149,8 @@ class BridgedModel:
         tokens: int,
         *,
         sequences: int,
-        quant_bit: int = 8,
-        quant_group: int = 32,
+        kv_bits: int = 8,
+        kv_group_size: int = 32,
         bias_split: bool = True,
         kernels: str | None = None,
         max_seq_len: int | None = None,
@@ -163,14 +163,14 @@ class BridgedModel:
             max_seq_len = min(tokens, self.config.max_position_embeddings or tokens)
         sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
         sizes["prefill_step_size"] = prefill_step_size
-        check_format(sizes | {"quant_group": quant_group}, "quant_bit", quant_bit)
+        check_format(sizes | {"kv_group_size": kv_group_size}, "kv_bits", kv_bits)
         pool = make_pool(
             self.module,
             self.config.model_type,
             self.dtype,
             sizes=sizes,
-            quant_bit=quant_bit,
-            quant_group=quant_group,
+            kv_bits=kv_bits,
+            kv_group_size=kv_group_size,
             make_cache=self.make_cache,
             identity=self.identity,
             kernels=kernels,

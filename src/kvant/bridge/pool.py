@@ -205,8 +205,8 @@ def make_pool(
     dtype: mx.Dtype,
     *,
     sizes: dict[str, int],
-    quant_bit: int,
-    quant_group: int,
+    kv_bits: int,
+    kv_group_size: int,
     make_cache: Callable[..., BridgedCache],
     identity: Identity | None,
     kernels: str | None,
@@ -221,7 +221,7 @@ def make_pool(
         name: of its architecture, for errors.
         dtype: it computes in.
         sizes: tokens, sequences, max_seq_len and prefill_step_size, as :class:`kvant.cache.pool.Pool` has them.
-        quant_bit, quant_group: as :func:`kvant.bridge.make_model_cache` has them.
+        kv_bits, kv_group_size: as :func:`kvant.bridge.make_model_cache` has them.
         make_cache, identity: of the model.
         kernels: as :class:`kvant.cache.QuantizedKVCache` has it. The small pool is unfused.
     """
@@ -229,15 +229,15 @@ def make_pool(
     check_entries(found, model, name)
 
     def made(bits: int, sizes: dict[str, int], kernels: str | None) -> BridgedPool:
-        formats = _formats(found, sizes["max_seq_len"], bits, quant_group)
-        check_memory(sizes["tokens"], sum(pool_needs(found, sizes, quant_bit=bits, quant_group=quant_group)))
-        own_cache = partial(make_cache, quant_bit=bits, quant_group=quant_group, kernels=kernels)
+        formats = _formats(found, sizes["max_seq_len"], bits, kv_group_size)
+        check_memory(sizes["tokens"], sum(pool_needs(found, sizes, kv_bits=bits, kv_group_size=kv_group_size)))
+        own_cache = partial(make_cache, kv_bits=bits, kv_group_size=kv_group_size, kernels=kernels)
         own: dict[str, Any] = {"make_cache": own_cache, "identity": identity, "kernels": kernels, "dtype": dtype}
         return BridgedPool(found, formats, **sizes, **own)
 
     small = {"tokens": len(TRIED) * Pool.page_size, "sequences": len(TRIED), "max_seq_len": 64, "prefill_step_size": 32}
     attends_apart = _try(model, name, made(0, small, "unfused"), AGREE if dtype == mx.float32 else AGREE_HALF)
-    pool = made(quant_bit, sizes, kernels)
+    pool = made(kv_bits, sizes, kernels)
     pool.attends_apart = attends_apart
     return pool
 
@@ -255,11 +255,11 @@ def check_entries(found: Sequence[Entry], model: Model, name: str) -> None:
 
 
 def pool_needs(
-    found: Sequence[Entry], sizes: Mapping[str, int], *, quant_bit: int, quant_group: int
+    found: Sequence[Entry], sizes: Mapping[str, int], *, kv_bits: int, kv_group_size: int
 ) -> tuple[int, int]:
     """Bytes of a pool: of keys and values, and of its sequences' states; arguments as in :func:`make_pool`."""
     states = sizes["sequences"] * sum(leaf.nbytes for leaf in leaves_of(found) if isinstance(leaf, State))
-    return pool_bytes(_formats(found, sizes["max_seq_len"], quant_bit, quant_group), **sizes), states
+    return pool_bytes(_formats(found, sizes["max_seq_len"], kv_bits, kv_group_size), **sizes), states
 
 
 def _try(model: Model, name: str, pool: BridgedPool, agree: float) -> bool:
@@ -298,7 +298,7 @@ def _try(model: Model, name: str, pool: BridgedPool, agree: float) -> bool:
     return all(layer.attends for layer in batch.layers)
 
 
-def _formats(found: Sequence[Entry], max_seq_len: int, quant_bit: int, quant_group: int) -> list[LayerFormat]:
+def _formats(found: Sequence[Entry], max_seq_len: int, kv_bits: int, kv_group_size: int) -> list[LayerFormat]:
     """How each layer that keeps rows stores tokens. A window that no sequence outgrows is none."""
     return [
         LayerFormat(
@@ -306,10 +306,10 @@ def _formats(found: Sequence[Entry], max_seq_len: int, quant_bit: int, quant_gro
             leaf.num_kv_heads,
             leaf.key_dim,
             leaf.value_dim,
-            quant_bit,
-            leaf.group(quant_group) if quant_bit else 0,
-            stored_dtype(quant_bit) if quant_bit else DTYPE_NAMES[leaf.dtype],
-            "F16" if quant_bit else "",
+            kv_bits,
+            leaf.group(kv_group_size) if kv_bits else 0,
+            stored_dtype(kv_bits) if kv_bits else DTYPE_NAMES[leaf.dtype],
+            "F16" if kv_bits else "",
             window=leaf.window if leaf.window is not None and leaf.window < max_seq_len else None,
             shared=leaf.shared,
         )

@@ -168,8 +168,8 @@ def open_session(
     with named_format(session.settings):
         session._cache = session.model.make_cache(
             planned.max_kv_size,
-            quant_bit=session.settings.kv_bits,
-            quant_group=session.settings.kv_group_size,
+            kv_bits=session.settings.kv_bits,
+            kv_group_size=session.settings.kv_group_size,
             bias_split=session.settings.kv_bias_split,
             kernels=run.kernels,
         )

@@ -207,8 +207,8 @@ def batch_generate(
             pool_reservation(needs, at_once),
             # Deterministic: a step has as many rows for any number of prompts.
             sequences=at_once if deterministic else min(at_once, len(needs)),
-            quant_bit=DEFAULT_KV_BITS if kv_bits is None else kv_bits,
-            quant_group=kv_group_size or DEFAULT_KV_GROUP_SIZE,
+            kv_bits=DEFAULT_KV_BITS if kv_bits is None else kv_bits,
+            kv_group_size=kv_group_size or DEFAULT_KV_GROUP_SIZE,
             max_seq_len=max(needs),
             prefill_step_size=step_size,
         )

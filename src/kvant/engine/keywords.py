@@ -133,22 +133,22 @@ def cache_for(
     if given is None:
         return model.make_cache(
             reservation(model, prompt_tokens, max_tokens, max_kv_size),
-            quant_bit=DEFAULT_KV_BITS if kv_bits is None else kv_bits,
-            quant_group=kv_group_size or DEFAULT_KV_GROUP_SIZE,
+            kv_bits=DEFAULT_KV_BITS if kv_bits is None else kv_bits,
+            kv_group_size=kv_group_size or DEFAULT_KV_GROUP_SIZE,
         )
     cache = model.check_cache(given)
     if max_kv_size not in (None, cache.max_seq_len):
         raise ArgumentError("max_kv_size", f"is {max_kv_size}; {cache.max_seq_len} is that of the", "prompt_cache")
     layers = [layer for layer in cache.layers if isinstance(layer, QuantizedKVCache)]
-    for bits in {layer.quant_bit for layer in layers} or {0}:
+    for bits in {layer.kv_bits for layer in layers} or {0}:
         if kv_bits not in (None, bits):
             raise ArgumentError("kv_bits", f"is {kv_bits}; {bits} is that of the", "prompt_cache")
     for layer in layers:
         # A bridged layer whose widths the group does not divide has a smaller one.
         group = math.gcd(kv_group_size or 0, layer.head_dim, layer.value_head_dim)
-        if kv_group_size is not None and layer.quant_bit and layer.quant_group != group:
+        if kv_group_size is not None and layer.kv_bits and layer.kv_group_size != group:
             raise ArgumentError(
-                "kv_group_size", f"is {kv_group_size}; {layer.quant_group} is that of the", "prompt_cache"
+                "kv_group_size", f"is {kv_group_size}; {layer.kv_group_size} is that of the", "prompt_cache"
             )
     return cache
 

@@ -76,15 +76,15 @@ class ModelDrafts(Drafts):
         formats = [layer.format for layer in pool.layers]
         bits, group = draft_format(
             self.model.config,
-            max((own.quant_bit for own in formats), default=0),
-            max((own.quant_group for own in formats), default=0) or DEFAULT_KV_GROUP_SIZE,
+            max((own.kv_bits for own in formats), default=0),
+            max((own.kv_group_size for own in formats), default=0) or DEFAULT_KV_GROUP_SIZE,
         )
         tokens = context_limit(self.model, pool.max_seq_len) or pool.max_seq_len
         made = self.model.make_pool(
             pool.max_sequences * pages_for(tokens) * PAGE_SIZE,
             sequences=pool.max_sequences,
-            quant_bit=bits,
-            quant_group=group,
+            kv_bits=bits,
+            kv_group_size=group,
             bias_split=self.kv_bias_split,
             max_seq_len=tokens,
             prefill_step_size=pool.prefill_step_size,
@@ -108,7 +108,7 @@ class ModelDrafts(Drafts):
         """
         if self.tokens is not None or self.cache is not None:
             return self
-        bits = {layer.quant_bit for layer in cache.layers if isinstance(layer, QuantizedKVCache)}
+        bits = {layer.kv_bits for layer in cache.layers if isinstance(layer, QuantizedKVCache)}
         return replace(
             self,
             tokens=cache.max_seq_len or min(tokens, default_reservation(self.model.config)),
@@ -121,7 +121,7 @@ class ModelDrafts(Drafts):
         bits, group = draft_format(self.model.config, self.kv_bits, self.kv_group_size)
         tokens = context_limit(self.model, self.tokens) or default_reservation(self.model.config)
         split: dict[str, Any] = {"bias_split": self.kv_bias_split}
-        cache = self.model.make_cache(tokens, quant_bit=bits, quant_group=group, **split)
+        cache = self.model.make_cache(tokens, kv_bits=bits, kv_group_size=group, **split)
         back = min((limit.tokens for layer in cache.layers for limit in layer.limits), default=MOST_DRAFT_TOKENS)
         if back < self.num_draft_tokens:
             which = "states cannot" if not back else f"windows take back {back}"

@@ -36,7 +36,7 @@ def make_prompt_cache(
     kv_bits = DEFAULT_KV_BITS if kv_bits is None else kv_bits
     kv_group_size = DEFAULT_KV_GROUP_SIZE if kv_group_size is None else kv_group_size
     if hasattr(model, "check_cache"):
-        return model.make_cache(max_kv_size, quant_bit=kv_bits, quant_group=kv_group_size)
+        return model.make_cache(max_kv_size, kv_bits=kv_bits, kv_group_size=kv_group_size)
     from kvant import bridge  # not for a model of kvant's own: it imports mlx-lm
 
     size = DEFAULT_RESERVATION if max_kv_size is None else max_kv_size

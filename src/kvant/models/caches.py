@@ -75,8 +75,8 @@ def pool_formats(
     config: ModelConfig,
     *,
     dtype: mx.Dtype,
-    quant_bit: int,
-    quant_group: int,
+    kv_bits: int,
+    kv_group_size: int,
     max_seq_len: int,
     split_pairs: Sequence[Sequence[int]] | None,
 ) -> list[LayerFormat]:
@@ -86,16 +86,16 @@ def pool_formats(
         dtype: of keys and values at 0 bits.
         split_pairs: the rotary pairs of each layer's bias split; None: there is none.
     """
-    check_quantization(quant_bit, quant_group, config.head_dim)
+    check_quantization(kv_bits, kv_group_size, config.head_dim)
     plain = LayerFormat(
         "quantized",
         config.num_key_value_heads,
         config.head_dim,
         config.head_dim,
-        quant_bit,
-        quant_group if quant_bit else 0,
-        stored_dtype(quant_bit) if quant_bit else DTYPE_NAMES[dtype],
-        "F16" if quant_bit else "",
+        kv_bits,
+        kv_group_size if kv_bits else 0,
+        stored_dtype(kv_bits) if kv_bits else DTYPE_NAMES[dtype],
+        "F16" if kv_bits else "",
     )
     formats = []
     for number, window in enumerate(config.windows):
@@ -115,8 +115,8 @@ def pool_size(
     tokens: int,
     sequences: int,
     dtype: mx.Dtype,
-    quant_bit: int = 8,
-    quant_group: int = 32,
+    kv_bits: int = 8,
+    kv_group_size: int = 32,
     max_seq_len: int | None = None,
     prefill_step_size: int = 512,
     split_pairs: Sequence[int] | None = None,
@@ -131,8 +131,8 @@ def pool_size(
     formats = pool_formats(
         config,
         dtype=dtype,
-        quant_bit=quant_bit,
-        quant_group=quant_group,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
         max_seq_len=max_seq_len,
         split_pairs=pairs,
     )

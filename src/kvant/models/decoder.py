@@ -248,8 +248,8 @@ class Decoder:
         self,
         max_seq_len: int | None = None,
         *,
-        quant_bit: int = 8,
-        quant_group: int = 32,
+        kv_bits: int = 8,
+        kv_group_size: int = 32,
         bias_split: bool = True,
         kernels: str | None = None,
     ) -> ModelCache:
@@ -258,12 +258,12 @@ class Decoder:
         config = self.config
         if max_seq_len is None:
             max_seq_len = default_reservation(config)
-        row_bits = config.head_dim * (quant_bit or 8 * self.dtype.size)  # without scales: a lower bound is enough here
+        row_bits = config.head_dim * (kv_bits or 8 * self.dtype.size)  # without scales: a lower bound is enough here
         least = max_seq_len * len(self.layers) * 2 * config.num_key_value_heads * row_bits // 8
         check_memory(max_seq_len, least)
         options: dict[str, Any] = {
-            "quant_bit": quant_bit,
-            "quant_group": quant_group,
+            "kv_bits": kv_bits,
+            "kv_group_size": kv_group_size,
             "dtype": self.dtype,
             "kernels": kernels,
             "num_heads": config.num_attention_heads,
@@ -279,8 +279,8 @@ class Decoder:
         tokens: int,
         *,
         sequences: int,
-        quant_bit: int = 8,
-        quant_group: int = 32,
+        kv_bits: int = 8,
+        kv_group_size: int = 32,
         bias_split: bool = True,
         kernels: str | None = None,
         max_seq_len: int | None = None,
@@ -297,8 +297,8 @@ class Decoder:
         formats = pool_formats(
             self.config,
             dtype=self.dtype,
-            quant_bit=quant_bit,
-            quant_group=quant_group,
+            kv_bits=kv_bits,
+            kv_group_size=kv_group_size,
             max_seq_len=max_seq_len,
             split_pairs=[bias.pairs for bias in split] if split else None,
         )
@@ -306,7 +306,7 @@ class Decoder:
         sizes["prefill_step_size"] = prefill_step_size
         check_memory(tokens, pool_bytes(formats, **sizes))
         splits = [bias.split(self.config, max_seq_len) for bias in split]
-        stored: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "bias_split": bias_split}
+        stored: dict[str, Any] = {"kv_bits": kv_bits, "kv_group_size": kv_group_size, "bias_split": bias_split}
         stored["kernels"] = kernels
         pool = Pool(
             formats,

@@ -115,8 +115,8 @@ class LanguageModel(Protocol):
         self,
         max_seq_len: int | None = None,
         *,
-        quant_bit: int = 8,
-        quant_group: int = 32,
+        kv_bits: int = 8,
+        kv_group_size: int = 32,
         bias_split: bool = True,
         kernels: str | None = None,
     ) -> ModelCache:
@@ -126,7 +126,7 @@ class LanguageModel(Protocol):
             max_seq_len: the reservation; None, as mlx-lm calls it: the model's context, at most 4,096 tokens.
             bias_split: keys and values are stored without their biases, which attention adds exactly; a model without
                 such biases has nothing to split.
-            quant_bit, quant_group, kernels: as in :class:`kvant.cache.QuantizedKVCache`.
+            kv_bits, kv_group_size, kernels: as in :class:`kvant.cache.QuantizedKVCache`.
 
         Raises:
             ValueError: a size below 1, an unsupported bit, a group that does not divide the head dimension, a kernel
@@ -140,8 +140,8 @@ class LanguageModel(Protocol):
         tokens: int,
         *,
         sequences: int,
-        quant_bit: int = 8,
-        quant_group: int = 32,
+        kv_bits: int = 8,
+        kv_group_size: int = 32,
         bias_split: bool = True,
         kernels: str | None = None,
         max_seq_len: int | None = None,
@@ -152,7 +152,7 @@ class LanguageModel(Protocol):
         Args:
             tokens: of all sequences together. Whole pages of 128 are made of them, and a page is one sequence's.
             sequences: that can be open at once.
-            quant_bit, quant_group, bias_split, kernels: as in :meth:`make_cache`.
+            kv_bits, kv_group_size, bias_split, kernels: as in :meth:`make_cache`.
             max_seq_len: tokens that one sequence can have; None: all of the pool's, at most the model's context.
             prefill_step_size: new tokens of one sequence in a step, at most.
 

@@ -184,8 +184,8 @@ def make_pool(settings: Settings, model: LanguageModel) -> Pool:
     return model.make_pool(
         settings.sequences * pages_for(tokens) * PAGE_SIZE,
         sequences=settings.sequences,
-        quant_bit=settings.kv_bits,
-        quant_group=settings.kv_group_size,
+        kv_bits=settings.kv_bits,
+        kv_group_size=settings.kv_group_size,
         bias_split=settings.kv_bias_split,
         kernels=settings.kernels,
         max_seq_len=tokens,
@@ -212,8 +212,8 @@ def warm_start(settings: Settings, model: LanguageModel, pool: Pool, paths: Sequ
             raise SnapshotError(f"{path}: with it {pages} pages are needed; the pool has {pool.num_pages}")
         cache = model.make_cache(
             length,
-            quant_bit=settings.kv_bits,
-            quant_group=settings.kv_group_size,
+            kv_bits=settings.kv_bits,
+            kv_group_size=settings.kv_group_size,
             bias_split=settings.kv_bias_split,
         )
         cache.load(path)

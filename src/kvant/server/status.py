@@ -62,7 +62,7 @@ async def props(request: Request) -> Response:
     """What is in force."""
     service: Service = request.app.state.service
     settings, pool, drafts = service.settings, service.pool, service.engine.drafts
-    groups = sorted({layer.format.quant_group for layer in pool.layers} - {0})
+    groups = sorted({layer.format.kv_group_size for layer in pool.layers} - {0})
     return JSONResponse(
         {
             "model": {

@@ -192,7 +192,7 @@ def test_the_files_say_what_config_json_leaves_out(tied: bool, float_bytes: int)
 @pytest.mark.parametrize("split", [True, False])
 def test_the_cache_is_exact_for_any_format(pocket: tuple[Decoder, Any], bits: int, split: bool) -> None:
     model, _ = pocket
-    cache = model.make_cache(77, quant_bit=bits, quant_group=16, bias_split=split)
+    cache = model.make_cache(77, kv_bits=bits, kv_group_size=16, bias_split=split)
     settings = Settings(kv_bits=bits, kv_group_size=16, kv_bias_split=split)
     checkpoint = Checkpoint(model.config, 2, True)
     made = plan(checkpoint, max_kv_size=77, settings=settings, device="cpu", split_pairs=split_pairs(model))
@@ -248,7 +248,7 @@ def test_as_if_converted() -> None:
 @pytest.mark.parametrize(
     ("settings", "tokens", "message"),
     [
-        (Settings(kv_bits=5), 10, "quant_bit is 5"),
+        (Settings(kv_bits=5), 10, "kv_bits is 5"),
         (Settings(kv_group_size=48), 10, "48 does not divide"),
         (Settings(prefill_step_size=0), 10, "prefill_step_size is 0"),
         (Settings(), 0, "max_kv_size is 0"),

@@ -37,7 +37,7 @@ def test_it_is_what_a_pool_reserves(kind: str, tmp_path: Path) -> None:
     for tokens, sequences, bits, step in count(cases[1:], cases):
         settings = Settings(kv_bits=bits, prefill_step_size=step, sequences=sequences)
         made = plan(checkpoint, max_kv_size=tokens, settings=settings, device="cpu", split_pairs=known)
-        options = {"quant_bit": bits, "max_seq_len": tokens, "prefill_step_size": step}
+        options = {"kv_bits": bits, "max_seq_len": tokens, "prefill_step_size": step}
         rows = -(-tokens // 128) * 128
         sizes = [model.make_pool(n * rows, sequences=n, **options).nbytes for n in (sequences, sequences + 1)]
         assert made.cache + made.state == sizes[0]

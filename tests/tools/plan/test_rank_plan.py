@@ -112,7 +112,7 @@ def test_caches_are_those_that_are_made(bits: int, settings: dict[str, Any], tmp
     loaded, checkpoint = load_decoder(tmp_path), Checkpoint.from_folder(tmp_path)
     pairs = split_pairs(loaded)
     assert len({*pairs}) > 1
-    options = {"quant_bit": bits, "quant_group": 16}
+    options = {"kv_bits": bits, "kv_group_size": 16}
     chosen = Settings(kv_bits=bits, kv_group_size=16)
     each = [layer.nbytes for layer in loaded.make_cache(90, **options)]
     layers = RankPlanner(checkpoint, machines(10**9, 10**9, 10**9), "pipeline", chosen).plan(90).layers
@@ -266,7 +266,7 @@ DECODED = 4
 ranks = connect("ring")
 for folder, parallel, tokens, options in json.loads(sys.argv[1]):
     settings = Settings(**options)
-    step, count, stored = settings.prefill_step_size, settings.sequences, {"quant_bit": settings.kv_bits}
+    step, count, stored = settings.prefill_step_size, settings.sequences, {"kv_bits": settings.kv_bits}
     machines = [Machine("cpu", 10**10, 10**10, "a test")] * ranks.size
     made = RankPlanner(Checkpoint.from_folder(Path(folder)), machines, parallel, settings).plan(tokens)
     mx.clear_cache()

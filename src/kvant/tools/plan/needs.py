@@ -68,8 +68,8 @@ def _decoder_needs(
     pairs = _pairs(config, settings, split_pairs)
     pool_options: dict[str, Any] = {
         "dtype": mx.float32 if itemsize == FLOAT32 else mx.bfloat16,  # or float16, of as many bytes
-        "quant_bit": settings.kv_bits,
-        "quant_group": settings.kv_group_size,
+        "kv_bits": settings.kv_bits,
+        "kv_group_size": settings.kv_group_size,
         "prefill_step_size": settings.prefill_step_size,
         "split_pairs": pairs,
     }
@@ -211,7 +211,7 @@ def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu:
     state = max((leaf.nbytes for leaf in leaves if isinstance(leaf, State)), default=0)
     heads, outputs = checkpoint.heads(), _widest_layer(module, config.experts_used)
     logits = LOGITS_COPIES * FLOAT32 * config.vocab_size * (part is None or part.rank == 0)
-    options = {"quant_bit": settings.kv_bits, "quant_group": settings.kv_group_size}
+    options = {"kv_bits": settings.kv_bits, "kv_group_size": settings.kv_group_size}
 
     def chunk(new: int, tokens: int, count: int = 1) -> int:
         numbers = OUTPUT_COPIES * outputs * new + SCORE_COPIES * heads * new * tokens

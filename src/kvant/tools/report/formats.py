@@ -43,7 +43,7 @@ class CacheFormat:
 
     def make_cache(self, model: LanguageModel, max_seq_len: int) -> ModelCache:
         """One cache a layer; errors as those of :meth:`Decoder.make_cache`."""
-        return model.make_cache(max_seq_len, quant_bit=self.bits, quant_group=self.group, bias_split=self.split)
+        return model.make_cache(max_seq_len, kv_bits=self.bits, kv_group_size=self.group, bias_split=self.split)
 
     def bytes_per_token(self, model: LanguageModel) -> int:
         """Bytes that each token more takes in all layers; bytes that do not grow with the tokens are left out."""
@@ -54,7 +54,7 @@ class CacheFormat:
         from kvant.bridge.model import BridgedModel
 
         assert isinstance(model, BridgedModel)
-        sizes = (cache_bytes(model.module, MANY + more, quant_bit=self.bits, quant_group=self.group) for more in (0, 1))
+        sizes = (cache_bytes(model.module, MANY + more, kv_bits=self.bits, kv_group_size=self.group) for more in (0, 1))
         one, two = (size.keys_values for size in sizes)
         return two - one
 
