@@ -15,7 +15,7 @@ from support.command import call
 
 from kvant.bridge.cache import BridgedCache
 from kvant.bridge.model import BridgedModel
-from kvant.cache import ModelCache
+from kvant.cache import CacheOptions, ModelCache
 from kvant.engine.load import load_model
 from kvant.engine.run import Run
 from kvant.models import LanguageModel
@@ -78,7 +78,7 @@ def test_generate(folder: Path, model: LanguageModel, bits: int) -> None:
 @pytest.mark.parametrize("bits", [0, 8, 4])
 def test_the_plan_is_what_is_held(folder: Path, bits: int) -> None:
     """Keys and values before the first token and after the last, the state, the weights; the rest is enough."""
-    made = plan(read_folder(folder), max_kv_size=100, settings=Settings(kv_bits=bits), device="cpu")
+    made = plan(read_folder(folder), max_kv_size=100, settings=Settings(cache=CacheOptions(kv_bits=bits)), device="cpu")
     mx.clear_cache()
     before = mx.get_active_memory()
     model = load_model(folder)

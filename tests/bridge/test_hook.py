@@ -18,6 +18,7 @@ from support.tiny_models import SERVED, build
 
 from kvant.bridge import hook, make_model_cache
 from kvant.bridge.layers import BridgedKVCache, BridgedWindowCache
+from kvant.cache import CacheOptions
 from kvant.operators import dispatch, fused_attention
 from kvant.operators.kernels import attend, launch
 
@@ -183,7 +184,9 @@ def test_the_kernel_serves_architectures(name: str, bits: int, launches: list[An
     """Every layer's attention of up to 8 new tokens, without a mask: against mlx-lm's model with its own cache, and
     the unfused operator where tokens are quantized or forgotten."""
     model, _ = build(name, **SERVED[name][0])
-    fused, unfused = (make_model_cache(model, 64, kv_bits=bits, kernels=kernels) for kernels in ("fused", "unfused"))
+    fused, unfused = (
+        make_model_cache(model, 64, CacheOptions(kv_bits=bits, kernels=kernels)) for kernels in ("fused", "unfused")
+    )
     theirs = mlx_lm_cache.make_prompt_cache(model)
     for tokens in (PROMPT[:6], [5], PROMPT[:20], [6, 7, 8, 9, 10], None, [3]):
         if tokens is None:
@@ -230,7 +233,9 @@ def test_which_masks_reach_the_kernel(name: str, gpu: None, monkeypatch: pytest.
     monkeypatch.setattr(attend, "HEAD_DIMS", range(1, 1025))
     monkeypatch.setattr(dispatch, "probe_failure", lambda *_: None)
     model, _ = build(name)
-    fused, unfused = (make_model_cache(model, 64, kv_bits=0, kernels=kernels) for kernels in (None, "unfused"))
+    fused, unfused = (
+        make_model_cache(model, 64, CacheOptions(kv_bits=0, kernels=kernels)) for kernels in (None, "unfused")
+    )
     for tokens in (PROMPT, [5], [6, 7, 8], [9]):
         logits = []
         for cache in (fused, unfused):
@@ -278,8 +283,8 @@ def _model(kind: str) -> nn.Module:
 def test_the_kernel_serves_a_model(kind: str, bits: int, launches: list[Any]) -> None:
     """The kernel's text, run on the host: decode steps and drafts, past the window; a prefill goes without it."""
     model = _model(kind)
-    fused = make_model_cache(model, 64, kv_bits=bits)
-    unfused = make_model_cache(model, 64, kv_bits=bits, kernels="unfused")
+    fused = make_model_cache(model, 64, CacheOptions(kv_bits=bits))
+    unfused = make_model_cache(model, 64, CacheOptions(kv_bits=bits, kernels="unfused"))
     for tokens in (PROMPT, [5], [6, 7, 8], [9]):
         launches.clear()
         logits = []

@@ -12,7 +12,7 @@ import pytest
 from support.counts import count
 from support.pools import check_pages, close, decode, prefill, tiny_model
 
-from kvant.cache import ModelCache
+from kvant.cache import CacheOptions, ModelCache
 from kvant.errors import ContextError
 from kvant.models import Decoder, load_decoder
 from kvant.models.caches import pool_size
@@ -353,13 +353,13 @@ def test_what_make_pool_refuses(pocket: Pocket, monkeypatch: pytest.MonkeyPatch)
 def test_its_bytes_are_those_that_were_planned_and_allocated(pocket: Pocket, tmp_path: Path, bits: int) -> None:
     for model in (pocket[0], tiny_model(tmp_path / "a", (None, 40, 200)), tiny_model(tmp_path / "b", (40, 200))):
         for split in (True, False):
-            options = {"tokens": 3000, "sequences": 3, "kv_bits": bits, "kv_group_size": 16, "prefill_step_size": 100}
+            sizes, stored = {"tokens": 3000, "sequences": 3, "prefill_step_size": 100}, CacheOptions(bits, 16, split)
             mx.synchronize()
             before = mx.get_active_memory()
-            pool = model.make_pool(bias_split=split, **options)
+            pool = model.make_pool(**sizes, **stored.fields)
             allocated = mx.get_active_memory() - before
             pairs = [len(layer.self_attn.qkv_bias.pairs) for layer in model.layers] if split else None
-            planned = pool_size(model.config, dtype=model.dtype, split_pairs=pairs, **options)
+            planned = pool_size(model.config, stored, dtype=model.dtype, split_pairs=pairs, **sizes)
             assert pool.nbytes == planned
             assert planned <= allocated <= planned + 400_000
             assert format_bytes(planned) in pool.describe()

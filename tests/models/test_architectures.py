@@ -21,6 +21,7 @@ from support.checkpoints import (
 )
 from support.numbers import relative_error
 
+from kvant.cache import CacheOptions
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import Decoder, ModelConfig, load_decoder
 from kvant.models.architectures import ARCHITECTURES
@@ -100,7 +101,7 @@ def test_the_plan_is_what_is_held(tmp_path: Path, kind: str, tied: bool, weights
     checkpoint, model = Checkpoint.from_folder(tmp_path), load_decoder(tmp_path)
     assert checkpoint.stored_bytes == sum(x.nbytes for x in mx.load(str(tmp_path / "model.safetensors")).values())
     for bits in (0, 8, 4):
-        settings = Settings(kv_bits=bits, kv_bias_split=False)
+        settings = Settings(cache=CacheOptions(kv_bits=bits, bias_split=False))
         planned = plan(checkpoint, max_kv_size=50, settings=settings, device="cpu")
         assert planned.weights == model.nbytes
         cache = model.make_cache(50, kv_bits=bits, bias_split=False)

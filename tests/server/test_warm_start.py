@@ -7,6 +7,7 @@ import pytest
 from support.command import call
 from support.server import running, start
 
+from kvant.cache import CacheOptions
 from kvant.engine.run import prefill
 from kvant.errors import SnapshotError
 from kvant.server.service import Service, make_pool, warm_start
@@ -32,7 +33,7 @@ def test_the_first_request_reads_only_what_is_new(
     bits: int, keys: tuple[str, ...], pocket: Any, tmp_path: Path
 ) -> None:
     path, count = saved(tmp_path, pocket, bits=bits)
-    settings = Settings(port=0, sequences=2, max_kv_size=512, kv_bits=bits, api_keys=keys)
+    settings = Settings(port=0, sequences=2, max_kv_size=512, api_keys=keys, cache=CacheOptions(kv_bits=bits))
     pool = make_pool(settings, pocket[0])
     warm_start(settings, pocket[0], pool, [path])
     assert pool.num_free == pool.num_pages

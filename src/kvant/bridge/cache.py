@@ -16,9 +16,9 @@ from kvant.bridge.state_layer import StateCache
 from kvant.bridge.traced import TracedLayer
 from kvant.bridge.window_masks import WindowMask
 from kvant.cache import ModelCache
+from kvant.cache.options import CacheOptions
 from kvant.cache.window import SLACK
 from kvant.models.caches import check_memory
-from kvant.operators.quantization import QUANT_BITS
 from kvant.sizes import format_bytes
 
 Layer = BridgedKVCache | StateCache
@@ -191,8 +191,9 @@ def make_prompt_cache(model: Model, max_kv_size: int, *, kv_bits: int = 8, kv_gr
         raise ValueError(
             f"model is a {type(model).__name__}; expected mlx-lm's own. A model of kvant.load has make_cache"
         )
-    check_format({"max_kv_size": max_kv_size, "kv_group_size": kv_group_size}, "kv_bits", kv_bits)
-    entries, layers = _make(probe(model), max_kv_size, kv_bits=kv_bits, kv_group_size=kv_group_size, kernels=None)
+    options = CacheOptions(kv_bits, kv_group_size)
+    check_format({"max_kv_size": max_kv_size}, options)
+    entries, layers = _make(probe(model), max_kv_size, options)
     # Each layer counts for itself. None goes back further than all of them can.
     limits = frozenset(limit for layer in layers for limit in layer.limits)
     for layer in layers:
@@ -201,32 +202,23 @@ def make_prompt_cache(model: Model, max_kv_size: int, *, kv_bits: int = 8, kv_gr
 
 
 def make_model_cache(
-    model: Model,
-    max_seq_len: int,
-    *,
-    kv_bits: int = 8,
-    kv_group_size: int = 32,
-    kernels: str | None = None,
-    absent: Collection[int] = (),
+    model: Model, max_seq_len: int, options: CacheOptions | None = None, *, absent: Collection[int] = ()
 ) -> BridgedCache:
     """A cache of mlx-lm's model for kvant's loop; arguments and errors as :func:`make_prompt_cache` has them.
 
     Args:
-        kernels: as :class:`kvant.cache.QuantizedKVCache` has it.
         absent: the numbers of the model's caches that hold nothing here, because another process computes their layers.
             Offsets and masks are as in the others.
     """
-    check_format({"max_seq_len": max_seq_len, "kv_group_size": kv_group_size}, "kv_bits", kv_bits)
-    options = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
+    options = options or CacheOptions()
+    check_format({"max_seq_len": max_seq_len}, options)
     found = probe(model)
-    entries, layers = _make(found, max_seq_len, kernels=kernels, absent=absent, **options)
-    groups = Counter(
-        layer.kv_group_size for layer in layers if isinstance(layer, BridgedKVCache) and kv_bits and not layer.absent
-    )
+    entries, layers = _make(found, max_seq_len, options, absent=absent)
+    kinds = [layer for layer in layers if isinstance(layer, BridgedKVCache) and options.kv_bits and not layer.absent]
     notes = [
-        f"groups of {group} in {_counted(count)}: {kv_group_size} does not divide every width there"
-        for group, count in groups.items()
-        if group != kv_group_size
+        f"groups of {group} in {_counted(count)}: {options.kv_group_size} does not divide every width there"
+        for group, count in Counter(layer.kv_group_size for layer in kinds).items()
+        if group != options.kv_group_size
     ]
     return BridgedCache(entries, layers, notes, as_text(found))
 
@@ -236,33 +228,25 @@ def layout_of(model: Model) -> str:
     return as_text(probe(model))
 
 
-def cache_bytes(model: Model, max_seq_len: int, *, kv_bits: int = 8, kv_group_size: int = 32) -> CacheBytes:
+def cache_bytes(model: Model, max_seq_len: int, options: CacheOptions) -> CacheBytes:
     """What :func:`make_model_cache` would allocate, and mlx-lm for states. Nothing is allocated for it."""
-    return entries_bytes(probe(model), max_seq_len, kv_bits=kv_bits, kv_group_size=kv_group_size)
+    return entries_bytes(probe(model), max_seq_len, options)
 
 
-def entries_bytes(
-    entries: Sequence[Entry], max_seq_len: int, *, kv_bits: int = 8, kv_group_size: int = 32
-) -> CacheBytes:
+def entries_bytes(entries: Sequence[Entry], max_seq_len: int, options: CacheOptions) -> CacheBytes:
     """:func:`cache_bytes` of what a probe of the model found."""
-    check_format({"max_seq_len": max_seq_len, "kv_group_size": kv_group_size}, "kv_bits", kv_bits)
+    check_format({"max_seq_len": max_seq_len}, options)
     keys_values = state = 0
     for leaf in leaves_of(entries):
         if isinstance(leaf, State):
             state += leaf.nbytes
         elif isinstance(leaf, Attention):
-            keys_values += leaf.num_kv_heads * rows_of(leaf, max_seq_len) * _token_bytes(leaf, kv_bits, kv_group_size)
+            keys_values += leaf.num_kv_heads * rows_of(leaf, max_seq_len) * _token_bytes(leaf, options)
     return CacheBytes(keys_values, state)
 
 
 def _make(
-    found: Sequence[Entry],
-    max_seq_len: int,
-    *,
-    kv_bits: int,
-    kv_group_size: int,
-    kernels: str | None,
-    absent: Collection[int] = (),
+    found: Sequence[Entry], max_seq_len: int, chosen: CacheOptions, *, absent: Collection[int] = ()
 ) -> tuple[list[Any], list[Layer]]:
     """A cache for each place that a probe found in the model, and the layers of kvant's in them."""
     layers: list[Layer] = []
@@ -275,11 +259,11 @@ def _make(
             layers.append(StateCache(arrays, max_seq_len, shapes=leaf.shapes, absent=is_absent))
             return arrays
         options: dict[str, Any] = {
-            "kv_bits": kv_bits,
-            "kv_group_size": leaf.group(kv_group_size) if kv_bits else kv_group_size,
+            "kv_bits": chosen.kv_bits,
+            "kv_group_size": leaf.group(chosen.kv_group_size) if chosen.kv_bits else chosen.kv_group_size,
             "value_head_dim": leaf.value_dim,
             "dtype": leaf.dtype,
-            "kernels": kernels,
+            "kernels": chosen.kernels,
             "shared": leaf.shared,
         }
         kind: Callable[..., BridgedKVCache] = BridgedKVCache
@@ -294,21 +278,19 @@ def _make(
         return CacheList(*(one(leaf, is_absent) for leaf in each)) if isinstance(each, tuple) else one(each, is_absent)
 
     own = [each for number, each in enumerate(found) if number not in absent]
-    check_memory(max_seq_len, entries_bytes(own, max_seq_len, kv_bits=kv_bits, kv_group_size=kv_group_size).total)
+    check_memory(max_seq_len, entries_bytes(own, max_seq_len, chosen).total)
     entries = [entry(each, number in absent) for number, each in enumerate(found)]
     hook.install()
     return entries, layers
 
 
-def check_format(sizes: dict[str, int], bits_name: str, bits: int) -> None:
-    """Raise a ValueError that names the first argument out of range."""
+def check_format(sizes: dict[str, int], options: CacheOptions) -> None:
+    """Raise a ValueError that names the first size out of range, or a group that no width is divided by."""
     for name, number in sizes.items():
         if type(number) is not int or number < 1:
             raise ValueError(f"{name} is {number!r}; expected a positive int")
-        if "group" in name and number % 8:
-            raise ValueError(f"{name} is {number}; expected a multiple of 8")
-    if type(bits) is not int or bits not in QUANT_BITS:
-        raise ValueError(f"{bits_name} is {bits!r}; expected one of {', '.join(map(str, QUANT_BITS))}")
+    if options.kv_group_size % 8:
+        raise ValueError(f"kv_group_size is {options.kv_group_size}; expected a multiple of 8")
 
 
 def rows_of(leaf: Attention, max_seq_len: int) -> int:
@@ -317,12 +299,12 @@ def rows_of(leaf: Attention, max_seq_len: int) -> int:
     return max_seq_len if window is None else min(max_seq_len, leaf.keep + window + SLACK)
 
 
-def _token_bytes(leaf: Attention, kv_bits: int, kv_group_size: int) -> int:
+def _token_bytes(leaf: Attention, options: CacheOptions) -> int:
     """Bytes of one token's key and value, of one head."""
-    width = leaf.key_dim + leaf.value_dim
-    if not kv_bits:
+    width, bits = leaf.key_dim + leaf.value_dim, options.kv_bits
+    if not bits:
         return width * leaf.dtype.size
-    return width * kv_bits // 8 + width // leaf.group(kv_group_size) * mx.float16.size
+    return width * bits // 8 + width // leaf.group(options.kv_group_size) * mx.float16.size
 
 
 def _seen(layer: Layer) -> Any:

@@ -75,7 +75,7 @@ class QuantizedKVCache(KVCache):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
         for width in (head_dim, value_head_dim or head_dim):
-            check_quantization(kv_bits, kv_group_size, width)
+            check_quantization(kv_bits, kv_group_size, width, names=("kv_bits", "kv_group_size"))
         if dtype not in FLOAT_DTYPES or scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"dtype is {dtype}, scale_dtype {scale_dtype}; expected floats, the scale's not bfloat16")
         check_process()

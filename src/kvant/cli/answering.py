@@ -63,13 +63,7 @@ def answer_together(
     drafts = drafts_beside(session, run, pool)
     cache, rest = None, None
     if held:
-        chosen = session.settings
-        cache = session.model.make_cache(
-            max(*needs, held),
-            kv_bits=chosen.kv_bits,
-            kv_group_size=chosen.kv_group_size,
-            bias_split=chosen.kv_bias_split,
-        )
+        cache = session.model.make_cache(max(*needs, held), **session.settings.cache.fields)
         rest = cache_file.take(file, cache, questions[0].ids, quiet=run.quiet)
     wanted = [
         Wanted(
@@ -156,12 +150,9 @@ def _reserve(
         pool = session.model.make_pool(
             pool_reservation(needs, rows),
             sequences=rows,
-            kv_bits=chosen.kv_bits,
-            kv_group_size=chosen.kv_group_size,
-            bias_split=chosen.kv_bias_split,
-            kernels=run.kernels,
             max_seq_len=max(needs),
             prefill_step_size=step_size,
+            **session.settings.cache.fields,
         )
     check_drafts(asked_drafts(session, run), pool, deterministic=deterministic)
     if deterministic:
