@@ -25,6 +25,7 @@ from mlx_lm.models import llama
 import kvant
 from kvant.bridge import BridgedCache, make_model_cache
 from kvant.bridge.rope import rotate_by_matrices
+from kvant.cache import CacheOptions
 
 SHAPE = {
     "hidden_size": 512,
@@ -79,7 +80,10 @@ def _ways(models: list[llama.Model], context: int, blocks: int) -> dict[str, Cal
     for bits in (8, 4, 0):
         listed = kvant.make_prompt_cache(models[0], size, kv_bits=bits, kv_group_size=GROUP)
         caches[f"list {bits}"] = models[0], listed
-        caches[f"loop {bits}"] = models[1], make_model_cache(models[1], size, quant_bit=bits, quant_group=GROUP)
+        caches[f"loop {bits}"] = (
+            models[1],
+            make_model_cache(models[1], size, CacheOptions(kv_bits=bits, kv_group_size=GROUP)),
+        )
     return {name: _way(model, cache, context) for name, (model, cache) in caches.items()}
 
 

@@ -137,7 +137,7 @@ def earlier_rows_differences(tokens: int = 48) -> tuple[float, float]:
 
 def greedy_tokens(model: Any, prompt: list[int], count: int, *, cached: bool) -> list[int]:
     """Greedy tokens: one token a step through a cache, or everything computed again at every step."""
-    ids, cache = list(prompt), model.make_cache(len(prompt) + count, quant_bit=0) if cached else None
+    ids, cache = list(prompt), model.make_cache(len(prompt) + count, kv_bits=0) if cached else None
     for step in range(count):
         logits = model(mx.array([ids[-1:] if cached and step else ids]), cache=cache)[0, -1]
         ids.append(int(mx.argmax(logits).item()))  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ def _unfused_ways(context: int, bits: int, group: int) -> dict[str, Callable[[],
     mx.eval(query, theirs)
 
     def multiplied_out() -> mx.array:
-        return attend_tokens(query, *read_tokens(context, cache.cache, cache.scale, quant_bit=bits, dtype=mx.float32))
+        return attend_tokens(query, *read_tokens(context, cache.cache, cache.scale, kv_bits=bits, dtype=mx.float32))
 
     return {
         "kvant": timed(multiplied_out),
@@ -194,8 +194,8 @@ def _unfused_ways(context: int, bits: int, group: int) -> dict[str, Callable[[],
 def _filled(tokens: int, bits: int, group: int, split: BiasSplit | None = None) -> tuple[Any, mx.array, mx.array]:
     """A cache full of tokens, and their keys and values."""
     key, value = (mx.random.normal((1, KV_HEADS, tokens, HEAD_DIM), key=mx.random.key(i)) for i in (0, 1))
-    cache = QuantizedKVCache(tokens, KV_HEADS, HEAD_DIM, quant_bit=bits, quant_group=group, bias_split=split)
-    write_tokens(key, value, 0, cache.cache, cache.scale, quant_bit=bits, quant_group=group)
+    cache = QuantizedKVCache(tokens, KV_HEADS, HEAD_DIM, kv_bits=bits, kv_group_size=group, bias_split=split)
+    write_tokens(key, value, 0, cache.cache, cache.scale, kv_bits=bits, kv_group_size=group)
     mx.eval(key, value, cache.cache, cache.scale)
     return cache, key, value
 
@@ -221,7 +221,7 @@ def _appended(query: mx.array, new: mx.array, tokens: int, pairs: int | None) ->
 
     def step() -> tuple[Any, ...]:
         where = (query, new, new, tokens - 1, cache.cache, cache.scale)
-        attended = append_and_attend(*where, quant_bit=8, quant_group=32, bias_split=cache.bias_split)
+        attended = append_and_attend(*where, kv_bits=8, kv_group_size=32, bias_split=cache.bias_split)
         return attended, cache.cache, cache.scale
 
     return timed(step)
@@ -309,7 +309,7 @@ def expert_engines(folder: Path) -> dict[str, Callable[[], Step]]:
     return {
         "mlx-lm": lambda: start(theirs[0], lambda: make_prompt_cache(theirs[0])),
         "bridged": lambda: start(bridged, lambda: kvant.make_prompt_cache(bridged, PROMPT + STEPS, kv_bits=0)),
-        "kvant": lambda: start(own, lambda: own.make_cache(PROMPT + STEPS, quant_bit=0)),
+        "kvant": lambda: start(own, lambda: own.make_cache(PROMPT + STEPS, kv_bits=0)),
     }
 
 

@@ -39,7 +39,7 @@ def worst(model: Decoder, ids: list[int], expected: mx.array) -> float:
     """The largest difference, of the largest logit: in one pass, in chunks, and token by token through a cache."""
     runs = [model(mx.array([ids]))[0]]
     for bounds in ([0, 7, 9, len(ids)], list(range(len(ids) + 1))):
-        cache = model.make_cache(len(ids), quant_bit=0)
+        cache = model.make_cache(len(ids), kv_bits=0)
         runs.append(mx.concatenate([model(mx.array([ids[a:b]]), cache=cache)[0] for a, b in pairwise(bounds)]))
     return max((mx.abs(run - expected).max() / mx.abs(expected).max()).item() for run in runs)
 

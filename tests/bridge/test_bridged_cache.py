@@ -17,6 +17,7 @@ from kvant.bridge.config import BridgedConfig
 from kvant.bridge.layers import BridgedKVCache
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.state_layer import StateCache
+from kvant.cache import CacheOptions
 from kvant.errors import ContextError
 
 PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
@@ -49,7 +50,7 @@ def _feed(model: nn.Module, cache: BridgedCache, tokens: list[int]) -> mx.array:
 @pytest.mark.parametrize("name", KINDS)
 def test_mlx_lms_model_takes_it(name: str) -> None:
     model, _ = build(name)
-    cache = make_model_cache(model, 64, quant_bit=0)
+    cache = make_model_cache(model, 64, CacheOptions(kv_bits=0))
     theirs = mlx_lm_cache.make_prompt_cache(model)
     assert len(cache) == len(theirs)
     for tokens in (PROMPT[:13], PROMPT[13:29], PROMPT[29:]):
@@ -61,7 +62,7 @@ def test_mlx_lms_model_takes_it(name: str) -> None:
 def test_a_step_that_is_not_committed_leaves_no_trace(name: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not from the first token, past the windows' ring, in a prefill or in a decode step; nor one that failed."""
     model, _ = build(name)
-    disturbed, quiet = (make_model_cache(model, 64, quant_bit=bits) for _ in range(2))
+    disturbed, quiet = (make_model_cache(model, 64, CacheOptions(kv_bits=bits)) for _ in range(2))
     last = [layer for layer in disturbed.layers if isinstance(layer, BridgedKVCache)][-1]
 
     def broken(*_: Any) -> None:
@@ -130,7 +131,7 @@ def test_trims(name: str) -> None:
 def test_bytes_are_known_before_and_the_same_after(name: str) -> None:
     model, _ = build(name)
     for bits, group in ((0, 32), (8, 16), (4, 32)):
-        options = {"quant_bit": bits, "quant_group": group}
+        options = {"kv_bits": bits, "kv_group_size": group}
         mx.synchronize()
         resting = mx.get_active_memory()
         mx.reset_peak_memory()
@@ -191,7 +192,7 @@ def test_a_model_of_states_alone_has_a_limit_too() -> None:
 
 def test_it_says_what_it_is_made_of() -> None:
     model, _ = build("qwen3_next")
-    cache = make_model_cache(model, 100, quant_group=48)
+    cache = make_model_cache(model, 100, CacheOptions(kv_group_size=48))
     lines = cache.describe()
     assert lines[-1] == "groups of 16 in 2 layers: 48 does not divide every width there"
     assert any("100 rows, 8 bits in groups of 16" in line for line in lines)

@@ -15,7 +15,7 @@ from support.command import call
 
 from kvant.bridge.cache import BridgedCache
 from kvant.bridge.model import BridgedModel
-from kvant.cache import ModelCache
+from kvant.cache import CacheOptions, ModelCache
 from kvant.engine.load import load_model
 from kvant.engine.run import Run
 from kvant.models import LanguageModel
@@ -48,10 +48,10 @@ def test_logits_are_those_of_transformers(folder: Path, model: LanguageModel) ->
     limit = 1e-5 * max(1.0, float(np.abs(expected).max()))
     assert np.abs(np.array(model(mx.array([IDS])))[0] - expected).max() < limit
     for size in (len(IDS), 5):
-        cache = model.make_cache(len(IDS), quant_bit=0)
+        cache = model.make_cache(len(IDS), kv_bits=0)
         pieces = [model(mx.array([IDS[i : i + size]]), cache=cache) for i in range(0, len(IDS), size)]
         assert np.abs(np.concatenate([np.array(piece)[0] for piece in pieces]) - expected).max() < limit
-    cache = model.make_cache(len(IDS), quant_bit=0)
+    cache = model.make_cache(len(IDS), kv_bits=0)
     mx.eval(model.feed(mx.array([IDS[:9]]), cache))
     cache.commit()
     for place, token in enumerate(IDS[9:], start=9):
@@ -67,7 +67,7 @@ def test_generate(folder: Path, model: LanguageModel, bits: int) -> None:
     done = call("generate", "--model", str(folder), "--kv-bits", str(bits), "-m", "20", "--json", PROMPT)
     assert done.returncode == 0, done.stderr
     tokens = [json.loads(line)["token"] for line in done.stdout.splitlines()]
-    cache = model.make_cache(128, quant_bit=bits)
+    cache = model.make_cache(128, kv_bits=bits)
     prompt = [token for token in IDS if token > 1]
     assert tokens == [token for token, _ in Run(model, prompt, cache, max_tokens=20, stop_tokens=[1])]
     lines = [line for line in done.stderr.splitlines() if line.startswith("cache: 128 tokens reserved")]
@@ -78,14 +78,14 @@ def test_generate(folder: Path, model: LanguageModel, bits: int) -> None:
 @pytest.mark.parametrize("bits", [0, 8, 4])
 def test_the_plan_is_what_is_held(folder: Path, bits: int) -> None:
     """Keys and values before the first token and after the last, the state, the weights; the rest is enough."""
-    made = plan(read_folder(folder), max_kv_size=100, settings=Settings(kv_bits=bits), device="cpu")
+    made = plan(read_folder(folder), max_kv_size=100, settings=Settings(cache=CacheOptions(kv_bits=bits)), device="cpu")
     mx.clear_cache()
     before = mx.get_active_memory()
     model = load_model(folder)
     mx.reset_peak_memory()
     assert made.weights == model.nbytes == sum(array.nbytes for array in model.arrays)
     assert model.nbytes_read <= model.nbytes
-    cache = model.make_cache(100, quant_bit=bits)
+    cache = model.make_cache(100, kv_bits=bits)
     assert _keys_values(cache) == made.cache
     assert cache.nbytes == made.cache  # nothing of a state yet
     tokens = list(Run(model, [token % 60 + 2 for token in range(90)], cache, max_tokens=-1))
@@ -108,7 +108,7 @@ def test_what_differs_from_a_decoder(tmp_path: Path) -> None:
     with pytest.raises(kvant.errors.ContextError, match="this machine has"):
         model.make_cache(2**40)
     both = model(mx.array([IDS, IDS[::-1]]))
-    alone = model(mx.array([IDS[::-1]]), cache=model.make_cache(64, quant_bit=0))
+    alone = model(mx.array([IDS[::-1]]), cache=model.make_cache(64, kv_bits=0))
     assert mx.abs(both[1] - alone[0]).max().item() < 1e-5  # type: ignore[operator]
 
 
@@ -147,7 +147,7 @@ def test_mlx_lm_s_own_folders(name: str, tmp_path: Path) -> None:
     theirs, _ = load_mlx_lm(folder)
     expected = [token for token, _ in generate_step(mx.array(prompt), theirs, max_tokens=12)]
     model = load_model(folder)
-    cache = model.make_cache(64, quant_bit=0)
+    cache = model.make_cache(64, kv_bits=0)
     assert [token for token, _ in Run(model, prompt, cache, max_tokens=12)] == expected
 
 

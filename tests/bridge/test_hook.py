@@ -18,6 +18,7 @@ from support.tiny_models import SERVED, build
 
 from kvant.bridge import hook, make_model_cache
 from kvant.bridge.layers import BridgedKVCache, BridgedWindowCache
+from kvant.cache import CacheOptions
 from kvant.operators import dispatch, fused_attention
 from kvant.operators.kernels import attend, launch
 
@@ -84,7 +85,7 @@ def test_nothing_is_held() -> None:
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_attention_is_mlx_lms(bits: int, new: int, mask: str, with_sinks: bool) -> None:
     """Any scale, mask and sinks: as mlx-lm's attention to the same dequantized tokens."""
-    layer = BridgedKVCache(64, 2, 64, quant_bit=bits, dtype=mx.float32)
+    layer = BridgedKVCache(64, 2, 64, kv_bits=bits, dtype=mx.float32)
     mx.eval(_fetched(layer, 20))
     key, value = _fetched(layer, new)
     query = _normal(3, 1, 6, new, 64)
@@ -107,7 +108,7 @@ def test_the_kernel_s_attention_is_mlx_lms(
 ) -> None:
     """The same through the kernel's text, run on the host, for widths of Phi-2, MiMo and Gemma 4; with sinks."""
     (D, Dv), new = widths, 3
-    layer = BridgedKVCache(64, 2, D, value_head_dim=Dv, quant_bit=bits, quant_group=group, dtype=mx.float32)
+    layer = BridgedKVCache(64, 2, D, value_head_dim=Dv, kv_bits=bits, kv_group_size=group, dtype=mx.float32)
     for tokens in (20, new):
         seen: Any = layer.make_mask(tokens, window_size=9)
         key, value = layer.update_and_fetch(_normal(1, 1, 2, tokens, D), _normal(2, 1, 2, tokens, Dv))
@@ -183,7 +184,9 @@ def test_the_kernel_serves_architectures(name: str, bits: int, launches: list[An
     """Every layer's attention of up to 8 new tokens, without a mask: against mlx-lm's model with its own cache, and
     the unfused operator where tokens are quantized or forgotten."""
     model, _ = build(name, **SERVED[name][0])
-    fused, unfused = (make_model_cache(model, 64, quant_bit=bits, kernels=kernels) for kernels in ("fused", "unfused"))
+    fused, unfused = (
+        make_model_cache(model, 64, CacheOptions(kv_bits=bits, kernels=kernels)) for kernels in ("fused", "unfused")
+    )
     theirs = mlx_lm_cache.make_prompt_cache(model)
     for tokens in (PROMPT[:6], [5], PROMPT[:20], [6, 7, 8, 9, 10], None, [3]):
         if tokens is None:
@@ -230,7 +233,9 @@ def test_which_masks_reach_the_kernel(name: str, gpu: None, monkeypatch: pytest.
     monkeypatch.setattr(attend, "HEAD_DIMS", range(1, 1025))
     monkeypatch.setattr(dispatch, "probe_failure", lambda *_: None)
     model, _ = build(name)
-    fused, unfused = (make_model_cache(model, 64, quant_bit=0, kernels=kernels) for kernels in (None, "unfused"))
+    fused, unfused = (
+        make_model_cache(model, 64, CacheOptions(kv_bits=0, kernels=kernels)) for kernels in (None, "unfused")
+    )
     for tokens in (PROMPT, [5], [6, 7, 8], [9]):
         logits = []
         for cache in (fused, unfused):
@@ -278,8 +283,8 @@ def _model(kind: str) -> nn.Module:
 def test_the_kernel_serves_a_model(kind: str, bits: int, launches: list[Any]) -> None:
     """The kernel's text, run on the host: decode steps and drafts, past the window; a prefill goes without it."""
     model = _model(kind)
-    fused = make_model_cache(model, 64, quant_bit=bits)
-    unfused = make_model_cache(model, 64, quant_bit=bits, kernels="unfused")
+    fused = make_model_cache(model, 64, CacheOptions(kv_bits=bits))
+    unfused = make_model_cache(model, 64, CacheOptions(kv_bits=bits, kernels="unfused"))
     for tokens in (PROMPT, [5], [6, 7, 8], [9]):
         launches.clear()
         logits = []
@@ -299,7 +304,7 @@ def test_the_kernel_serves_chunks(bits: int, launches: list[Any]) -> None:
     from kvant.bridge.layers import BridgedChunkCache
 
     caches = [
-        BridgedChunkCache(256, 2, 64, window=32, quant_bit=bits, dtype=mx.float32, kernels=kernels)
+        BridgedChunkCache(256, 2, 64, window=32, kv_bits=bits, dtype=mx.float32, kernels=kernels)
         for kernels in (None, "unfused")
     ]
     for seed, new in enumerate((40, 1, 7, 1, 20, 1, 3, 8, 1, 30, 1)):

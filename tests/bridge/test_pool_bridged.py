@@ -63,7 +63,7 @@ def _bridged(name: str) -> BridgedModel:
 
 def _pool(model: BridgedModel, bits: int = 0, **changes: Any) -> BridgedPool:
     options: dict[str, Any] = {"tokens": 1024, "sequences": 4, "max_seq_len": 512, "prefill_step_size": 64}
-    return model.make_pool(**options | changes, quant_bit=bits)
+    return model.make_pool(**options | changes, kv_bits=bits)
 
 
 def _fed(
@@ -144,7 +144,7 @@ def test_sequences_of_different_lengths_are_what_each_is_alone(name: str) -> Non
                 assert table.worst(table.errors(logits, expected)) < AGREE
                 assert logits[:-1].argmax(axis=-1).tolist() == text
                 continue
-            cache = model.make_cache(200, quant_bit=bits)
+            cache = model.make_cache(200, kv_bits=bits)
             _, own = _alone(lambda ids, c=cache: model(mx.array([ids]), cache=c)[0, -1], prompt, text)
             assert table.median(table.errors(logits, own)) < AGREE
             assert table.worst(table.errors(logits, own)) < QUANTIZED_AGREE
@@ -358,7 +358,7 @@ def test_what_is_refused() -> None:
     model = _bridged("qwen3")
     with pytest.raises(ValueError, match="kernels is 'fused'"):
         _pool(model, kernels="fused")
-    for name in ("tokens", "sequences", "max_seq_len", "prefill_step_size", "quant_group"):
+    for name in ("tokens", "sequences", "max_seq_len", "prefill_step_size", "kv_group_size"):
         with pytest.raises(ValueError, match=f"{name} is 0; expected a positive int"):
             _pool(model, **{name: 0})
     with pytest.raises(ContextError, match="this machine has"):

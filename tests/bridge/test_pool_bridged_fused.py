@@ -41,7 +41,7 @@ def _bridged(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Brid
 
 def _pool(model: BridgedModel, bits: int = 0, kernels: str | None = None) -> BridgedPool:
     sizes = {"tokens": 1024, "sequences": 4, "max_seq_len": 512, "prefill_step_size": 64}
-    return model.make_pool(**sizes, quant_bit=bits, kernels=kernels)
+    return model.make_pool(**sizes, kv_bits=bits, kernels=kernels)
 
 
 def _fed(model: BridgedModel, pool: BridgedPool, sequences: Sequence[PoolSequence], ids: Any, rows: int) -> mx.array:

@@ -198,4 +198,4 @@ def test_what_is_refused() -> None:
 def test_a_group_that_does_not_divide_a_width() -> None:
     model, _ = build("qwen3")
     layers = _layers(kvant.make_prompt_cache(model, 8, kv_group_size=48))
-    assert {layer.quant_group for layer in layers} == {16}  # heads of 32
+    assert {layer.kv_group_size for layer in layers} == {16}  # heads of 32

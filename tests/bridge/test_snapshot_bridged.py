@@ -46,7 +46,7 @@ def _fill(model: Any, cache: Any) -> None:
 @pytest.mark.parametrize(("name", "bits"), at_widths(MODELS))
 def test_the_next_tokens_are_those_of_an_uninterrupted_run(name: str, bits: int, tmp_path: Path) -> None:
     model = _model(name)
-    options = {"quant_bit": bits, "quant_group": 16}
+    options = {"kv_bits": bits, "kv_group_size": 16}
     cache, larger = (model.make_cache(size, **options) for size in (64, 100))
     _fill(model, cache)
     if name not in WITH_STATE:

@@ -36,7 +36,7 @@ class _Life:
 
     def __init__(self, model: Any, rng: random.Random, folder: Path) -> None:
         self.model, self.rng, self.folder = model, rng, folder
-        self.options = {"quant_bit": rng.choice([8, 4, 0]), "quant_group": 16}
+        self.options = {"kv_bits": rng.choice([8, 4, 0]), "kv_group_size": 16}
         self.alone: ModelCache = model.make_cache(RESERVED, **self.options)
         self.others: list[ModelCache] = [model.make_cache(RESERVED, **self.options)]
         self.resized: set[int] = set()  # ids of those whose rows may lie in another order

@@ -13,6 +13,7 @@ from support.without_compiler import printed_by
 from kvant.bridge import hook, make_model_cache
 from kvant.bridge.layers import BridgedKVCache, BridgedWindowCache
 from kvant.bridge.traced import TracedLayer
+from kvant.cache import CacheOptions
 from kvant.operators.kernels.launch import INPUTS
 
 PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
@@ -74,8 +75,8 @@ def test_through_the_kernel(name: str, bits: int, launches: list[Any]) -> None:
     """The kernel's text, run on the host, with an offset that is an array and no mask. Rows past it hold NaN at 0
     bits."""
     model, _ = build(name, **SERVED[name][0])
-    cache = make_model_cache(model, 64, quant_bit=bits)
-    plain = make_model_cache(model, 64, quant_bit=bits, kernels="unfused")
+    cache = make_model_cache(model, 64, CacheOptions(kv_bits=bits))
+    plain = make_model_cache(model, 64, CacheOptions(kv_bits=bits, kernels="unfused"))
     if not bits:
         for layer in cache.layers:
             layer.arrays[0] = mx.full(layer.arrays[0].shape, float("nan"), mx.float32)
@@ -107,7 +108,7 @@ def test_through_the_kernel(name: str, bits: int, launches: list[Any]) -> None:
 )
 def test_its_masks_through_the_kernel(kind: str, mask: str, S: int, launches: list[Any]) -> None:
     """Those of the step are a window to the kernel; any other is an array."""
-    options: dict[str, Any] = {"quant_bit": 0, "dtype": mx.float32}
+    options: dict[str, Any] = {"kv_bits": 0, "dtype": mx.float32}
     layer = BridgedKVCache(64, 2, 64, **options)
     if kind == "ring":
         layer = BridgedWindowCache(64, 2, 64, window=9, **options)

@@ -147,7 +147,7 @@ def test_attention_of_the_pocket_model_is_exact(
     """Every layer on real inputs, through the engine's cache, against the oracle on the whole keys and values."""
     model = load_decoder(plant(pocket_folder, tmp_path / "planted", constant))
     x = model._embed_tokens.rows(mx.array([heldout_ids[:40]]))
-    for layer, cache in zip(model.layers, model.make_cache(42, quant_bit=0, bias_split=split), strict=True):
+    for layer, cache in zip(model.layers, model.make_cache(42, kv_bits=0, bias_split=split), strict=True):
         normed = mx.fast.rms_norm(x, layer.norms["before_attention"], layer.rms_norm_eps)
         heads = (np.array(layer.self_attn.qkv_proj(normed)) + np.array(layer.self_attn.qkv_bias.whole)).astype(float)
         heads = heads.reshape(1, 40, H + 2 * K, D)
@@ -198,7 +198,7 @@ def test_models_agree_with_and_without(make_checkpoint: Make, size: float, bits:
     ids = mx.random.randint(0, 300, (1, 40), key=mx.random.key(3))
     expected = model(ids)
     for bounds in STEPS.values():
-        cache = model.make_cache(64, quant_bit=0)
+        cache = model.make_cache(64, kv_bits=0)
         assert all(layer.bias_split is not None for layer in cache)
         parts = [model(ids[:, a:b], cache=cache) for a, b in pairwise(bounds)]
         error = mx.abs(mx.concatenate(parts, axis=1) - expected).max() / mx.abs(expected).max()
@@ -228,7 +228,7 @@ def test_models_with_other_rotary_positions_agree(make_checkpoint: Make, kind: s
     ids = mx.random.randint(0, 300, (1, 40), key=mx.random.key(3))
     expected = model(ids)
     for bounds in STEPS.values():
-        cache = model.make_cache(40, quant_bit=0)
+        cache = model.make_cache(40, kv_bits=0)
         parts = [model(ids[:, a:b], cache=cache) for a, b in pairwise(bounds)]
         assert relative_error(mx.concatenate(parts, axis=1), expected) < 40 * FLOAT32_EPSILON * 10 * 30
 
@@ -238,7 +238,7 @@ def test_split_off_stores_whole_keys_and_split_on_stores_none_of_the_bias(make_c
     ids = mx.random.randint(0, 300, (1, 40), key=mx.random.key(3))
     largest = {}
     for split in (True, False):
-        cache = model.make_cache(64, quant_bit=0, bias_split=split)
+        cache = model.make_cache(64, kv_bits=0, bias_split=split)
         mx.eval(model(ids, cache=cache))
         largest[split] = max(mx.abs(layer.cache[:, :, 0]).max().item() for layer in cache)
         assert all((layer.bias_split is not None) == split for layer in cache)
@@ -251,7 +251,7 @@ def test_four_bits_need_the_split(make_checkpoint: Make) -> None:
     expected = model(ids)
     error = {}
     for split in (True, False):
-        logits = model(ids, cache=model.make_cache(64, quant_bit=4, quant_group=32, bias_split=split))
+        logits = model(ids, cache=model.make_cache(64, kv_bits=4, kv_group_size=32, bias_split=split))
         error[split] = mx.abs(logits - expected).mean().item()
     assert error[True] < 0.3 * error[False]
 

@@ -26,7 +26,7 @@ def _feed(cache: QuantizedKVCache | FullKVCache, count: int, seed: int) -> mx.ar
 
 
 @pytest.mark.parametrize(
-    ("quant_bit", "quant_group", "scale_dtype", "expected"),
+    ("kv_bits", "kv_group_size", "scale_dtype", "expected"),
     [
         # 2 kv heads x (key, value) x 100 tokens x (64 values + 64 / group scales)
         (8, 32, mx.float16, 400 * (64 + 2 * 2)),
@@ -36,10 +36,10 @@ def _feed(cache: QuantizedKVCache | FullKVCache, count: int, seed: int) -> mx.ar
     ],
 )
 def test_bytes_are_exact_before_and_after(
-    quant_bit: int, quant_group: int, scale_dtype: mx.Dtype, expected: int
+    kv_bits: int, kv_group_size: int, scale_dtype: mx.Dtype, expected: int
 ) -> None:
     cache = QuantizedKVCache(
-        100, KV_HEADS, HEAD_DIM, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=scale_dtype
+        100, KV_HEADS, HEAD_DIM, kv_bits=kv_bits, kv_group_size=kv_group_size, scale_dtype=scale_dtype
     )
     assert cache.nbytes == expected
     mx.eval(_feed(cache, 70, 0), _feed(cache, 30, 1))
@@ -88,14 +88,14 @@ def test_trimmed_and_reset_rows_do_not_matter(kind: str) -> None:
         used.trim(-1)
 
 
-@pytest.mark.parametrize(("quant_bit", "bound"), [(0, 1e-6), (8, 0.02), (4, 0.3)])
-def test_quantized_and_full_cache_agree(quant_bit: int, bound: float) -> None:
-    quantized = QuantizedKVCache(32, KV_HEADS, HEAD_DIM, quant_bit=quant_bit, dtype=mx.float32)
+@pytest.mark.parametrize(("kv_bits", "bound"), [(0, 1e-6), (8, 0.02), (4, 0.3)])
+def test_quantized_and_full_cache_agree(kv_bits: int, bound: float) -> None:
+    quantized = QuantizedKVCache(32, KV_HEADS, HEAD_DIM, kv_bits=kv_bits, dtype=mx.float32)
     full = FullKVCache()
     for count, seed in ((11, 0), (1, 5), (4, 9)):
         error = relative_error(_feed(quantized, count, seed), _feed(full, count, seed))
         assert error <= bound
-        assert quant_bit == 0 or error > bound / 100  # it did go through quantized values
+        assert kv_bits == 0 or error > bound / 100  # it did go through quantized values
 
 
 @pytest.mark.parametrize("kind", ["quantized", "full"])
@@ -139,8 +139,8 @@ def test_full_cache_contract() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"max_seq_len": 0}, {"num_kv_heads": -1}, {"head_dim": True}, {"quant_bit": 3},
-        {"quant_group": 48}, {"quant_group": 0}, {"scale_dtype": mx.bfloat16},
+        {"max_seq_len": 0}, {"num_kv_heads": -1}, {"head_dim": True}, {"kv_bits": 3},
+        {"kv_group_size": 48}, {"kv_group_size": 0}, {"scale_dtype": mx.bfloat16},
         {"dtype": mx.int8},
     ],
 )  # fmt: skip

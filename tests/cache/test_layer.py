@@ -49,7 +49,7 @@ def test_attention_is_the_oracle_s(shape: tuple[int, int, int], offset: int, S: 
     """In float64."""
     H, K, D = shape
     past, query, key = normal(1, 1, K, ROOM, D), normal(2, 1, H, S, D), normal(5, 1, K, S, D)
-    cache = filled(K, D, past, offset, quant_bit=0)
+    cache = filled(K, D, past, offset, kv_bits=0)
     rng = np.random.default_rng(6)
     keep = rng.random((H, S, offset + S)) > 0.3
     mask = {"none": None, "float": np.where(keep, rng.standard_normal(keep.shape), -np.inf).astype(np.float32)}
@@ -69,7 +69,7 @@ def test_attention_is_the_oracle_s(shape: tuple[int, int, int], offset: int, S: 
 def test_a_static_append_is_the_same_attention(shape: tuple[int, int, int], bits: int, split: bool) -> None:
     H, K, D = shape
     sinks = normal(7, H) if split else None
-    options = {"quant_bit": bits, "quant_group": 16, "bias_split": split_of(K, D) if split else None}
+    options = {"kv_bits": bits, "kv_group_size": 16, "bias_split": split_of(K, D) if split else None}
     past = normal(1, 1, K, ROOM, D)
     for offset, rows, S in ((0, 1, 1), (0, 16, 2), (9, 10, 1), (9, 20, 4), (19, 20, 1), (2, 10, 8), (19, ROOM, 1)):
         query, key = normal(2, 1, H, S, D), normal(5, 1, K, S, D)
@@ -88,7 +88,7 @@ def test_a_static_append_is_the_same_attention(shape: tuple[int, int, int], bits
 def test_the_fused_kernel_is_the_same_attention(checked_gpu: None, bits: int, S: int, split: bool) -> None:
     H, K, D = 4, 2, 64
     sinks = normal(7, H) if split else None
-    options = {"quant_bit": bits, "bias_split": split_of(K, D) if split else None}
+    options = {"kv_bits": bits, "bias_split": split_of(K, D) if split else None}
     past, query, key = normal(1, 1, K, ROOM, D), normal(2, 1, H, S, D), normal(5, 1, K, S, D)
     caches = [filled(K, D, past, 9, kernels=kernels, **options) for kernels in ("unfused", "fused", "fused")]
     expected, given = (cache.attend(query, key, key * 2, sinks=sinks) for cache in caches[:2])
@@ -102,7 +102,7 @@ def test_the_fused_kernel_is_the_same_attention(checked_gpu: None, bits: int, S:
 
 def peak_of_appends(room: int, bits: int, *, static: bool, hold: bool = False) -> int:
     """Bytes above the resting state while 10 rows are appended."""
-    cache = QuantizedKVCache(room, 2, 64, quant_bit=bits, dtype=mx.float32)
+    cache = QuantizedKVCache(room, 2, 64, kv_bits=bits, dtype=mx.float32)
     query, rows = normal(1, 1, 4, 3, 64), normal(2, 1, 2, 3, 64)
     mx.eval(cache.attend(query, rows, rows))
     held = [cache.cache[..., :1, :]] if hold else []

@@ -19,7 +19,7 @@ IDS = list(range(20, 45))
 
 def _caches(model: Decoder) -> list[ModelCache]:
     return [
-        *(model.make_cache(64, quant_bit=bits) for bits in (8, 4, 0)),
+        *(model.make_cache(64, kv_bits=bits) for bits in (8, 4, 0)),
         ModelCache([FullKVCache() for _ in model.layers]),
     ]
 

@@ -12,7 +12,7 @@ import pytest
 from support.counts import count
 from support.pools import check_pages, close, decode, prefill, tiny_model
 
-from kvant.cache import ModelCache
+from kvant.cache import CacheOptions, ModelCache
 from kvant.errors import ContextError
 from kvant.models import Decoder, load_decoder
 from kvant.models.caches import pool_size
@@ -30,7 +30,7 @@ LENGTHS = (3, 128, 25, 300, 129, 1, 256, 77)
 
 def _alone(model: Decoder, ids: list[int], tokens: int, bits: int) -> tuple[list[int], ModelCache, list[mx.array]]:
     """Greedy tokens through a cache of its own, and the logits each was picked from."""
-    cache = model.make_cache(len(ids) + tokens, quant_bit=bits)
+    cache = model.make_cache(len(ids) + tokens, kv_bits=bits)
     logits = [model.next_logits(mx.array([ids]), cache)]
     mx.eval(logits)
     cache.commit()
@@ -47,7 +47,7 @@ def test_eight_sequences_are_what_each_is_alone(pocket: Pocket, heldout_ids: lis
     model, _ = pocket
     prompts = [heldout_ids[50 * i : 50 * i + length] for i, length in enumerate(LENGTHS)]
     tokens = count(12, 48)
-    pool = model.make_pool(2048, sequences=8, quant_bit=bits)
+    pool = model.make_pool(2048, sequences=8, kv_bits=bits)
     sequences = [pool.sequence(len(ids) + tokens) for ids in prompts]
     logits = mx.concatenate([prefill(model, pool, *both) for both in zip(sequences, prompts, strict=True)])
     batch = pool.batch(sequences, rows=10)
@@ -73,7 +73,7 @@ def test_a_step_changes_a_pool_in_place_whatever_its_size(pocket: Pocket, bits: 
     model, _ = pocket
     peaks = []
     for tokens in (1024, 102400):
-        pool = model.make_pool(tokens, sequences=8, quant_bit=bits, max_seq_len=512)
+        pool = model.make_pool(tokens, sequences=8, kv_bits=bits, max_seq_len=512)
         sequences = [pool.sequence(256) for _ in range(3)]
         for ids in (range(100), range(40)):
             for sequence in sequences:
@@ -101,7 +101,7 @@ def test_its_arrays_are_those_of_pmxs_paged_operator(pocket: Pocket, bits: int) 
     """cache_mode 1, cache_layout 3: the operator writes the same bytes and attends to the same tokens."""
     model, _ = pocket
     H, K, D = model.config.num_attention_heads, model.config.num_key_value_heads, model.config.head_dim
-    pool = model.make_pool(2048, sequences=3, quant_bit=bits, bias_split=False)
+    pool = model.make_pool(2048, sequences=3, kv_bits=bits, bias_split=False)
     sequences = [pool.sequence(400) for _ in range(3)]
     for sequence, length in zip(sequences, (130, 5, 256), strict=True):
         prefill(model, pool, sequence, list(range(length)))
@@ -125,8 +125,8 @@ def test_its_arrays_are_those_of_pmxs_paged_operator(pocket: Pocket, bits: int) 
         num_heads=H,
         head_dim=D,
         num_kv_heads=K,
-        quant_bit=bits,
-        quant_group=32,
+        kv_bits=bits,
+        kv_group_size=32,
         cache_mode=1,
         cache_layout=3,
     )
@@ -149,14 +149,14 @@ def test_a_few_tokens_of_each_are_as_each_alone(bits: int, options: str, window:
     )  # fmt: skip
     extra: dict[str, Any] = {"bias_split": split} if options == "bias split" else {"sinks": mx.random.normal((H,))}
     values = mx.random.normal((2, K, 300, D))
-    arrays = list(quantize(values, quant_bit=bits, quant_group=32)) if bits else [values]
+    arrays = list(quantize(values, kv_bits=bits, kv_group_size=32)) if bits else [values]
     query = mx.random.normal((3, H, S, D))
 
     def attend(query: mx.array, ends: list[int], new_tokens: int) -> mx.array:
         starts = [0 if window is None else max(0, end - new_tokens + 1 - window) for end in ends]
         runs = [[(100 * b + start, 100 * b + end)] for b, (start, end) in enumerate(zip(starts, ends, strict=True))]
         rows = paged_attention.PagedRows([], runs, starts, window)
-        return paged_attention.attend_rows(query, arrays, rows, quant_bit=bits, **extra)
+        return paged_attention.attend_rows(query, arrays, rows, kv_bits=bits, **extra)
 
     output = attend(query, [length + S for length in lengths], S)
     for i in range(S):
@@ -180,7 +180,7 @@ def test_tokens_are_read_a_share_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         found.append(
-            paged_attention.append_and_attend_paged(query, key, key, arrays, rows, quant_bit=8, quant_group=32)
+            paged_attention.append_and_attend_paged(query, key, key, arrays, rows, kv_bits=8, kv_group_size=32)
         )
         mx.eval(found)
         peaks.append(mx.get_peak_memory() - before)
@@ -195,7 +195,7 @@ def test_ragged_sequences_are_mlx_lms_own(
     folder, reference = make_checkpoint()
     model = load_decoder(folder)
     texts = [[(i * i + 7 * b) % 300 for i in range(length)] for b, length in enumerate((5, 130, 256))]
-    pool = model.make_pool(2048, sequences=3, quant_bit=0)
+    pool = model.make_pool(2048, sequences=3, kv_bits=0)
     sequences = [pool.sequence(300) for _ in texts]
     for sequence, ids in zip(sequences, texts, strict=True):
         assert close(prefill(model, pool, sequence, ids), reference(mx.array([ids]))[:, -1], 1e-4)
@@ -213,7 +213,7 @@ def test_in_batches_of_one_size_company_changes_no_bit(tmp_path: Path, bits: int
     texts = [[(i * i + 7 * b) % 290 for i in range(length)] for b, length in enumerate((130, 5, 300, 130, 130, 130))]
     found = []
     for order in ([0], [3, 0, 1], [2, 1, 3, 0], [5, 0, 3, 4]):  # the last are all of one length
-        pool = model.make_pool(4096, sequences=4, quant_bit=bits, quant_group=16)
+        pool = model.make_pool(4096, sequences=4, kv_bits=bits, kv_group_size=16)
         sequences = [pool.sequence(400) for _ in order]
         for sequence, number in zip(sequences, order, strict=True):
             prefill(model, pool, sequence, texts[number])
@@ -317,7 +317,7 @@ def test_what_a_batch_is_not_made_of(pocket: Pocket) -> None:
 
 def test_another_models_pool_is_refused(pocket: Pocket, tmp_path: Path) -> None:
     windows = tiny_model(tmp_path / "windows", (None, 40, None, 200))
-    pool = windows.make_pool(1024, sequences=1, quant_group=16)
+    pool = windows.make_pool(1024, sequences=1, kv_group_size=16)
     batch = pool.batch([pool.sequence(1)])
     for model, message in (
         (pocket[0], r"layer 0 of the pool has kv heads and a head_dim of \(2, 16\); expected \(2, 64\)"),
@@ -342,8 +342,8 @@ def test_what_make_pool_refuses(pocket: Pocket, monkeypatch: pytest.MonkeyPatch)
     for name in ("tokens", "sequences", "prefill_step_size", "max_seq_len"):
         with pytest.raises(ValueError, match=f"{name} is 0; expected a positive int"):
             model.make_pool(**{"tokens": 128, "sequences": 1, name: 0})
-    with pytest.raises(ValueError, match="quant_bit is 5"):
-        model.make_pool(128, sequences=1, quant_bit=5)
+    with pytest.raises(ValueError, match="kv_bits is 5"):
+        model.make_pool(128, sequences=1, kv_bits=5)
     with pytest.raises(ContextError, match="this machine has"):
         model.make_pool(10**12, sequences=1, max_seq_len=1024)
     assert model.make_pool(4096, sequences=1).max_seq_len == model.config.max_position_embeddings == 2048
@@ -353,13 +353,13 @@ def test_what_make_pool_refuses(pocket: Pocket, monkeypatch: pytest.MonkeyPatch)
 def test_its_bytes_are_those_that_were_planned_and_allocated(pocket: Pocket, tmp_path: Path, bits: int) -> None:
     for model in (pocket[0], tiny_model(tmp_path / "a", (None, 40, 200)), tiny_model(tmp_path / "b", (40, 200))):
         for split in (True, False):
-            options = {"tokens": 3000, "sequences": 3, "quant_bit": bits, "quant_group": 16, "prefill_step_size": 100}
+            sizes, stored = {"tokens": 3000, "sequences": 3, "prefill_step_size": 100}, CacheOptions(bits, 16, split)
             mx.synchronize()
             before = mx.get_active_memory()
-            pool = model.make_pool(bias_split=split, **options)
+            pool = model.make_pool(**sizes, **stored.fields)
             allocated = mx.get_active_memory() - before
             pairs = [len(layer.self_attn.qkv_bias.pairs) for layer in model.layers] if split else None
-            planned = pool_size(model.config, dtype=model.dtype, split_pairs=pairs, **options)
+            planned = pool_size(model.config, stored, dtype=model.dtype, split_pairs=pairs, **sizes)
             assert pool.nbytes == planned
             assert planned <= allocated <= planned + 400_000
             assert format_bytes(planned) in pool.describe()

@@ -21,11 +21,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 def _pool(model: Decoder, bits: int) -> Pool:
-    return model.make_pool(4096, sequences=4, quant_bit=bits, quant_group=16, prefill_step_size=128)
+    return model.make_pool(4096, sequences=4, kv_bits=bits, kv_group_size=16, prefill_step_size=128)
 
 
 def _fed(model: Decoder, bits: int, length: int, reserved: int = 1000) -> ModelCache:
-    cache = model.make_cache(reserved, quant_bit=bits, quant_group=16)
+    cache = model.make_cache(reserved, kv_bits=bits, kv_group_size=16)
     for first in range(0, length, 128):
         model(mx.array([TEXT[first : min(first + 128, length)]]), cache=cache)
     return cache
@@ -70,7 +70,7 @@ def test_a_sequence_goes_on_in_a_cache_and_in_a_file(model: Decoder, bits: int, 
         given = model(mx.array([[5]]), cache=trimmed)[:, -1]
         assert close(given, model.logits(model.hidden_states(mx.array([[*TEXT[: back[-1]], 5]]))[:, -1]))
     cache.save(tmp_path / "saved")
-    other = model.make_cache(1000, quant_bit=bits, quant_group=16)
+    other = model.make_cache(1000, kv_bits=bits, kv_group_size=16)
     other.load(tmp_path / "saved")
     mine = sequence.fork()
     for _ in range(3):
@@ -106,9 +106,9 @@ def test_what_does_not_go_in(model: Decoder, tmp_path: Path) -> None:
     sequence = pool.sequence(100)
     refused = [
         (_fed(model, 8, 101), ContextError, "101 more tokens do not fit: 0 of the 100 reserved tokens are used"),
-        (_fed(model, 4, 10), ValueError, "quant_bit is 4; expected 8, in layer 0"),
-        (model.make_cache(50, quant_group=8), ValueError, "quant_group is 8; expected 16, in layer 0"),
-        (model.make_cache(50, quant_group=16, bias_split=False), ValueError, "split_pairs is None"),
+        (_fed(model, 4, 10), ValueError, "kv_bits is 4; expected 8, in layer 0"),
+        (model.make_cache(50, kv_group_size=8), ValueError, "kv_group_size is 8; expected 16, in layer 0"),
+        (model.make_cache(50, kv_group_size=16, bias_split=False), ValueError, "split_pairs is None"),
         (ModelCache([FullKVCache() for _ in model.layers]), ValueError, "kind is 'full'; expected 'quantized'"),
         (ModelCache([FullKVCache()]), ValueError, "the cache has 1 layers; expected 3"),
     ]
@@ -172,7 +172,7 @@ def test_a_load_that_is_interrupted_leaves_an_empty_sequence(model: Decoder, mon
 
 def test_nothing_holds_the_arrays_afterwards(model: Decoder) -> None:
     """A step after it takes what one before it took, not another pool."""
-    pool = model.make_pool(200 * 128, sequences=4, quant_bit=8, quant_group=16, max_seq_len=900)
+    pool = model.make_pool(200 * 128, sequences=4, kv_bits=8, kv_group_size=16, max_seq_len=900)
     sequence = pool.sequence(900)
     prefill(model, pool, sequence, TEXT[:300])
     peaks = []

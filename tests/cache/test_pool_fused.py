@@ -154,7 +154,7 @@ PROMPTS = [[(7 + 31 * i + 5 * b) % 290 for i in range(length)] for b, length in 
 def _pools(model: Decoder, bits: int = 0, **options: Any) -> list[Pool]:
     """The same pool fused and unfused."""
     sizes = {"tokens": 4096, "sequences": 6, "max_seq_len": 500} | options
-    return [model.make_pool(**sizes, quant_bit=bits, quant_group=16, kernels=kernels) for kernels in (None, "unfused")]
+    return [model.make_pool(**sizes, kv_bits=bits, kv_group_size=16, kernels=kernels) for kernels in (None, "unfused")]
 
 
 def test_logits_are_those_of_the_unfused_pool(tiny: Decoder, fused_calls: Calls) -> None:
@@ -184,7 +184,7 @@ def test_the_engine_answers_as_with_the_unfused_pool(
     """Answers of different lengths, some of one prompt, and prompts that begin like earlier ones."""
     found = []
     for kernels in (None, "unfused"):
-        options = {"quant_group": 16, "kernels": kernels, "max_seq_len": 500}
+        options = {"kv_group_size": 16, "kernels": kernels, "max_seq_len": 500}
         scheduler, pool = scheduler_of(tiny, bits, max_batch=4, deterministic=deterministic, pool=options)
         requests = [Request(ids, 6 + 3 * number) for number, ids in enumerate(PROMPTS)]
         requests.append(Request([*PROMPTS[2], 5], 5, make_sampler(temp=1.0, seed=4), answers=3))
@@ -201,7 +201,7 @@ def test_an_engine_on_the_kernels_text(tmp_path: Path, launches: list[Any]) -> N
     found = []
     for kernels in ("unfused", None):
         assert not launches
-        pool = model.make_pool(1024, sequences=3, quant_group=16, kernels=kernels)
+        pool = model.make_pool(1024, sequences=3, kv_group_size=16, kernels=kernels)
         engine = BatchEngine(model, pool, max_batch=3)
         answers = [engine.submit(Request(ids, 3)) for ids in (PROMPTS[0], PROMPTS[1], PROMPTS[2][:256])]
         found.append([[token.token for token in answer] for answer in answers])
@@ -249,7 +249,7 @@ def test_which_layers_are_fused(
     tiny: Decoder, tmp_path: Path, fused_calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def backends(model: Decoder, **options: Any) -> set[str | None]:
-        return {layer.backend for layer in model.make_pool(512, sequences=1, quant_group=16, **options).layers}
+        return {layer.backend for layer in model.make_pool(512, sequences=1, kv_group_size=16, **options).layers}
 
     assert backends(tiny) == backends(tiny, kernels="fused") == {"metal"}
     assert backends(tiny, kernels="unfused") == {None}

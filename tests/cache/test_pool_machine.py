@@ -44,8 +44,8 @@ class _Machine(RuleBasedStateMachine):
         self.pool = self.model.make_pool(
             pages * PAGE,
             sequences=MOST,
-            quant_bit=self.bits,
-            quant_group=16,
+            kv_bits=self.bits,
+            kv_group_size=16,
             bias_split=bias,
             prefill_step_size=STEP,
         )

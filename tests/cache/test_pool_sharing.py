@@ -33,7 +33,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 def _pool(model: Decoder, tokens: int = 4096, **options: Any) -> Pool:
-    return model.make_pool(tokens, sequences=8, quant_bit=0, prefill_step_size=128, **options)
+    return model.make_pool(tokens, sequences=8, kv_bits=0, prefill_step_size=128, **options)
 
 
 def _expected(model: Decoder, ids: list[int]) -> mx.array:
@@ -124,7 +124,7 @@ def test_with_windows_only_whole_pages_are_shared(model: Decoder) -> None:
 def test_conversations_that_branch_are_read_as_they_were_written(plain: Decoder, bits: int) -> None:
     """Random branches of one text, in a pool that is always full: tokens of a shared row are those that were fed."""
     random = Random(bits)
-    pool = plain.make_pool(1280, sequences=4, quant_bit=bits, quant_group=16, prefill_step_size=128)
+    pool = plain.make_pool(1280, sequences=4, kv_bits=bits, kv_group_size=16, prefill_step_size=128)
     texts: list[list[int]] = [TEXT[:300]]
     copied = 0
     for _ in range(count(30, 300)):
@@ -136,7 +136,7 @@ def test_conversations_that_branch_are_read_as_they_were_written(plain: Decoder,
         copied += held % 128
         logits = prefill(plain, pool, sequence, text[held:400])
         if bits:
-            fresh = plain.make_pool(512, sequences=1, quant_bit=bits, quant_group=16, prefill_step_size=128)
+            fresh = plain.make_pool(512, sequences=1, kv_bits=bits, kv_group_size=16, prefill_step_size=128)
             expected = prefill(plain, fresh, fresh.sequence(400), text[:400])
             assert mx.abs(logits - expected).max() < 0.05 * mx.abs(expected).max()
         else:
@@ -199,7 +199,7 @@ def test_a_page_that_only_the_index_shares_is_written_without_a_copy_where_there
 def test_pools_and_prefixes_of_quantized_tokens_are_read_as_they_were_written(model: Decoder) -> None:
     """A hit gives the logits that feeding the same chunks again gives, bit for bit."""
     for bits in (8, 4):
-        pool = model.make_pool(4096, sequences=8, quant_bit=bits, quant_group=16, prefill_step_size=128)
+        pool = model.make_pool(4096, sequences=8, kv_bits=bits, kv_group_size=16, prefill_step_size=128)
         first = pool.sequence(700)
         expected = prefill(model, pool, first, TEXT[:400])
         first.share_prefix()
@@ -261,7 +261,7 @@ def test_release(plain: Decoder, tmp_path: Path) -> None:
         lambda: sequence.fork(),
         lambda: sequence.share_prefix(),
         lambda: sequence.to_cache(),
-        lambda: sequence.load(plain.make_cache(8, quant_bit=0)),
+        lambda: sequence.load(plain.make_cache(8, kv_bits=0)),
     ]
     for use in uses:
         with pytest.raises(RuntimeError, match="the sequence was released"):

@@ -18,7 +18,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 def _pool(model: Decoder, tokens: int = 4096, sequences: int = 4) -> Pool:
-    return model.make_pool(tokens, sequences=sequences, quant_bit=0, prefill_step_size=128)
+    return model.make_pool(tokens, sequences=sequences, kv_bits=0, prefill_step_size=128)
 
 
 def _expected(model: Decoder, ids: list[int]) -> mx.array:
@@ -83,7 +83,7 @@ def test_how_far_it_goes_back(model: Decoder) -> None:
 
 def test_what_sequences_may_hold_is_reserved(model: Decoder) -> None:
     """A pool for two texts has a ring for each: a third finds pages in the full layers, and none in the windows."""
-    pool = model.make_pool(4096, sequences=2, quant_bit=0, prefill_step_size=128)
+    pool = model.make_pool(4096, sequences=2, kv_bits=0, prefill_step_size=128)
     sequence = pool.sequence(1000)
     assert pool.fits(1000)
     other = sequence.fork()
@@ -95,7 +95,7 @@ def test_what_sequences_may_hold_is_reserved(model: Decoder) -> None:
 
 
 def test_a_window_as_wide_as_a_sequence_is_none(model: Decoder) -> None:
-    pool = model.make_pool(1024, sequences=4, quant_bit=0, max_seq_len=200)
+    pool = model.make_pool(1024, sequences=4, kv_bits=0, max_seq_len=200)
     assert [part.window for part in pool.parts] == [None, 40]
     sequence = pool.sequence(200)
     assert close(prefill(model, pool, sequence, TEXT[:190]), _expected(model, TEXT[:190]))
@@ -104,7 +104,7 @@ def test_a_window_as_wide_as_a_sequence_is_none(model: Decoder) -> None:
 def test_layers_that_all_have_windows(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Then a sequence's pages are those of its ring, however long it gets."""
     model = tiny_model(tmp_path_factory.mktemp("all"), (40, 200))
-    pool = model.make_pool(1024, sequences=1, quant_bit=0, prefill_step_size=128)
+    pool = model.make_pool(1024, sequences=1, kv_bits=0, prefill_step_size=128)
     assert (pool.num_pages, pool.num_free, pool.pages_needed(1000)) == (4, 4, 4)
     sequence = pool.sequence(1000)
     assert (pool.num_free, pool.fits(1)) == (0, False)

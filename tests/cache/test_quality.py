@@ -34,15 +34,15 @@ def _divergence(expected: mx.array, given: mx.array) -> tuple[float, float]:
 @pytest.fixture(scope="module")
 def exact(pocket: Pocket, heldout_ids: list[int]) -> mx.array:
     model, _ = pocket
-    return _logprobs(model, heldout_ids, _half_way(model, heldout_ids, quant_bit=0))
+    return _logprobs(model, heldout_ids, _half_way(model, heldout_ids, kv_bits=0))
 
 
-@pytest.mark.parametrize("quant_group", [8, 32, 64])
+@pytest.mark.parametrize("kv_group_size", [8, 32, 64])
 def test_eight_bits_cost_nothing_that_matters(
-    pocket: Pocket, heldout_ids: list[int], exact: mx.array, quant_group: int
+    pocket: Pocket, heldout_ids: list[int], exact: mx.array, kv_group_size: int
 ) -> None:
     model, _ = pocket
-    cache = _half_way(model, heldout_ids, quant_bit=8, quant_group=quant_group)
+    cache = _half_way(model, heldout_ids, kv_bits=8, kv_group_size=kv_group_size)
     mean, p99 = _divergence(exact, _logprobs(model, heldout_ids, cache))
     assert 0 < mean < MEAN_BOUND
     assert p99 < P99_BOUND
@@ -50,7 +50,7 @@ def test_eight_bits_cost_nothing_that_matters(
 
 def test_a_scale_shifted_by_one_group_is_noticed(pocket: Pocket, heldout_ids: list[int], exact: mx.array) -> None:
     model, _ = pocket
-    cache = _half_way(model, heldout_ids, quant_bit=8)
+    cache = _half_way(model, heldout_ids, kv_bits=8)
     for layer in cache:
         layer.arrays[1] = mx.roll(layer.scale, 1, axis=-1)
     mean, p99 = _divergence(exact, _logprobs(model, heldout_ids, cache))
@@ -62,7 +62,7 @@ def test_more_bits_and_smaller_groups_are_better(pocket: Pocket, heldout_ids: li
     model, _ = pocket
     formats = [(8, 32), (4, 8), (4, 64)]
     means = [
-        _divergence(exact, _logprobs(model, heldout_ids, _half_way(model, heldout_ids, quant_bit=b, quant_group=g)))[0]
+        _divergence(exact, _logprobs(model, heldout_ids, _half_way(model, heldout_ids, kv_bits=b, kv_group_size=g)))[0]
         for b, g in formats
     ]
     assert means == sorted(means)

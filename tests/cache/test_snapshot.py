@@ -29,11 +29,11 @@ Make = Callable[..., tuple[Path, Any]]
 IDS = [(7 + 31 * i) % 900 for i in range(70)]
 MORE = [[5], [6, 7, 8], [9], list(range(10, 40)), [11]]
 FORMATS: list[dict[str, Any]] = [
-    {"quant_bit": 8},
-    {"quant_bit": 4, "quant_group": 16},
-    {"quant_bit": 0},
-    {"quant_bit": 8, "bias_split": False},
-    {"quant_bit": 4, "kernels": "unfused"},
+    {"kv_bits": 8},
+    {"kv_bits": 4, "kv_group_size": 16},
+    {"kv_bits": 0},
+    {"kv_bits": 8, "bias_split": False},
+    {"kv_bits": 4, "kernels": "unfused"},
 ]
 
 
@@ -104,14 +104,14 @@ def test_windows(make_checkpoint: Make, tmp_path: Path, bits: int, reserved: int
     """A layer that keeps everything, and a ring that has wrapped, with a bias split whose angles it turns."""
     folder, _ = make_checkpoint(use_sliding_window=True, sliding_window=24, max_window_layers=1)
     model = _biased(load_decoder(folder))
-    first = model.make_cache(reserved, quant_bit=bits)
+    first = model.make_cache(reserved, kv_bits=bits)
     assert all(layer.bias_split is not None and layer.bias_split.pairs for layer in first)
     ids = [3 + i % 200 for i in range(min(100, reserved - 1))]
     for start in range(0, len(ids), 33):
         model(mx.array([ids[start : start + 33]]), cache=first)
     first.trim(2)
     first.save(tmp_path / "saved")
-    loaded, forked = model.make_cache(reserved, quant_bit=bits), first.fork()
+    loaded, forked = model.make_cache(reserved, kv_bits=bits), first.fork()
     loaded.load(tmp_path / "saved")
     for cache in (loaded, forked):  # of 17 tokens, 2 have been gone back already
         assert cache.can_trim_to(first.offset - 15)
@@ -132,7 +132,7 @@ def test_windows(make_checkpoint: Make, tmp_path: Path, bits: int, reserved: int
 @pytest.mark.parametrize("bits", [8, 0])
 def test_a_ring_with_kept_tokens(tmp_path: Path, bits: int) -> None:
     """The first four stay, the rest has wrapped, and the last ones are gone again."""
-    options: dict[str, Any] = {"window": 8, "keep": 4, "slack": 5, "quant_bit": bits, "dtype": mx.float32}
+    options: dict[str, Any] = {"window": 8, "keep": 4, "slack": 5, "kv_bits": bits, "dtype": mx.float32}
     first, loaded = (ModelCache([WindowKVCache(90, 2, 32, **options)]) for _ in range(2))
 
     def step(cache: ModelCache, new: int, seed: int) -> mx.array:
@@ -212,7 +212,7 @@ def test_any_reader_reads_it(pocket: Pocket, tmp_path: Path) -> None:
     assert stored["ids.0"].tolist() == IDS
     layer = cache[1]
     assert isinstance(layer, QuantizedKVCache)
-    expected = dequantize(layer.cache, layer.scale, quant_bit=8, quant_group=32)[0, 0, :, :, : len(IDS)]
+    expected = dequantize(layer.cache, layer.scale, kv_bits=8, kv_group_size=32)[0, 0, :, :, : len(IDS)]
     values, scales = (stored[f"layers.1.sequences.0.{name}"].astype(np.float32) for name in ("cache", "scale"))
     np.testing.assert_allclose(values * np.repeat(scales, 32, axis=-1), np.array(expected), rtol=1e-3)
     # Only rows in use are stored: 70 of 2,048.

@@ -27,7 +27,7 @@ LENGTH = 6
 
 
 def _layer(**changes: Any) -> QuantizedKVCache:
-    options: dict[str, Any] = {"max_seq_len": 12, "num_kv_heads": 1, "head_dim": 16, "quant_group": 16} | changes
+    options: dict[str, Any] = {"max_seq_len": 12, "num_kv_heads": 1, "head_dim": 16, "kv_group_size": 16} | changes
     if options.pop("window", None):
         return WindowKVCache(**options, window=8)
     return QuantizedKVCache(**options)
@@ -111,9 +111,9 @@ def test_truncated_anywhere_and_longer(saved: Path) -> None:
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "bits": ({"quant_bit": 4}, "quant_bit is 8; expected 4, in layer 0"),
-    "not quantized": ({"quant_bit": 0}, "quant_bit is 8; expected 0"),
-    "group": ({"quant_group": 8}, "quant_group is 16; expected 8"),
+    "bits": ({"kv_bits": 4}, "kv_bits is 8; expected 4, in layer 0"),
+    "not quantized": ({"kv_bits": 0}, "kv_bits is 8; expected 0"),
+    "group": ({"kv_group_size": 8}, "kv_group_size is 16; expected 8"),
     "heads": ({"num_kv_heads": 2}, "num_kv_heads is 1; expected 2"),
     "width": ({"head_dim": 32}, "head_dim is 16; expected 32"),
     "width of values": ({"value_head_dim": 32}, "value_head_dim is 16; expected 32"),
@@ -144,13 +144,13 @@ def test_another_window(tmp_path: Path) -> None:
         ({"window": 8, "keep": 2}, {"window": 8}, "keep is 2; expected 0"),
         ({"window": 8, "slack": 4}, {"window": 8}, "slack is 4; expected 16"),
     ):
-        ModelCache([WindowKVCache(100, 1, 16, quant_group=16, **given)]).save(tmp_path / "saved")
-        _refused(tmp_path / "saved", message, ModelCache([WindowKVCache(100, 1, 16, quant_group=16, **own)]))
+        ModelCache([WindowKVCache(100, 1, 16, kv_group_size=16, **given)]).save(tmp_path / "saved")
+        _refused(tmp_path / "saved", message, ModelCache([WindowKVCache(100, 1, 16, kv_group_size=16, **own)]))
 
 
 def test_tokens_that_a_window_has_forgotten(tmp_path: Path) -> None:
     """Of 25 tokens a window of 8 keeps 24. A cache without a ring can go back to any, and would read the first."""
-    ring = ModelCache([WindowKVCache(100, 1, 16, quant_group=16, window=8)])
+    ring = ModelCache([WindowKVCache(100, 1, 16, kv_group_size=16, window=8)])
     x = mx.ones((1, 1, 1, 16))
     for _ in range(25):
         ring.begin(mx.zeros((1, 1), mx.int32))
@@ -158,9 +158,9 @@ def test_tokens_that_a_window_has_forgotten(tmp_path: Path) -> None:
         ring.commit()
     ring.trim(17)
     ring.save(tmp_path / "saved")
-    plain = ModelCache([QuantizedKVCache(8, 1, 16, quant_group=16)])
+    plain = ModelCache([QuantizedKVCache(8, 1, 16, kv_group_size=16)])
     _refused(tmp_path / "saved", "tokens before 1 are forgotten", plain)
-    smaller = ModelCache([WindowKVCache(20, 1, 16, quant_group=16, window=8)])
+    smaller = ModelCache([WindowKVCache(20, 1, 16, kv_group_size=16, window=8)])
     smaller.load(tmp_path / "saved")
     assert (smaller.offset, smaller.can_trim_to(7)) == (8, False)
 
@@ -252,9 +252,9 @@ MADE_UP: dict[str, tuple[Change, str]] = {
     "heads beyond the file": (_in_layer("num_kv_heads", 2**24), "its tensors are not those"),
     "heads below 0": (_in_layer("num_kv_heads", -1), "num_kv_heads is -1"),
     "no heads": (_in_layer("num_kv_heads", 0), "0 kv heads"),
-    "a width of 17": (_in_layer("head_dim", 17), "quant_group is 16; expected a divisor"),
-    "3 bits": (_in_layer("quant_bit", 3), "a layer of 3 bits"),
-    "a group of 0": (_in_layer("quant_group", 0), "quant_group is 0"),
+    "a width of 17": (_in_layer("head_dim", 17), "kv_group_size is 16; expected a divisor"),
+    "3 bits": (_in_layer("kv_bits", 3), "a layer of 3 bits"),
+    "a group of 0": (_in_layer("kv_group_size", 0), "kv_group_size is 0"),
     "another dtype": (_in_layer("dtype", "U8"), "dtype is 'U8' at 8 bits; expected I8"),
     "an unknown dtype": (_in_layer("dtype", "F64"), "dtype is 'F64'; expected one of"),
     "scales of another dtype": (_in_layer("scale_dtype", "F32"), "its tensors are not those"),

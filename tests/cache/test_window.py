@@ -47,7 +47,7 @@ class _Layer:
     """One layer's cache, and everything that was given to it in float64."""
 
     def __init__(self, rng: np.random.Generator, window: int | None, keep: int, options: dict[str, Any]) -> None:
-        self.window, self.keep, self.bits = window, keep, options["quant_bit"]
+        self.window, self.keep, self.bits = window, keep, options["kv_bits"]
         self.key_bias, self.value_bias = np.zeros((K, 2, D // 2)), np.zeros((K, D))
         split = None
         if options.pop("split"):
@@ -62,7 +62,7 @@ class _Layer:
         sinks = options.pop("sinks")
         self.sinks = _normal(rng, H) if sinks else None
         slack = options.pop("slack")
-        options = options | {"quant_group": GROUP, "dtype": mx.float32, "scale_dtype": mx.float32}
+        options = options | {"kv_group_size": GROUP, "dtype": mx.float32, "scale_dtype": mx.float32}
         self.split, self.ring = split, {"window": window, "keep": keep, "slack": slack, "rotary": ROTARY}
         self.options = options
         self.cache = self.empty(RESERVED)
@@ -92,7 +92,7 @@ class _Layer:
     def _stored(self, x: mx.array) -> Array:
         """What quantization leaves of it."""
         if self.bits:
-            x = dequantize(*quantize(x, quant_bit=self.bits, quant_group=GROUP), quant_bit=self.bits, quant_group=GROUP)
+            x = dequantize(*quantize(x, kv_bits=self.bits, kv_group_size=GROUP), kv_bits=self.bits, kv_group_size=GROUP)
         return np.array(x, np.float64)
 
     def _expected(self, query: Array, start: int, end: int, mask: Array | None) -> Array:
@@ -141,7 +141,7 @@ class _Machine(RuleBasedStateMachine):
         self.rng = np.random.default_rng(seed)
         self.slack = options["slack"]
         self.windows = [window for window in windows if window is not None]
-        self.layers = [_Layer(self.rng, w, keep, options | {"quant_bit": bits}) for w in windows]
+        self.layers = [_Layer(self.rng, w, keep, options | {"kv_bits": bits}) for w in windows]
         self.cache = ModelCache([layer.cache for layer in self.layers])
         self.nbytes = self.cache.nbytes
         self.keep = keep
@@ -248,7 +248,7 @@ TestMachine.settings = settings(
 def test_the_rows_and_bytes(bits: int) -> None:
     """keep + window + slack rows, or as many as are reserved; all there from the start."""
     for reserved, rows in ((1000, 4 + 40 + 8), (30, 30)):
-        layer = WindowKVCache(reserved, K, D, window=40, keep=4, slack=8, quant_bit=bits, quant_group=16)
+        layer = WindowKVCache(reserved, K, D, window=40, keep=4, slack=8, kv_bits=bits, kv_group_size=16)
         row = 2 * K * (D * 2 if not bits else D * bits // 8 + D // 16 * 2)
         assert layer.nbytes == rows * row
         assert layer.num_rows == rows
@@ -281,7 +281,7 @@ def test_mlx_lm_agrees_where_it_is_right(keep: int, steps: list[int]) -> None:
     """Without kept tokens; with them only one token at a time after the prompt: its mask goes by the row's number."""
     rng = np.random.default_rng(0)
     size = 24
-    ours = WindowKVCache(500, K, D, window=size - keep, keep=keep, quant_bit=0, dtype=mx.float32)
+    ours = WindowKVCache(500, K, D, window=size - keep, keep=keep, kv_bits=0, dtype=mx.float32)
     theirs = RotatingKVCache(max_size=size, keep=keep)
     for i, new in enumerate(steps):
         query, key, value = (_normal(rng, 1, heads, new, D) for heads in (H, K, K))
@@ -307,7 +307,7 @@ def test_a_long_append_holds_no_more_than_itself() -> None:
 
 
 def _layer(rng: np.random.Generator, **options: Any) -> _Layer:
-    given = {"quant_bit": 8, "split": True, "sinks": False, "slack": 7} | options
+    given = {"kv_bits": 8, "split": True, "sinks": False, "slack": 7} | options
     return _Layer(rng, 20, 0, given)
 
 
@@ -414,7 +414,7 @@ def _wide(bits: int, split: bool, kernels: str, slack: int = 7) -> WindowKVCache
         window=12,
         keep=2,
         slack=slack,
-        quant_bit=bits,
+        kv_bits=bits,
         dtype=mx.float32,
         bias_split=bias,
         rotary=Rotary.plain(64, THETA),

@@ -123,7 +123,7 @@ USAGE_ERRORS = [
     (["generate", "a", "--bogus"], "--bogus"),
     (["generate", "a", "--kv-bits", "3"], "--kv-bits is 3; expected 0, 4 or 8"),
     (["generate", "a", "--kv-group-size", "0"], "--kv-group-size is 0"),
-    (["generate", "a", "--kv-group-size", "48"], "quant_group 48 does not divide the head dimension 64"),
+    (["generate", "a", "--kv-group-size", "48"], "kv_group_size 48 does not divide the head dimension 64"),
     (["generate", "a", "--max-kv-size", "0"], "--max-kv-size is 0"),
     (["generate", "a", "--max-tokens", "0"], "--max-tokens is 0"),
     (["generate", "a", "--prefill-step-size", "-1"], "--prefill-step-size is -1"),

@@ -11,6 +11,7 @@ from support.command import QUESTION, call
 from support.draft_models import save_draft_model
 from support.kinds import load_kind
 
+from kvant.cache import CacheOptions
 from kvant.cli.options import RunOptions
 from kvant.cli.session import open_session
 from kvant.engine.drafted_run import DraftedRun
@@ -104,7 +105,7 @@ def test_what_is_planned_is_reserved(small: str) -> None:
     assert drafts.cache is not None
     assert made.draft_weights == session.draft_model.nbytes
     assert made.draft_cache == drafts.cache.nbytes
-    assert {layer.quant_bit for layer in drafts.cache.layers} == {4}  # type: ignore[attr-defined]
+    assert {layer.kv_bits for layer in drafts.cache.layers} == {4}  # type: ignore[attr-defined]
     assert drafts.cache.groups == [16]
     ids = [n % 900 + 30 for n in range(190)]
     list(DraftedRun(session.model, ids, session.cache, drafts=drafts, max_tokens=12))
@@ -116,7 +117,9 @@ def test_the_plan(small: str, pocket_folder: Path) -> None:
     settings = Settings(draft_model=DraftModel(read_folder(Path(small))))
     alone = plan(read_folder(pocket_folder), max_kv_size=512, device="cpu")
     made = plan(read_folder(pocket_folder), max_kv_size=512, settings=settings, device="cpu")
-    own = plan(read_folder(Path(small)), max_kv_size=200, settings=Settings(kv_group_size=16), device="cpu")
+    own = plan(
+        read_folder(Path(small)), max_kv_size=200, settings=Settings(cache=CacheOptions(kv_group_size=16)), device="cpu"
+    )
     assert (made.draft_weights, made.draft_cache) == (own.weights, own.cache)
     assert made.arrays >= alone.arrays + own.weights + own.cache
     pool = plan(read_folder(pocket_folder), max_kv_size=512, settings=replace(settings, sequences=4), device="cpu")

@@ -18,6 +18,7 @@ from support.checkpoints import qwen2_config, qwen3_config, qwen3_moe_config, re
 
 import kvant
 from kvant import weights
+from kvant.cache import CacheOptions
 from kvant.cli import fitting, main, session
 from kvant.cli import plan as command
 from kvant.errors import ContextError, ModelError
@@ -62,7 +63,12 @@ def ways_of(line: str) -> list[list[str]]:
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str], pocket_folder: Path) -> None:
-    made = plan(Checkpoint.from_folder(pocket_folder), max_kv_size=1000, settings=Settings(kv_bits=4), device="cpu")
+    made = plan(
+        Checkpoint.from_folder(pocket_folder),
+        max_kv_size=1000,
+        settings=Settings(cache=CacheOptions(kv_bits=4)),
+        device="cpu",
+    )
     flags = ("--max-kv-size", "1000", "--kv-bits", "4", "--device", "cpu", "--memory", "1GB")
     code, out, err = call(capsys, "plan", "pocket", *flags)
     assert (code, err) == (0, "")

@@ -10,6 +10,7 @@ import pytest
 from support.bridged import write_mlx_lm
 from support.command import call
 
+from kvant.cache import CacheOptions
 from kvant.cli.fitting import ranks_for, ranks_that_fit
 from kvant.errors import ContextError, ModelError
 from kvant.machine import Machine, machine_with
@@ -121,7 +122,7 @@ def test_a_model_that_cannot_be_divided(tmp_path: Path) -> None:
 
 def test_a_run_is_refused_with_the_numbers() -> None:
     """And with what would fit, which does; one token more does not."""
-    checkpoint, settings = Checkpoint.from_facts(raw("qwen2.5-7b")), Settings(kv_bits=0)
+    checkpoint, settings = Checkpoint.from_facts(raw("qwen2.5-7b")), Settings(cache=CacheOptions(kv_bits=0))
     with pytest.raises(ContextError) as refused:
         ranks_that_fit(checkpoint, settings, 32768, machines(16, 8))
     made = ranks_for(checkpoint, settings, 32768, machines(16, 8))

@@ -93,7 +93,7 @@ def test_a_text_of_several_pieces(make_checkpoint: Any, pocket_folder: Path, tmp
 @pytest.mark.parametrize(
     ("arguments", "expected", "message"),
     [
-        (["--formats", "8g48"], 2, "--formats: format 8g48: quant_group 48 does not divide the head dimension 64"),
+        (["--formats", "8g48"], 2, "--formats: format 8g48: kv_group_size 48 does not divide the head dimension 64"),
         (["--formats", "3g32"], 2, "--formats: format '3g32' is unknown"),
         (["--tokens", "1"], 2, "--tokens is 1; expected at least 2"),
         (["--plot", "HERE/a.pdf"], 2, "--plot: the plot is to be a.pdf"),

@@ -224,7 +224,7 @@ def test_refusals(pocket: Pocket) -> None:
     with pytest.raises(ArgumentError, match="draft is 'suffix'; expected 'none' or 'prompt'"):
         batch_generate(*pocket, ["a"], draft="suffix")
     bridged = BridgedModel(build("qwen3_next")[0], BridgedConfig("qwen3_next", 100_000, None), mx.float32)
-    states = bridged.make_pool(256, sequences=1, max_seq_len=64, quant_bit=0)
+    states = bridged.make_pool(256, sequences=1, max_seq_len=64, kv_bits=0)
     with pytest.raises(
         ArgumentError, match="draft is 'prompt'; side by side drafts are for models that kvant computes"
     ):

@@ -32,7 +32,7 @@ def make(pocket: Pocket) -> Iterator[Callable[..., BatchEngine]]:
     made = []
 
     def engine(**options: Any) -> BatchEngine:
-        pool = pocket[0].make_pool(128 * PAGES, sequences=8, quant_bit=0)
+        pool = pocket[0].make_pool(128 * PAGES, sequences=8, kv_bits=0)
         made.append(BatchEngine(pocket[0], pool, **{"max_batch": 4} | options))
         return made[-1]
 
@@ -74,7 +74,7 @@ def test_arrays_that_another_thread_left_undone(pocket: Pocket, make: Callable[.
     """A cache is computed when it is submitted. A sampler's own array is the request's error, and nobody else's."""
     model, _ = pocket
     engine = make()
-    cache = model.make_cache(200, quant_bit=0)
+    cache = model.make_cache(200, kv_bits=0)
     model.feed(mx.array([[5, 6, 7]]), cache)
     cache.commit()
     undone = mx.ones((1,)) * mx.array([2.0])

@@ -79,9 +79,7 @@ def test_tokens_are_mlx_lms(
         (-(-(len(p) + n) // 128) for p, n in zip(prompts, given["max_tokens"], strict=True)), reverse=True
     )[:at_once]
     per_row = (
-        sum(
-            array.nbytes for layer in pocket[0].make_cache(128, quant_bit=0, bias_split=False) for array in layer.arrays
-        )
+        sum(array.nbytes for layer in pocket[0].make_cache(128, kv_bits=0, bias_split=False) for array in layer.arrays)
         // 128
     )
     assert 0 <= ours.stats.reserved_bytes - per_row * 128 * sum(largest) < 20_000  # tables of the bias split

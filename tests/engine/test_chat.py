@@ -20,7 +20,7 @@ QUESTIONS = ["Tell me a story about a fox named Pip.", "Who helped Pip?", "Thank
 @pytest.fixture
 def conversation(pocket: Pocket) -> Conversation:
     model, tokenizer = pocket
-    return Conversation(model, tokenizer, model.make_cache(1024, quant_bit=0))
+    return Conversation(model, tokenizer, model.make_cache(1024, kv_bits=0))
 
 
 def _text(responses: Iterator[GenerationResponse]) -> str:
@@ -30,7 +30,7 @@ def _text(responses: Iterator[GenerationResponse]) -> str:
 def _fresh_answer(pocket: Pocket, messages: list[Any], question: str, **options: Any) -> str:
     """The answer of a conversation whose history is fed anew."""
     model, tokenizer = pocket
-    other = Conversation(model, tokenizer, model.make_cache(1024, quant_bit=0))
+    other = Conversation(model, tokenizer, model.make_cache(1024, kv_bits=0))
     other.messages = list(messages)
     return _text(other.send(question, **options))
 
@@ -144,7 +144,7 @@ def test_stop_strings_do_not_stay_in_the_history(pocket: Pocket, conversation: C
 
 def test_a_full_context_loses_nothing(pocket: Pocket) -> None:
     model, tokenizer = pocket
-    conversation = Conversation(model, tokenizer, model.make_cache(48, quant_bit=0))
+    conversation = Conversation(model, tokenizer, model.make_cache(48, kv_bits=0))
     endless = make_logits_processors(dict.fromkeys(tokenizer.eos_token_ids, -1000000000.0))
     responses = list(conversation.send(QUESTIONS[0], max_tokens=500, logits_processors=endless))
     assert responses[-1].finish_reason == "context"

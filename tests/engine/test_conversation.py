@@ -33,14 +33,14 @@ from kvant.text.tokenizer import Tokenizer, load_tokenizer
 
 ANSWERED = {"max_tokens": 25}
 Pocket = tuple[Decoder, Tokenizer]
-FORMATS = [{"quant_bit": 8}, {"quant_bit": 4}, {"quant_bit": 0}, {"quant_bit": 8, "bias_split": False}]
+FORMATS = [{"kv_bits": 8}, {"kv_bits": 4}, {"kv_bits": 0}, {"kv_bits": 8, "bias_split": False}]
 
 TOLERANCE = {8: 0.02, 4: 0.1, 0: 1e-4}  # of a probability, by bits: a rounding may flip a quantized value
 
 
-def _make(pocket: Pocket, tokens: int = 1024, quant_bit: int = 8, **options: Any) -> Conversation:
+def _make(pocket: Pocket, tokens: int = 1024, kv_bits: int = 8, **options: Any) -> Conversation:
     model, tokenizer = pocket
-    return Conversation(model, tokenizer, model.make_cache(tokens, quant_bit=quant_bit), **options)
+    return Conversation(model, tokenizer, model.make_cache(tokens, kv_bits=kv_bits), **options)
 
 
 def _endless(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def test_a_forgotten_history_is_as_if_it_had_not_been(pocket: Pocket, form: dict
         middle = (150 + len(prompt_ids(tokenizer, [kept[0], kept[-1]]))) // 2
         assert middle - 60 < len(ids) <= middle
         assert conversation._cache.ids[0][: len(ids)] == ids
-        assert distance(responses[0].logprobs, fed_anew(model, ids, **form)) < TOLERANCE[form["quant_bit"]]
+        assert distance(responses[0].logprobs, fed_anew(model, ids, **form)) < TOLERANCE[form["kv_bits"]]
         assert len(prompt_ids(tokenizer, [*before, asking(question)])) > 150
     assert forgettings >= 3
 
@@ -136,7 +136,7 @@ def test_an_answer_goes_on_when_the_context_is_full(pocket: Pocket, form: dict[s
             assert conversation._cache.ids[0] == ids
             (endless,) = _endless(tokenizer)["logits_processors"]
             expected = endless(mx.array(ids), fed_anew(model, ids, **form))
-            assert distance(response.logprobs, expected) < TOLERANCE[form["quant_bit"]]
+            assert distance(response.logprobs, expected) < TOLERANCE[form["kv_bits"]]
         answer.append(response.token)
     assert compared >= 2
     assert len(answer) == 80
@@ -205,7 +205,7 @@ def test_another_try_feeds_one_token(pocket: Pocket) -> None:
 
 def test_an_edited_question_keeps_what_is_before_it(pocket: Pocket) -> None:
     _, tokenizer = pocket
-    conversation = _make(pocket, quant_bit=0)
+    conversation = _make(pocket, kv_bits=0)
     text_of(conversation.send(QUESTIONS[0], **ANSWERED))
     before = list(conversation.messages)
     text_of(conversation.send("Who helped Pip?", **ANSWERED))
@@ -213,7 +213,7 @@ def test_an_edited_question_keeps_what_is_before_it(pocket: Pocket) -> None:
     pip, bob = (prompt_ids(tokenizer, [*before, asking(f"Who helped {name}?")]) for name in ("Pip", "Bob"))
     assert conversation.reused_tokens == next(at for at in range(len(bob)) if pip[at] != bob[at]) > 40
     assert conversation.messages == [*before, asking("Who helped Bob?"), {"role": "assistant", "content": answer}]
-    fresh = _make(pocket, quant_bit=0)
+    fresh = _make(pocket, kv_bits=0)
     fresh.messages = before
     assert text_of(fresh.send("Who helped Bob?", **ANSWERED)) == answer
     # An earlier turn, by hand.

@@ -36,7 +36,7 @@ SAY = {"logits_processors": make_logits_processors({0: -1e9, 1: -1e9, 2: -1e9, 3
 def test_turns_and_forgettings(loaded: Loaded, bits: int) -> None:
     model, tokenizer = loaded
     conversation = Conversation(
-        model, tokenizer, model.make_cache(64, quant_bit=bits), system_prompt="w6 w7", overflow="forget"
+        model, tokenizer, model.make_cache(64, kv_bits=bits), system_prompt="w6 w7", overflow="forget"
     )
     start_of_answer = in_answer = 0
     for turn in range(count(7, 40)):
@@ -51,7 +51,7 @@ def test_turns_and_forgettings(loaded: Loaded, bits: int) -> None:
                 forgotten = conversation.forgotten
                 ids = prompt_ids(tokenizer, [before[0], *before[1 + forgotten :]]) + answer
                 assert conversation._cache.ids[0] == ids
-                expected = SAY["logits_processors"][0](mx.array(ids), fed_anew(model, ids, 64, quant_bit=bits))
+                expected = SAY["logits_processors"][0](mx.array(ids), fed_anew(model, ids, 64, kv_bits=bits))
                 assert distance(response.logprobs, expected) < TOLERANCE[bits]
             answer.append(response.token)
         check_consistent(conversation)
@@ -74,7 +74,7 @@ def test_interrupted_anywhere(loaded: Loaded) -> None:
 
     def begun() -> Conversation:
         conversation = Conversation(
-            model, tokenizer, model.make_cache(64, quant_bit=0), system_prompt="w6", overflow="forget"
+            model, tokenizer, model.make_cache(64, kv_bits=0), system_prompt="w6", overflow="forget"
         )
         for turn in range(3):
             talk(conversation, turn)
@@ -92,7 +92,7 @@ def test_interrupted_anywhere(loaded: Loaded) -> None:
         check_consistent(conversation)
         messages = list(conversation.messages)
         assert messages == before or messages[-2] == asking(_question(3))
-        fresh = Conversation(model, tokenizer, model.make_cache(64, quant_bit=0), overflow="forget")
+        fresh = Conversation(model, tokenizer, model.make_cache(64, kv_bits=0), overflow="forget")
         fresh.messages = messages
         assert talk(conversation, 4) == talk(fresh, 4)
         assert conversation.messages == fresh.messages

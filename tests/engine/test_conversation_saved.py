@@ -105,7 +105,7 @@ def test_another_format_is_refused_and_the_conversation_goes_on(pocket: Pocket, 
     conversation = _make(pocket)
     text_of(conversation.send(QUESTIONS[0], max_tokens=20))
     conversation.save(tmp_path / "talk")
-    other = Conversation(model, tokenizer, model.make_cache(512, quant_bit=0))
+    other = Conversation(model, tokenizer, model.make_cache(512, kv_bits=0))
     text_of(other.send(QUESTIONS[1], max_tokens=20))
     messages = list(other.messages)
     with pytest.raises(SnapshotError, match="of another format"):
@@ -113,7 +113,7 @@ def test_another_format_is_refused_and_the_conversation_goes_on(pocket: Pocket, 
     with pytest.raises(SnapshotError):
         other.load(tmp_path / "none")
     assert other.messages == messages
-    fresh = Conversation(model, tokenizer, model.make_cache(512, quant_bit=0))
+    fresh = Conversation(model, tokenizer, model.make_cache(512, kv_bits=0))
     fresh.messages = list(messages)
     assert text_of(other.send(QUESTIONS[2], max_tokens=20)) == text_of(fresh.send(QUESTIONS[2], max_tokens=20))
 
@@ -146,7 +146,7 @@ def test_everything_together(loaded: Loaded, tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_tokens": 8, "prefill_step_size": 16, **SAY}
     for seed in range(count(1, 40)):
         rng = random.Random(seed)
-        conversation = Conversation(model, tokenizer, model.make_cache(72, quant_bit=0), overflow="forget")
+        conversation = Conversation(model, tokenizer, model.make_cache(72, kv_bits=0), overflow="forget")
         saved: dict[Path, list[Any]] = {}
         done: list[str] = []
         for step in range(count(16, 40)):
@@ -182,7 +182,7 @@ def test_everything_together(loaded: Loaded, tmp_path: Path) -> None:
             conversation._end_turn()
             check_consistent(conversation)
             if rng.random() < 0.4:
-                fresh = Conversation(model, tokenizer, model.make_cache(72, quant_bit=0), overflow="forget")
+                fresh = Conversation(model, tokenizer, model.make_cache(72, kv_bits=0), overflow="forget")
                 fresh.messages = list(conversation.messages)
                 expected = text_of(fresh.send(question, **options))
                 assert text_of(conversation.send(question, **options)) == expected, done

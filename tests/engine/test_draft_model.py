@@ -52,9 +52,9 @@ def test_the_same_text(pocket: Pocket, small: LanguageModel, bits: int) -> None:
     cases = [("greedy", model), ("filtered", model), ("seeded", small), ("greedy", small)]
     for sampler, draft_model in cases[:: 1 if bits == 8 else 2]:
         settings: dict[str, Any] = {"max_tokens": TOKENS, "sampler": make_sampler(**SAMPLERS[sampler])}
-        plain = list(Run(model, PROMPT, model.make_cache(80, quant_bit=bits), **settings))
+        plain = list(Run(model, PROMPT, model.make_cache(80, kv_bits=bits), **settings))
         text = [token for token, _ in plain]
-        cache = model.make_cache(80, quant_bit=bits)
+        cache = model.make_cache(80, kv_bits=bits)
         drafts = ChanceModelDrafts(model=draft_model, vocab_size=model.config.vocab_size)
         run = DraftedRun(model, PROMPT, cache, drafts=drafts, **settings)
         for number, (token, logprobs) in enumerate(run):
@@ -79,7 +79,7 @@ def test_what_it_proposes_and_takes_back(pocket: Pocket, monkeypatch: pytest.Mon
     monkeypatch.setattr(model_drafter, "should_compile", lambda: compiled)
     model, _ = pocket
     rng = random.Random(4)
-    cache = model.make_cache(64, quant_bit=0)
+    cache = model.make_cache(64, kv_bits=0)
     drafter = ModelDrafter(model, cache, model.config.vocab_size, prefill_step_size=4)
     text: list[int] = []
     drafter.extend([])
@@ -123,8 +123,8 @@ def test_it_feeds_only_what_it_has_not_seen(pocket: Pocket, monkeypatch: pytest.
 
 def test_no_id_that_the_model_does_not_have(small: LanguageModel) -> None:
     size = small.config.vocab_size // 2  # so that many ids are beyond it
-    whole = ModelDrafter(small, small.make_cache(64, quant_bit=0), small.config.vocab_size)
-    cut = ModelDrafter(small, small.make_cache(64, quant_bit=0), size)
+    whole = ModelDrafter(small, small.make_cache(64, kv_bits=0), small.config.vocab_size)
+    cut = ModelDrafter(small, small.make_cache(64, kv_bits=0), size)
     beyond = 0
     for start in range(12):
         tokens = [(37 * start + 11 * n) % size for n in range(3)]

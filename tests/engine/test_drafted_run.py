@@ -29,7 +29,7 @@ def _settings(sampler: str, *, processed: bool) -> dict[str, Any]:
 )
 def test_the_same_text_and_cache(pocket: Pocket, bits: int, sampler: str, *, processed: bool) -> None:
     model, _ = pocket
-    plain_cache, cache = (model.make_cache(128, quant_bit=bits) for _ in range(2))
+    plain_cache, cache = (model.make_cache(128, kv_bits=bits) for _ in range(2))
     settings = _settings(sampler, processed=processed)
     plain_run = Run(model, PROMPT, plain_cache, max_tokens=TOKENS, **settings)
     plain = list(plain_run)
@@ -69,7 +69,7 @@ def test_whoever_samples_sees_every_token_in_order(pocket: Pocket) -> None:
 
         mx.random.seed(5)
         settings: dict[str, Any] = {"max_tokens": TOKENS, "sampler": sampler, "logits_processors": [seeing]}
-        cache = model.make_cache(128, quant_bit=0)
+        cache = model.make_cache(128, kv_bits=0)
         made = Run(model, PROMPT, cache, **settings)
         if drafts is not None:
             made = DraftedRun(model, PROMPT, cache, drafts=drafts, **settings)

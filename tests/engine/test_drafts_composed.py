@@ -43,7 +43,7 @@ def test_windows_and_bridged_models(loaded: Loaded, bits: int) -> None:
     """Past the window, in steps of up to 8 of which some tokens are taken back."""
     model, _ = loaded
     sampler = make_sampler(0.7, seed=2)
-    cache, another = (model.make_cache(128, quant_bit=bits) for _ in range(2))
+    cache, another = (model.make_cache(128, kv_bits=bits) for _ in range(2))
     plain = [t for t, _ in Run(model, PROMPT, another, max_tokens=50, sampler=sampler)]
     drafts = KnownDrafts(text=PROMPT + plain)
     run = DraftedRun(model, PROMPT, cache, max_tokens=50, sampler=sampler, drafts=drafts)
@@ -123,7 +123,7 @@ def test_a_conversation(pocket: Pocket) -> None:
     said = []
     for draft in ("none", "prompt"):
         conversation = Conversation(
-            model, tokenizer, model.make_cache(160, quant_bit=0), overflow="forget", template_variables={}
+            model, tokenizer, model.make_cache(160, kv_bits=0), overflow="forget", template_variables={}
         )
         options: dict[str, Any] = {"max_tokens": 40, "sampler": make_sampler(0.5, seed=1), "draft": draft}
         list(conversation.send("Say: red ball, red ball, red ball, red ball.", **options))
@@ -142,7 +142,7 @@ def test_interrupted_drafts(pocket: Pocket) -> None:
     """Ctrl-C at any line: the cache holds the tokens handed out but the last, as they are, or is as it was."""
     model, _ = pocket
     tokens, runs = 25, count(6, 300)
-    plain = [t for t, _ in Run(model, PROMPT, model.make_cache(80, quant_bit=0), max_tokens=tokens)]
+    plain = [t for t, _ in Run(model, PROMPT, model.make_cache(80, kv_bits=0), max_tokens=tokens)]
 
     def drafted(cache: ModelCache, seed: int) -> DraftedRun:
         return DraftedRun(model, PROMPT, cache, max_tokens=tokens, drafts=KnownDrafts(text=PROMPT + plain, seed=seed))
@@ -158,7 +158,7 @@ def test_interrupted_drafts(pocket: Pocket) -> None:
             return (
                 ModelCache([FullKVCache() for _ in model.layers])
                 if bits is None
-                else model.make_cache(80, quant_bit=bits)
+                else model.make_cache(80, kv_bits=bits)
             )
 
         cache, heard = make(), list[int]()

@@ -105,7 +105,7 @@ def test_exact_probabilities(
     draft = max(texts, key=lambda text: (texts[text], text))
     if rule is not None:
         monkeypatch.setattr(drafted_run, "sample_rows", rule(draft))
-    cache = model.make_cache(16, quant_bit=0)
+    cache = model.make_cache(16, kv_bits=0)
     drafts = AlwaysDrafts(text=[*PROMPT, *draft], mistakes=0)
     seen: Counter[tuple[int, ...]] = Counter()
     accepted = 0

@@ -43,7 +43,7 @@ def test_200_greedy_tokens_are_mlx_lms(pocket: Pocket, pocket_mlx_lm: nn.Module,
         tokenizer,
         prompt,
         max_tokens=200,
-        prompt_cache=model.make_cache(len(prompt) + 200, quant_bit=0),
+        prompt_cache=model.make_cache(len(prompt) + 200, kv_bits=0),
         logits_processors=_without_end(tokenizer),
     )
     tokens = [response.token for response in given]
@@ -166,7 +166,7 @@ def test_only_the_last_token_is_fed_in_decode(
 
 def test_a_prompt_cache_is_continued(pocket: Pocket, prompt: list[int]) -> None:
     model, tokenizer = pocket
-    for cache in (model.make_cache(len(prompt) + 20, quant_bit=0), [FullKVCache() for _ in model.layers]):
+    for cache in (model.make_cache(len(prompt) + 20, kv_bits=0), [FullKVCache() for _ in model.layers]):
         whole = generate(model, tokenizer, prompt, max_tokens=20, prompt_cache=cache)
         for layer in cache:
             layer.reset()
@@ -213,7 +213,7 @@ def test_a_run_that_fails_leaves_what_was_yielded(pocket: Pocket, prompt: list[i
 def test_a_suspended_run_gives_way_to_the_next(pocket: Pocket, prompt: list[int]) -> None:
     """Whoever keeps the iterator of an earlier run cannot harm a later one on the same cache, and is told."""
     model, tokenizer = pocket
-    cache = model.make_cache(200, quant_bit=0)
+    cache = model.make_cache(200, kv_bits=0)
     endless = {"prompt_cache": cache, "logits_processors": _without_end(tokenizer)}
     expected = []
     for keep in (False, True):
@@ -247,7 +247,7 @@ def test_a_cache_is_freed_with_its_last_user(pocket: Pocket, prompt: list[int]) 
     model, tokenizer = pocket
     mx.synchronize()
     before = mx.get_active_memory()
-    run = stream_generate(model, tokenizer, prompt, prompt_cache=model.make_cache(2048, quant_bit=0))
+    run = stream_generate(model, tokenizer, prompt, prompt_cache=model.make_cache(2048, kv_bits=0))
     next(run)
     assert mx.get_active_memory() - before > 2**20
     del run
@@ -332,7 +332,7 @@ def test_chunks_do_not_matter_and_progress_is_reported(pocket: Pocket, prompt: l
     seen: list[tuple[int, int]] = []
     texts = []
     for step in (1, 5, 512):
-        cache = model.make_cache(len(prompt) + 30, quant_bit=0)
+        cache = model.make_cache(len(prompt) + 30, kv_bits=0)
         texts.append(
             generate(
                 model,
@@ -359,7 +359,7 @@ def test_the_reservation_is_prompt_and_max_tokens(
 
     def spy(self: Decoder, max_seq_len: int, **options: Any) -> Any:
         asked.append(max_seq_len)
-        assert options == {"quant_bit": 8, "quant_group": 32}
+        assert options == {"kv_bits": 8, "kv_group_size": 32}
         return plain(self, max_seq_len, **options)
 
     monkeypatch.setattr(Decoder, "make_cache", spy)

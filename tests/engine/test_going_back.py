@@ -44,7 +44,7 @@ def test_an_interrupted_prompt(model: Decoder, fed: int, left: int) -> None:
 
 def test_a_changed_history_is_fed_again(model: Decoder, pocket: tuple[Decoder, Any]) -> None:
     _, tokenizer = pocket
-    conversation = Conversation(model, tokenizer, model.make_cache(1024, quant_bit=0))
+    conversation = Conversation(model, tokenizer, model.make_cache(1024, kv_bits=0))
     list(conversation.send("Tell me a story about a fox named Pip.", max_tokens=20))
     list(conversation.send("And then what did the fox do?", max_tokens=20))
     list(conversation.send("And then?", max_tokens=20))
@@ -52,6 +52,6 @@ def test_a_changed_history_is_fed_again(model: Decoder, pocket: tuple[Decoder, A
     conversation.messages[0] = {"role": "user", "content": "Tell me a story about a bear named Pip."}
     answer = [response.token for response in conversation.send("Is it true?", max_tokens=20)]
     assert conversation.reused_tokens == 0
-    fresh = Conversation(model, tokenizer, model.make_cache(1024, quant_bit=0))
+    fresh = Conversation(model, tokenizer, model.make_cache(1024, kv_bits=0))
     fresh.messages = conversation.messages[:-2]
     assert answer == [response.token for response in fresh.send("Is it true?", max_tokens=20)]

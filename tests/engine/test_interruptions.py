@@ -20,7 +20,7 @@ def _make(model: Decoder, rng: random.Random) -> ModelCache:
     bits = rng.choice([8, 4, 0, None])
     if bits is None:
         return ModelCache([FullKVCache() for _ in model.layers])
-    return model.make_cache(64, quant_bit=bits, bias_split=rng.random() < 0.5)
+    return model.make_cache(64, kv_bits=bits, bias_split=rng.random() < 0.5)
 
 
 def test_interrupted_steps(pocket: Pocket) -> None:
@@ -95,4 +95,4 @@ def _copy(model: Decoder, cache: ModelCache, steps: list[list[int]]) -> ModelCac
     if isinstance(layer, FullKVCache):
         return _fed(model, ModelCache([FullKVCache() for _ in model.layers]), steps)
     split = any(other.bias_split is not None for other in cache)
-    return _fed(model, model.make_cache(64, quant_bit=layer.quant_bit, bias_split=split), steps)
+    return _fed(model, model.make_cache(64, kv_bits=layer.kv_bits, bias_split=split), steps)

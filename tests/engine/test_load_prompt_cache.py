@@ -24,7 +24,7 @@ IDS = [(7 + 31 * i) % 900 for i in range(70)]
 
 
 @pytest.mark.parametrize(
-    "options", [{"quant_bit": 8}, {"quant_bit": 4, "quant_group": 16}, {"quant_bit": 0}, {"bias_split": False}], ids=str
+    "options", [{"kv_bits": 8}, {"kv_bits": 4, "kv_group_size": 16}, {"kv_bits": 0}, {"bias_split": False}], ids=str
 )
 def test_a_saved_cache_goes_on(pocket: Pocket, tmp_path: Path, options: dict[str, Any]) -> None:
     model, _ = pocket
@@ -64,7 +64,7 @@ def test_windows(make_checkpoint: Callable[..., tuple[Path, Any]], tmp_path: Pat
 def test_a_bridged_model(name: str, tmp_path: Path) -> None:
     """Windows, states, and widths of which a group is divided by its own divisor."""
     model = BridgedModel(build(name)[0], BridgedConfig(name, 97, None), mx.float32)
-    cache = model.make_cache(64, quant_group=48)
+    cache = model.make_cache(64, kv_group_size=48)
     mx.eval(model(mx.array([IDS[:30]]) % 97, cache=cache))
     kvant.save_prompt_cache(tmp_path / "saved", cache)
     loaded = kvant.load_prompt_cache(tmp_path / "saved")

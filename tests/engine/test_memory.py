@@ -24,7 +24,7 @@ def _prompt(count: int) -> list[int]:
 def test_active_memory_does_not_grow(pocket: tuple[Decoder, Any], bits: int) -> None:
     model, _ = pocket
     prompt = _prompt(100)
-    cache = model.make_cache(TOKENS + 100, quant_bit=bits)
+    cache = model.make_cache(TOKENS + 100, kv_bits=bits)
     steps = Run(model, prompt, cache, max_tokens=TOKENS, prefill_step_size=STEP_SIZE)
     active = []
     for _ in range(TOKENS):
@@ -50,7 +50,7 @@ def test_a_long_prefill_peaks_no_higher_than_mlx_lms_with_its_default_cache(
         return mx.get_peak_memory() - resting
 
     def kvant_run() -> None:
-        mx.eval(prefill(model, prompt, model.make_cache(len(prompt) + 1, quant_bit=8), step_size=STEP_SIZE))
+        mx.eval(prefill(model, prompt, model.make_cache(len(prompt) + 1, kv_bits=8), step_size=STEP_SIZE))
 
     def mlx_lm_run() -> None:
         cache = make_prompt_cache(pocket_mlx_lm)

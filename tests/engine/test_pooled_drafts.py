@@ -52,7 +52,7 @@ def _greedy(model: LanguageModel, text: list[int], count: int) -> list[int]:
 def test_each_sequence_is_continued_greedily(pocket: Pocket) -> None:
     """After tokens that it drafted and others, as many as it is asked for, beside others of any length."""
     model, rng = pocket[0], Random(1)
-    pool = model.make_pool(1024, sequences=3, quant_bit=0, max_seq_len=300)
+    pool = model.make_pool(1024, sequences=3, kv_bits=0, max_seq_len=300)
     drafts = _beside(pool, model, model)
     texts = [[rng.randrange(20, 900) for _ in range(length)] for length in (3, 150, 40)]
     drafters = [drafts.for_answer(b"", 300) for _ in texts]
@@ -236,4 +236,4 @@ def test_batch_generate(pocket: Pocket, small: LanguageModel) -> None:
 
 
 def _layers(model: LanguageModel) -> Any:
-    return model.make_pool(128, sequences=1, quant_bit=0).layers
+    return model.make_pool(128, sequences=1, kv_bits=0).layers

@@ -368,7 +368,7 @@ def test_answers_that_are_cancelled_before_they_begin(pocket: Pocket, heldout_id
 def test_from_a_cache_to_a_cache(pocket: Pocket, heldout_ids: list[int], bits: int) -> None:
     """As stream_generate does with a prompt_cache, which holds every generated token afterwards."""
     model, _ = pocket
-    own = model.make_cache(400, quant_bit=bits)
+    own = model.make_cache(400, kv_bits=bits)
     list(stream_generate(*pocket, heldout_ids[:150], max_tokens=5, prompt_cache=own))
     held = own.ids[0]
     processors = make_logits_processors(None, 1.4, 200)
@@ -393,7 +393,7 @@ def test_from_a_cache_to_a_cache(pocket: Pocket, heldout_ids: list[int], bits: i
 
 def test_a_cache_that_was_changed_since(pocket: Pocket) -> None:
     scheduler, pool = scheduler_of(pocket[0])
-    cache = pocket[0].make_cache(100, quant_bit=0)
+    cache = pocket[0].make_cache(100, kv_bits=0)
     pocket[0](mx.array([[5, 6, 7]]), cache=cache)
     request, other = Request([8], cache=cache, max_tokens=3), Request([9], max_tokens=3)
     scheduler.submit(request)
@@ -452,7 +452,7 @@ def test_prompts_that_part_share_a_window(tmp_path: Path) -> None:
 
 def test_with_determinism_pages_of_a_cache_are_not_shared(pocket: Pocket, heldout_ids: list[int]) -> None:
     """It may have been computed in any chunks."""
-    cache = pocket[0].make_cache(200, quant_bit=0)
+    cache = pocket[0].make_cache(200, kv_bits=0)
     prefill(pocket[0], heldout_ids[:150], cache, step_size=70)
     for deterministic, shared in ((True, 0), (False, 149)):
         scheduler, _ = scheduler_of(pocket[0], deterministic=deterministic)

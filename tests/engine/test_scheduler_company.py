@@ -45,7 +45,7 @@ def test_tokens_are_those_of_a_request_alone(pocket: Any, bits: int) -> None:
     assert pool.num_free == pool.num_pages
     different = 0
     for request, tokens in told.items():
-        run = Run(model, request.prompt, model.make_cache(512, quant_bit=bits), max_tokens=request.max_tokens,
+        run = Run(model, request.prompt, model.make_cache(512, kv_bits=bits), max_tokens=request.max_tokens,
                   stop_tokens=request.stop_tokens)  # fmt: skip
         alone = [token for token, _ in run]
         ended = request not in cancelled and request not in open_requests

@@ -87,7 +87,7 @@ def test_random_schedules_of_other_models(tmp_path: Path, name: str) -> None:
 
 def _check(model: Any, ids: Sequence[int], bits: int, schedules: int) -> None:
     def scheduler() -> Scheduler:
-        pool = model.make_pool(128 * PAGES, sequences=ROWS, quant_bit=bits)
+        pool = model.make_pool(128 * PAGES, sequences=ROWS, kv_bits=bits)
         return Scheduler(model, pool, max_batch=ROWS, deterministic=True)
 
     @once
@@ -143,11 +143,11 @@ def _check(model: Any, ids: Sequence[int], bits: int, schedules: int) -> None:
 def test_what_follows_a_cache_of_the_callers_is_shared_with_nobody(pocket: tuple[Decoder, Tokenizer]) -> None:
     """Its rows may come from chunks of any length, whatever the chunks behind them have."""
     model, _ = pocket
-    cache = model.make_cache(600, quant_bit=0)
+    cache = model.make_cache(600, kv_bits=0)
     ids = [5 + i % 700 for i in range(420)]
     for first, end in [(0, 50), (50, 128)]:
         mx.eval(model(mx.array([ids[first:end]]), cache=cache))
-    pool = model.make_pool(128 * 8, sequences=2, quant_bit=0)
+    pool = model.make_pool(128 * 8, sequences=2, kv_bits=0)
     scheduler = Scheduler(model, pool, max_batch=2, deterministic=True)
     cached = {}
     for request in (Request(ids[128:400], max_tokens=1, cache=cache), Request(ids, max_tokens=1)):

@@ -23,7 +23,7 @@ def _tokens(pocket: Pocket, seed: int | None, count: int = 30, **settings: Any) 
     """What a seed draws, without an end."""
     model, _ = pocket
     prompt = list(range(20, 60))
-    cache = model.make_cache(128, quant_bit=8)
+    cache = model.make_cache(128, kv_bits=8)
     run = Run(model, prompt, cache, max_tokens=count, sampler=make_sampler(2.0, seed=seed), **settings)
     return [token for token, _ in run]
 

@@ -120,7 +120,7 @@ def test_a_step_is_taken_where_its_padding_has_room(pocket: tuple[Decoder, Any])
 
 def test_a_small_slack_takes_fewer_tokens(pocket: tuple[Decoder, Any]) -> None:
     """More would overwrite rows that the first of them needs."""
-    layer = WindowKVCache(64, 1, 16, window=8, slack=3, quant_group=16)
+    layer = WindowKVCache(64, 1, 16, window=8, slack=3, kv_group_size=16)
     assert [pocket[0].can_compile(ModelCache([layer]), size) for size in STEP_SIZES] == [True, True, True, False]
 
 
@@ -129,7 +129,7 @@ def test_a_window_with_a_bias_split_is_not_compiled(pocket: tuple[Decoder, Any])
     rotary = Rotary.plain(16, 1e4)
     split = BiasSplit(mx.zeros((1, 2, 1)), (0,), mx.zeros((2, 1, 0)), mx.zeros((1, 16)))
     for bias_split, can in ((split, False), (None, True)):
-        layer = WindowKVCache(64, 1, 16, window=8, quant_group=16, bias_split=bias_split, rotary=rotary)
+        layer = WindowKVCache(64, 1, 16, window=8, kv_group_size=16, bias_split=bias_split, rotary=rotary)
         assert pocket[0].can_compile(ModelCache([layer])) is can
 
 

@@ -22,6 +22,7 @@ from support.checkpoints import (
 from support.hostile import one_line
 from support.numbers import relative_error
 
+from kvant.cache import CacheOptions
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import Decoder, ModelConfig, load_decoder
 from kvant.models.architectures import ARCHITECTURES
@@ -86,7 +87,7 @@ def test_a_quantized_cache_stays_near(tmp_path: Path, kind: str) -> None:
     expected = reference_logits(reference_model(CONFIGS[kind]), IDS)
     formats = [(8, 32, 0.03), (8, 8, 0.015), (4, 32, 0.5), (4, 8, 0.3)]
     for (bits, group, largest), bounds in product(formats, ([0, 7, 20, 21, len(IDS)], list(range(len(IDS) + 1)))):
-        cache = model.make_cache(len(IDS), quant_bit=bits, quant_group=group)
+        cache = model.make_cache(len(IDS), kv_bits=bits, kv_group_size=group)
         parts = [model(mx.array([IDS[a:b]]), cache=cache)[0] for a, b in pairwise(bounds)]
         assert 0 < relative_error(mx.concatenate(parts), expected) < largest, (bits, group, bounds)
 
@@ -102,10 +103,10 @@ def test_the_plan_is_what_is_held(tmp_path: Path, kind: str, tied: bool, weights
     checkpoint, model = Checkpoint.from_folder(tmp_path), load_decoder(tmp_path)
     assert checkpoint.stored_bytes == sum(x.nbytes for x in mx.load(str(tmp_path / "model.safetensors")).values())
     for bits in (0, 8, 4):
-        settings = Settings(kv_bits=bits, kv_bias_split=False)
+        settings = Settings(cache=CacheOptions(kv_bits=bits, bias_split=False))
         planned = plan(checkpoint, max_kv_size=50, settings=settings, device="cpu")
         assert planned.weights == model.nbytes
-        cache = model.make_cache(50, quant_bit=bits, bias_split=False)
+        cache = model.make_cache(50, kv_bits=bits, bias_split=False)
         assert planned.cache == sum(layer.nbytes for layer in cache)
 
 

@@ -37,7 +37,7 @@ def test_a_few_tokens_have_the_logits_of_single_steps(pocket: Pocket, bits: int,
     model, tokenizer = pocket
     tokens = tokenizer.encode("Once upon a time there was a fox named Pip. " * 20)
     for start, count_ in ((30, 8), (100, 5), (200, 2)):
-        caches = [model.make_cache(256, quant_bit=bits, bias_split=bias_split) for _ in range(2)]
+        caches = [model.make_cache(256, kv_bits=bits, bias_split=bias_split) for _ in range(2)]
         for cache in caches:
             prefill(model, tokens[:start], cache)
         step = tokens[start : start + count_]
@@ -47,10 +47,10 @@ def test_a_few_tokens_have_the_logits_of_single_steps(pocket: Pocket, bits: int,
         assert mx.abs(single - together).max() < (0.1 if bits else 1e-3)
 
 
-def _ask(pocket: Pocket, messages: list[dict[str, str]], max_tokens: int, quant_bit: int) -> str:
+def _ask(pocket: Pocket, messages: list[dict[str, str]], max_tokens: int, kv_bits: int) -> str:
     model, tokenizer = pocket
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    cache = model.make_cache(len(ids) + max_tokens, quant_bit=quant_bit)
+    cache = model.make_cache(len(ids) + max_tokens, kv_bits=kv_bits)
     return generate(model, tokenizer, ids, max_tokens=max_tokens, prompt_cache=cache).strip()
 
 
@@ -64,13 +64,13 @@ def test_a_story_is_about_whom_it_was_asked_for(pocket: Pocket, heldout: list[di
     assert all(60 <= len(story.split()) <= 220 and story.endswith((".", '"', "!")) for _, story in told)
 
 
-@pytest.mark.parametrize("quant_bit", count([8], [0, 8]))
-def test_questions_about_the_context(pocket: Pocket, heldout: list[dict[str, Any]], quant_bit: int) -> None:
+@pytest.mark.parametrize("kv_bits", count([8], [0, 8]))
+def test_questions_about_the_context(pocket: Pocket, heldout: list[dict[str, Any]], kv_bits: int) -> None:
     """Recall among facts of the same type, and what a story or a list of facts states."""
     asks = count(12, 24)
     for kinds, share in ((("recall",), 0.9), (("questions", "facts"), 0.75)):
         asked = [d for d in heldout if d["kind"].startswith(kinds)][:asks]
-        right = sum(_ask(pocket, d["messages"], 24, quant_bit) == d["answer"] for d in asked)
+        right = sum(_ask(pocket, d["messages"], 24, kv_bits) == d["answer"] for d in asked)
         assert len(asked) == asks
         assert right >= share * len(asked)
 

@@ -166,7 +166,7 @@ def test_bits_shape_the_cache_that_is_reserved(pocket: Pocket, monkeypatch: pyte
     ):
         text = generate(model, tokenizer, PROMPT, max_tokens=5, **options)  # type: ignore[arg-type]
         assert text
-        assert {(layer.quant_bit, layer.quant_group) for layer in made.pop()} == {expected}
+        assert {(layer.kv_bits, layer.kv_group_size) for layer in made.pop()} == {expected}
     assert not made
 
 
@@ -253,7 +253,7 @@ def test_a_cache_of_either_kind_of_model(pocket: Pocket, tmp_path: Path) -> None
     model, _ = pocket
     own = kvant.make_prompt_cache(model, 50, kv_bits=4, kv_group_size=16)
     assert own.max_seq_len == 50
-    assert own.nbytes == model.make_cache(50, quant_bit=4, quant_group=16).nbytes
+    assert own.nbytes == model.make_cache(50, kv_bits=4, kv_group_size=16).nbytes
     other, _ = build("qwen3")
     layers = kvant.make_prompt_cache(other)
     assert {layer.max_seq_len for layer in layers} == {4096}

@@ -102,7 +102,7 @@ for folder, bits in json.loads(sys.argv[1]):
     assert not part.can_compile(None)
     found = []
     for width in bits:
-        cache = part.make_cache(48, quant_bit=width)
+        cache = part.make_cache(48, kv_bits=width)
         part.check_cache(cache)
         found.append([*life(part, cache, shared), cache.nbytes])
         lines, describes = cache.describe(), sum(not layer.absent for layer in cache.layers)
@@ -118,7 +118,7 @@ for folder, bits in json.loads(sys.argv[1]):
         whole = load_bridged(folder)
         expected = [whole.nbytes, whole.nbytes_read]
         for width, (fed, given, _) in zip(bits, found):
-            cache = whole.make_cache(48, quant_bit=width)
+            cache = whole.make_cache(48, kv_bits=width)
             tokens, right = life(whole, cache, int)
             assert fed == tokens, (folder.name, width)
             same = [np.array_equal(a, b, equal_nan=True) for a, b in zip(given, right, strict=True)]
@@ -204,7 +204,7 @@ def test_what_a_rank_holds(folder: Path) -> None:
     assert {name.split(".")[2] for name in part.held} == {"1", "2"}
     assert len(part.arrays) == len(part.held)
     assert part.nbytes == part.nbytes_read == sum(array.nbytes for array in part.arrays)
-    cache = part.make_cache(64, quant_bit=8)
+    cache = part.make_cache(64, kv_bits=8)
     held = [layer.nbytes for layer in cache.layers]
     assert held[0] == held[3] == 0 < min(held[1:3])
     assert [layer.absent for layer in cache.layers] == [True, False, False, True]

@@ -76,7 +76,7 @@ for case in json.loads(sys.argv[2]):
         found |= {f"pool {bits}": pooled_run(model, bits) for bits in case["bits"]}
     found["whole"] = model(mx.array([run_ids(model.config.vocab_size)]))
     mx.eval(found["whole"])
-    cache = model.make_cache(8, quant_bit=0)
+    cache = model.make_cache(8, kv_bits=0)
     before = replace(ranks.traffic)
     mx.eval(model.next_logits(mx.array([[3]]), cache))
     said = {**asdict(ranks.traffic.since(before)), "compiles": model.can_compile(cache), "nbytes": model.nbytes}
@@ -313,7 +313,7 @@ def test_a_ranks_cache(runs: dict[tuple[int, str], Run]) -> None:
     """
     for ranks, name, heads in ((2, "qwen2", 2), (2, "smollm3", 1), (3, "uneven", 2), (4, "uneven", 2)):
         run = runs[ranks, name]
-        whole = sum(a.nbytes for layer in run.alone().make_cache(8, quant_bit=0) for a in layer.buffers)
+        whole = sum(a.nbytes for layer in run.alone().make_cache(8, kv_bits=0) for a in layer.buffers)
         assert [said["cache"] for said in run.said] == [whole // min(ranks, heads)] * ranks
     run = runs[2, "qwen2"]
     alone = [list(layer.self_attn.qkv_bias.pairs) for layer in run.alone().layers]  # type: ignore[union-attr]

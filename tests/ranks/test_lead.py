@@ -95,7 +95,7 @@ def check(given: Sequence[mx.array], other: Loopback) -> None:
 def test_a_cache_that_grows_and_goes_back(led: tuple[Lead, Loopback], bits: int) -> None:
     lead, other = led
     draw = random.Random(bits)
-    cache = lead.make_cache(600, quant_bit=bits, quant_group=32)
+    cache = lead.make_cache(600, kv_bits=bits, kv_group_size=32)
     most = 0
     for step in range(40):
         new = draw.choice([1, 1, 1, 3, 30])
@@ -129,10 +129,10 @@ def test_drafts_and_their_interruption(led: tuple[Lead, Loopback], bits: int) ->
     lead, other = led
     draw = random.Random(bits)
     sampler: Sampler = make_sampler(temp=0.8, seed=3)
-    cache = lead.make_cache(600, quant_bit=bits, quant_group=32)
+    cache = lead.make_cache(600, kv_bits=bits, kv_group_size=32)
     own = lead.part
     assert isinstance(own, Recorded)
-    alone = own.make_cache(600, quant_bit=bits, quant_group=32)
+    alone = own.make_cache(600, kv_bits=bits, kv_group_size=32)
     left = 0
 
     def fail(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -173,7 +173,7 @@ def test_drafts_and_their_interruption(led: tuple[Lead, Loopback], bits: int) ->
 
 def test_a_pool_of_requests_that_share_and_fork(led: tuple[Lead, Loopback], monkeypatch: pytest.MonkeyPatch) -> None:
     lead, other = led
-    pool = lead.make_pool(4 * 640, sequences=4, quant_bit=8, quant_group=32, prefill_step_size=128)
+    pool = lead.make_pool(4 * 640, sequences=4, kv_bits=8, kv_group_size=32, prefill_step_size=128)
     scheduler = Scheduler(lead, pool, max_batch=4)
     requests = [
         Request(TEXT[:300], max_tokens=30, answers=2, sampler=make_sampler(temp=0.9, seed=1)),

@@ -14,6 +14,7 @@ from mlx_lm.generate import generate_step
 from support.server import SOON, Running, running, start
 from transformers import AutoTokenizer
 
+from kvant.cache import CacheOptions
 from kvant.engine.load import find_model
 from kvant.models import Decoder
 from kvant.server.settings import Settings
@@ -27,7 +28,9 @@ SYSTEM = [{"role": "system", "content": "You are kind."}]
 @pytest.fixture(scope="module")
 def exact(pocket: Pocket) -> Iterator[Running]:
     """A server whose cache is not quantized, so that mlx-lm's numbers are its own."""
-    with running(start(Settings(port=0, sequences=4, max_kv_size=512, kv_bits=0), *pocket)) as found:
+    with running(
+        start(Settings(port=0, sequences=4, max_kv_size=512, cache=CacheOptions(kv_bits=0)), *pocket)
+    ) as found:
         yield found
 
 

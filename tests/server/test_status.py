@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.server import Running, start
 
+from kvant.cache import CacheOptions
 from kvant.server.service import make_pool
 from kvant.server.settings import Settings
 
@@ -102,7 +103,10 @@ def test_props_say_what_is_in_force(server: Running) -> None:
 @pytest.mark.parametrize(("kernels", "backend"), [(None, "metal"), ("fused", "metal"), ("unfused", None)])
 def test_kernels_are_the_pools(pocket: Any, fused_calls: list[Any], kernels: str | None, backend: str | None) -> None:
     """On a GPU."""
-    assert make_pool(Settings(sequences=1, max_kv_size=128, kernels=kernels), pocket[0]).backend == backend
+    assert (
+        make_pool(Settings(sequences=1, max_kv_size=128, cache=CacheOptions(kernels=kernels)), pocket[0]).backend
+        == backend
+    )
 
 
 def test_tokenize(server: Running, pocket: Any) -> None:

@@ -7,6 +7,7 @@ import pytest
 from support.command import call
 from support.server import running, start
 
+from kvant.cache import CacheOptions
 from kvant.engine.run import prefill
 from kvant.errors import SnapshotError
 from kvant.server.service import Service, make_pool, warm_start
@@ -20,7 +21,7 @@ def saved(folder: Path, pocket: Any, tokens: int | None = None, *, bits: int = 8
     """A prompt cache of the system prompt, or of its first tokens, and how many they are."""
     model, tokenizer = pocket
     ids = tokenizer.apply_chat_template([SYSTEM])[:tokens]
-    cache = model.make_cache(len(ids), quant_bit=bits)
+    cache = model.make_cache(len(ids), kv_bits=bits)
     prefill(model, ids, cache)
     cache.save(folder / "prompt.kv")
     return str(folder / "prompt.kv"), len(ids)
@@ -32,7 +33,7 @@ def test_the_first_request_reads_only_what_is_new(
     bits: int, keys: tuple[str, ...], pocket: Any, tmp_path: Path
 ) -> None:
     path, count = saved(tmp_path, pocket, bits=bits)
-    settings = Settings(port=0, sequences=2, max_kv_size=512, kv_bits=bits, api_keys=keys)
+    settings = Settings(port=0, sequences=2, max_kv_size=512, api_keys=keys, cache=CacheOptions(kv_bits=bits))
     pool = make_pool(settings, pocket[0])
     warm_start(settings, pocket[0], pool, [path])
     assert pool.num_free == pool.num_pages
@@ -59,7 +60,7 @@ def test_what_cannot_be_begun_with(pocket: Any, tmp_path: Path) -> None:
 
     fails(f"holds {count} tokens; expected 1 to 64, a sequence's", max_kv_size=64)
     fails("3 pages are needed; the pool has 2", max_kv_size=256, api_keys=("a", "b", "c"))
-    fails("of another format: quant_bit is 8; expected 4", kv_bits=4)
+    fails("of another format: kv_bits is 8; expected 4", kv_bits=4)
     saved(tmp_path, pocket, 9)
     fails("nothing of its 9 tokens can be shared")
 

@@ -16,7 +16,7 @@ PAGES = 40
 def scheduler_of(model: Decoder, bits: int = 0, pages: int = PAGES, **options: Any) -> tuple[Scheduler, Pool]:
     """A scheduler and its pool; ``pool``: further options of that."""
     batch = options.pop("max_batch", 8)
-    pool = model.make_pool(128 * pages, sequences=batch, quant_bit=bits, **options.pop("pool", {}))
+    pool = model.make_pool(128 * pages, sequences=batch, kv_bits=bits, **options.pop("pool", {}))
     return Scheduler(model, pool, max_batch=batch, **options), pool
 
 
@@ -41,7 +41,7 @@ def alone(model: Decoder, request: Request, bits: int = 0, reserved: int = 1024)
     run = Run(
         model,
         list(request.prompt),
-        model.make_cache(reserved, quant_bit=bits),
+        model.make_cache(reserved, kv_bits=bits),
         max_tokens=request.max_tokens,
         sampler=request.sampler,
         logits_processors=request.logits_processors,

@@ -15,6 +15,7 @@ from kvant.bridge import BridgedCache, make_model_cache
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.traced import can_trace
+from kvant.cache import CacheOptions
 from kvant.engine.run import Run
 from support.compiled_runs import NO_FUSE
 from support.counts import count
@@ -56,7 +57,9 @@ def fed(model: Any, cache: BridgedCache, tokens: list[int], kept: int | None = N
 def run(name: str, bits: int, **changes: Any) -> list[Any]:
     """The worst error against unfused steps that are not compiled, how often it was traced, and bytes it grew by."""
     model, _ = build(name, **changes)
-    plain, cache = (make_model_cache(model, 64, quant_bit=bits, kernels=kernels) for kernels in ("unfused", None))
+    plain, cache = (
+        make_model_cache(model, 64, CacheOptions(kv_bits=bits, kernels=kernels)) for kernels in ("unfused", None)
+    )
     for each in (plain, cache):
         fed(model, each, PROMPT)
     before = cache.used
@@ -89,7 +92,7 @@ def generated(name: str, compiled: bool | None) -> Any:
     """Tokens of kvant's loop, and whether its step was compiled; a text: why it was refused."""
     module, _ = build(name)
     model = BridgedModel(module, BridgedConfig(name, 100_000, None), mx.float32)
-    run = Run(model, PROMPT, model.make_cache(64, quant_bit=0), max_tokens=STEPS, compiled=compiled)
+    run = Run(model, PROMPT, model.make_cache(64, kv_bits=0), max_tokens=STEPS, compiled=compiled)
     try:
         return [[token for token, _ in run], run._step_function is not None]
     except ValueError as error:

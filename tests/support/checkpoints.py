@@ -231,6 +231,6 @@ def check_three_ways(model: Decoder, expected: mx.array, ids: Sequence[int]) -> 
     """In one pass, in uneven chunks and token by token, through a cache without quantization: (S, vocab) logits."""
     assert relative_error(model(mx.array([ids]))[0], expected) < TOLERANCE
     for bounds in ([0, 7, 9, len(ids) - 1, len(ids)], range(len(ids) + 1)):
-        cache = model.make_cache(len(ids), quant_bit=0)
+        cache = model.make_cache(len(ids), kv_bits=0)
         parts = [model(mx.array([ids[a:b]]), cache=cache)[0] for a, b in pairwise(bounds)]
         assert relative_error(mx.concatenate(parts), expected) < TOLERANCE

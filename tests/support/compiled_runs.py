@@ -55,7 +55,7 @@ def generate(
     **options: Any,
 ) -> Any:
     """Tokens of a run, and bytes: that active memory grew by, and the peak above what was active before."""
-    cache = model.make_cache(rows, quant_bit=bits, bias_split=split, kernels=kernels)
+    cache = model.make_cache(rows, kv_bits=bits, bias_split=split, kernels=kernels)
     if bits == 0:  # loud stale rows: whoever reads one has no number left
         for layer in cache:
             layer.arrays[0] = mx.full(layer.cache.shape, float("nan"), layer.cache.dtype)

@@ -24,7 +24,7 @@ SAMPLERS: list[Sampler] = [greedy, sampling.make_sampler(2.0, 0.99, 0.001, top_k
 
 def prefilled(model: Decoder, rows: int = 512, bits: int = 8, **options: Any) -> ModelCache:
     """A cache that holds the prompt."""
-    cache = model.make_cache(rows, quant_bit=bits, **options)
+    cache = model.make_cache(rows, kv_bits=bits, **options)
     if not bits:  # loud stale rows: whoever reads one has no number left
         for layer in cache:
             layer.arrays[0] = mx.full(layer.arrays[0].shape, float("nan"), layer.arrays[0].dtype)
@@ -112,8 +112,8 @@ def drafted(
     options: dict[str, Any] = {"sampler": sampler, "compiled": compiled, "max_tokens": 30}
     if processed:
         options["logits_processors"] = make_logits_processors({30: 1.0}, repetition_penalty=1.2)
-    plain = [token for token, _ in Run(model, PROMPT, model.make_cache(rows, quant_bit=0), **options)]
-    cache = model.make_cache(rows, quant_bit=0)
+    plain = [token for token, _ in Run(model, PROMPT, model.make_cache(rows, kv_bits=0), **options)]
+    cache = model.make_cache(rows, kv_bits=0)
     drafts = KnownDrafts(text=[*PROMPT, *plain], mistakes=0.1)
     run = DraftedRun(model, PROMPT, cache, drafts=drafts, **options)
     tokens = [next(run)[0] for _ in range(10)]

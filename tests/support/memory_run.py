@@ -29,7 +29,7 @@ CORES = 2  # dequantized parts are made side by side, one on each core: their nu
 
 def _fill_cache(model: Decoder, tokens: int, settings: Settings) -> int:
     """Bytes of the cache."""
-    cache = model.make_cache(tokens, quant_bit=settings.kv_bits, quant_group=settings.kv_group_size)
+    cache = model.make_cache(tokens, kv_bits=settings.kv_bits, kv_group_size=settings.kv_group_size)
     prompt = [7 * i % model.config.vocab_size for i in range(tokens - DECODED + 1)]
     run = Run(model, prompt, cache, prefill_step_size=settings.prefill_step_size, max_tokens=DECODED)
     assert len(list(run)) == DECODED
@@ -40,7 +40,7 @@ def _fill_cache(model: Decoder, tokens: int, settings: Settings) -> int:
 def _fill_pool(model: Decoder, tokens: int, settings: Settings, count: int) -> int:
     """Bytes of the pool. Sequence i is fed while those before it run, and all are full in the end."""
     step = settings.prefill_step_size
-    options = {"quant_bit": settings.kv_bits, "quant_group": settings.kv_group_size, "prefill_step_size": step}
+    options = {"kv_bits": settings.kv_bits, "kv_group_size": settings.kv_group_size, "prefill_step_size": step}
     pool = model.make_pool(count * page_rows(tokens), sequences=count, max_seq_len=tokens, **options)
     scheduler = Scheduler(model, pool, max_batch=count)
     waits = -(-tokens // min(step, PAGE_SIZE)) + 1  # steps that a prompt takes, at most

@@ -18,7 +18,7 @@ def run_ids(vocabulary: int) -> list[int]:
 
 def cached_run(model: Decoder, bits: int) -> mx.array:
     """Logits (3, vocab) of the tokens at :data:`PLACES`; of the first chunk nobody reads them."""
-    cache = model.make_cache(64, quant_bit=bits)
+    cache = model.make_cache(64, kv_bits=bits)
     ids, start, steps = mx.array([run_ids(model.config.vocab_size)]), 0, []
     for count in CHUNKS:
         chunk = ids[:, start : start + count]
@@ -33,7 +33,7 @@ def cached_run(model: Decoder, bits: int) -> mx.array:
 
 def pooled_run(model: Decoder, bits: int) -> mx.array:
     """Logits (4, vocab) of two steps of two sequences of a pool, one a token longer than the other."""
-    pool = model.make_pool(512, sequences=2, quant_bit=bits)
+    pool = model.make_pool(512, sequences=2, kv_bits=bits)
     sequences = [pool.sequence(64) for _ in range(2)]
     ids = run_ids(model.config.vocab_size)
     for number, sequence in enumerate(sequences):

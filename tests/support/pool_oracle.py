@@ -55,10 +55,10 @@ class OracleLayer:
 
     def _append(self, key: mx.array, value: mx.array) -> None:
         own = mx.stack([key[0], value[0]])  # (2, K, S, D)
-        if self.format.quant_bit:
-            expected = quantize(own, quant_bit=self.format.quant_bit, quant_group=self.format.quant_group)
+        if self.format.kv_bits:
+            expected = quantize(own, kv_bits=self.format.kv_bits, kv_group_size=self.format.kv_group_size)
             levels, given = np.array(expected[0]), self.written[0]
-            if self.format.quant_bit == 4:
+            if self.format.kv_bits == 4:
                 levels, given = unpack_nibbles(levels), unpack_nibbles(given)
             moved = np.abs(levels.astype(int) - given)
             assert moved.max() <= 1
@@ -73,10 +73,10 @@ class OracleLayer:
     def _tokens(self) -> tuple[Array, Array]:
         """Keys and values (K, T, D) with their biases."""
         both = np.stack(self.values, axis=2)
-        if self.format.quant_bit:
-            levels = unpack_nibbles(both) if self.format.quant_bit == 4 else both
+        if self.format.kv_bits:
+            levels = unpack_nibbles(both) if self.format.kv_bits == 4 else both
             scales = np.stack(self.scales, axis=2).astype(np.float64)
-            both = levels * np.repeat(scales, self.format.quant_group, axis=-1)
+            both = levels * np.repeat(scales, self.format.kv_group_size, axis=-1)
         keys, values = both.astype(np.float64)
         if (split := self.bias_split) is not None:
             half = keys.shape[-1] // 2

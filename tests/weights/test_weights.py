@@ -293,7 +293,7 @@ def test_cache_bytes_are_those_of_the_cache(pocket: tuple[Decoder, Any], pocket_
     stated = cache_bytes(json.loads((pocket_folder / "config.json").read_text()))
     assert stated is not None
     for bits in (8, 4):
-        caches = [model.make_cache(size, quant_bit=bits, quant_group=32, bias_split=False) for size in (256, 512)]
+        caches = [model.make_cache(size, kv_bits=bits, kv_group_size=32, bias_split=False) for size in (256, 512)]
         short, long = (sum(layer.nbytes for layer in cache) for cache in caches)
         assert (long - short) / 256 == stated[bits]
     assert stated[16] == 2 * stated[8] / (1 + 2 / 32)

@@ -16,9 +16,9 @@ from kvant.bridge.state_layer import StateCache
 from kvant.bridge.traced import TracedLayer
 from kvant.bridge.window_masks import WindowMask
 from kvant.cache import ModelCache
+from kvant.cache.options import CacheOptions
 from kvant.cache.window import SLACK
 from kvant.models.caches import check_memory
-from kvant.operators.quantization import QUANT_BITS
 from kvant.sizes import format_bytes
 
 Layer = BridgedKVCache | StateCache
@@ -189,8 +189,9 @@ def make_prompt_cache(model: Model, max_kv_size: int, *, kv_bits: int = 8, kv_gr
         raise ValueError(
             f"model is a {type(model).__name__}; expected mlx-lm's own. A model of kvant.load has make_cache"
         )
-    check_format({"max_kv_size": max_kv_size, "kv_group_size": kv_group_size}, "kv_bits", kv_bits)
-    entries, layers = _make(probe(model), max_kv_size, quant_bit=kv_bits, quant_group=kv_group_size, kernels=None)
+    options = CacheOptions(kv_bits, kv_group_size)
+    check_format({"max_kv_size": max_kv_size}, options)
+    entries, layers = _make(probe(model), max_kv_size, options)
     # Each layer counts for itself. None goes back further than all of them can.
     limits = frozenset(limit for layer in layers for limit in layer.limits)
     for layer in layers:
@@ -199,32 +200,23 @@ def make_prompt_cache(model: Model, max_kv_size: int, *, kv_bits: int = 8, kv_gr
 
 
 def make_model_cache(
-    model: Model,
-    max_seq_len: int,
-    *,
-    quant_bit: int = 8,
-    quant_group: int = 32,
-    kernels: str | None = None,
-    absent: Collection[int] = (),
+    model: Model, max_seq_len: int, options: CacheOptions | None = None, *, absent: Collection[int] = ()
 ) -> BridgedCache:
     """A cache of mlx-lm's model for kvant's loop; arguments and errors as :func:`make_prompt_cache` has them.
 
     Args:
-        kernels: as :class:`kvant.cache.QuantizedKVCache` has it.
         absent: the numbers of the model's caches that hold nothing here, because another process computes their layers.
             Offsets and masks are as in the others.
     """
-    check_format({"max_seq_len": max_seq_len, "quant_group": quant_group}, "quant_bit", quant_bit)
-    options = {"quant_bit": quant_bit, "quant_group": quant_group}
+    options = options or CacheOptions()
+    check_format({"max_seq_len": max_seq_len}, options)
     found = probe(model)
-    entries, layers = _make(found, max_seq_len, kernels=kernels, absent=absent, **options)
-    groups = Counter(
-        layer.quant_group for layer in layers if isinstance(layer, BridgedKVCache) and quant_bit and not layer.absent
-    )
+    entries, layers = _make(found, max_seq_len, options, absent=absent)
+    kinds = [layer for layer in layers if isinstance(layer, BridgedKVCache) and options.kv_bits and not layer.absent]
     notes = [
-        f"groups of {group} in {_counted(count)}: {quant_group} does not divide every width there"
-        for group, count in groups.items()
-        if group != quant_group
+        f"groups of {group} in {_counted(count)}: {options.kv_group_size} does not divide every width there"
+        for group, count in Counter(layer.kv_group_size for layer in kinds).items()
+        if group != options.kv_group_size
     ]
     return BridgedCache(entries, layers, notes, as_text(found))
 
@@ -234,33 +226,25 @@ def layout_of(model: Model) -> str:
     return as_text(probe(model))
 
 
-def cache_bytes(model: Model, max_seq_len: int, *, quant_bit: int = 8, quant_group: int = 32) -> CacheBytes:
+def cache_bytes(model: Model, max_seq_len: int, options: CacheOptions) -> CacheBytes:
     """What :func:`make_model_cache` would allocate, and mlx-lm for states. Nothing is allocated for it."""
-    return entries_bytes(probe(model), max_seq_len, quant_bit=quant_bit, quant_group=quant_group)
+    return entries_bytes(probe(model), max_seq_len, options)
 
 
-def entries_bytes(
-    entries: Sequence[Entry], max_seq_len: int, *, quant_bit: int = 8, quant_group: int = 32
-) -> CacheBytes:
+def entries_bytes(entries: Sequence[Entry], max_seq_len: int, options: CacheOptions) -> CacheBytes:
     """:func:`cache_bytes` of what a probe of the model found."""
-    check_format({"max_seq_len": max_seq_len, "quant_group": quant_group}, "quant_bit", quant_bit)
+    check_format({"max_seq_len": max_seq_len}, options)
     keys_values = state = 0
     for leaf in leaves_of(entries):
         if isinstance(leaf, State):
             state += leaf.nbytes
         elif isinstance(leaf, Attention):
-            keys_values += leaf.num_kv_heads * rows_of(leaf, max_seq_len) * _token_bytes(leaf, quant_bit, quant_group)
+            keys_values += leaf.num_kv_heads * rows_of(leaf, max_seq_len) * _token_bytes(leaf, options)
     return CacheBytes(keys_values, state)
 
 
 def _make(
-    found: Sequence[Entry],
-    max_seq_len: int,
-    *,
-    quant_bit: int,
-    quant_group: int,
-    kernels: str | None,
-    absent: Collection[int] = (),
+    found: Sequence[Entry], max_seq_len: int, chosen: CacheOptions, *, absent: Collection[int] = ()
 ) -> tuple[list[Any], list[Layer]]:
     """A cache for each place that a probe found in the model, and the layers of kvant's in them."""
     layers: list[Layer] = []
@@ -273,11 +257,11 @@ def _make(
             layers.append(StateCache(arrays, max_seq_len, shapes=leaf.shapes, absent=is_absent))
             return arrays
         options: dict[str, Any] = {
-            "quant_bit": quant_bit,
-            "quant_group": leaf.group(quant_group) if quant_bit else quant_group,
+            "kv_bits": chosen.kv_bits,
+            "kv_group_size": leaf.group(chosen.kv_group_size) if chosen.kv_bits else chosen.kv_group_size,
             "value_head_dim": leaf.value_dim,
             "dtype": leaf.dtype,
-            "kernels": kernels,
+            "kernels": chosen.kernels,
             "shared": leaf.shared,
         }
         kind: Callable[..., BridgedKVCache] = BridgedKVCache
@@ -292,21 +276,19 @@ def _make(
         return CacheList(*(one(leaf, is_absent) for leaf in each)) if isinstance(each, tuple) else one(each, is_absent)
 
     own = [each for number, each in enumerate(found) if number not in absent]
-    check_memory(max_seq_len, entries_bytes(own, max_seq_len, quant_bit=quant_bit, quant_group=quant_group).total)
+    check_memory(max_seq_len, entries_bytes(own, max_seq_len, chosen).total)
     entries = [entry(each, number in absent) for number, each in enumerate(found)]
     hook.install()
     return entries, layers
 
 
-def check_format(sizes: dict[str, int], bits_name: str, bits: int) -> None:
-    """Raise a ValueError that names the first argument out of range."""
+def check_format(sizes: dict[str, int], options: CacheOptions) -> None:
+    """Raise a ValueError that names the first size out of range, or a group that no width is divided by."""
     for name, number in sizes.items():
         if type(number) is not int or number < 1:
             raise ValueError(f"{name} is {number!r}; expected a positive int")
-        if "group" in name and number % 8:
-            raise ValueError(f"{name} is {number}; expected a multiple of 8")
-    if type(bits) is not int or bits not in QUANT_BITS:
-        raise ValueError(f"{bits_name} is {bits!r}; expected one of {', '.join(map(str, QUANT_BITS))}")
+    if options.kv_group_size % 8:
+        raise ValueError(f"kv_group_size is {options.kv_group_size}; expected a multiple of 8")
 
 
 def rows_of(leaf: Attention, max_seq_len: int) -> int:
@@ -315,12 +297,12 @@ def rows_of(leaf: Attention, max_seq_len: int) -> int:
     return max_seq_len if window is None else min(max_seq_len, leaf.keep + window + SLACK)
 
 
-def _token_bytes(leaf: Attention, quant_bit: int, quant_group: int) -> int:
+def _token_bytes(leaf: Attention, options: CacheOptions) -> int:
     """Bytes of one token's key and value, of one head."""
-    width = leaf.key_dim + leaf.value_dim
-    if not quant_bit:
+    width, bits = leaf.key_dim + leaf.value_dim, options.kv_bits
+    if not bits:
         return width * leaf.dtype.size
-    return width * quant_bit // 8 + width // leaf.group(quant_group) * mx.float16.size
+    return width * bits // 8 + width // leaf.group(options.kv_group_size) * mx.float16.size
 
 
 def _seen(layer: Layer) -> Any:
@@ -340,5 +322,5 @@ def _described(layer: Layer) -> str:
         rows += f" for chunks of {layer.window} tokens"
     elif isinstance(layer, BridgedWindowCache):
         rows += f" for a window of {layer.window} tokens"
-    how = f"{layer.quant_bit} bits in groups of {layer.quant_group}" if layer.quant_bit else "not quantized"
+    how = f"{layer.kv_bits} bits in groups of {layer.kv_group_size}" if layer.kv_bits else "not quantized"
     return f"{rows}, {how}, {format_bytes(layer.nbytes)}"

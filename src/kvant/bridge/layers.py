@@ -175,8 +175,8 @@ class BridgedKVCache(QuantizedKVCache):
             self.cache,
             self.scale,
             offset if isinstance(offset, mx.array) else mx.array(offset, mx.int32),
-            quant_bit=self.quant_bit,
-            quant_group=self.quant_group,
+            quant_bit=self.kv_bits,
+            quant_group=self.kv_group_size,
             value_dim=None if self.value_head_dim == self.head_dim else self.value_head_dim,
             score_scale=scale,
             sinks=sinks,
@@ -240,7 +240,7 @@ class BridgedKVCache(QuantizedKVCache):
 
     def _read_in_order(self, stored: list[mx.array], keys: mx.array) -> tuple[mx.array, mx.array]:
         """What was appended to, dequantized in the keys' dtype, in the order of the model's masks."""
-        if keys.shape[2] == 1 and self.quant_bit and stored[0].shape[3] < self.num_rows:
+        if keys.shape[2] == 1 and self.kv_bits and stored[0].shape[3] < self.num_rows:
             stored = [first_rows(self.cache, stored[0].shape[3]), *stored[1:]]
         return self.read(stored, keys.dtype)
 

@@ -3,7 +3,7 @@
 import re
 import threading
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -18,6 +18,7 @@ from kvant.bridge.pool import BridgedBatch, BridgedPool, make_pool
 from kvant.bridge.traced import can_trace
 from kvant.cache import KVCache, ModelCache, WindowKVCache
 from kvant.cache.identity import Identity
+from kvant.cache.options import CacheFields, CacheOptions
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.prompt_file import PromptCacheFile
 from kvant.models.caches import default_reservation
@@ -114,30 +115,16 @@ class BridgedModel:
             raise ValueError("the cache holds tokens of another model")
         return cache
 
-    def make_cache(
-        self,
-        max_seq_len: int | None = None,
-        *,
-        quant_bit: int = 8,
-        quant_group: int = 32,
-        bias_split: bool = True,
-        kernels: str | None = None,
-    ) -> BridgedCache:
+    def make_cache(self, max_seq_len: int | None = None, **fields: Unpack[CacheFields]) -> BridgedCache:
         """See :class:`kvant.models.LanguageModel`. No bias is known apart from mlx-lm's projections: none is split.
 
         A group that does not divide a layer's width becomes their greatest common divisor there.
         """
         check_process()
+        chosen = CacheOptions(**fields)
         if max_seq_len is None:
             max_seq_len = default_reservation(self.config)
-        cache = make_model_cache(
-            self.module,
-            max_seq_len,
-            quant_bit=quant_bit,
-            quant_group=quant_group,
-            kernels=kernels,
-            absent=self.absent_caches,
-        )
+        cache = make_model_cache(self.module, max_seq_len, chosen, absent=self.absent_caches)
         cache.identity = self.identity
         self._layout = self._layout or cache.layout  # or the model would be probed once more
         return cache
@@ -147,31 +134,27 @@ class BridgedModel:
         tokens: int,
         *,
         sequences: int,
-        quant_bit: int = 8,
-        quant_group: int = 32,
-        bias_split: bool = True,
-        kernels: str | None = None,
         max_seq_len: int | None = None,
         prefill_step_size: int = 512,
+        **fields: Unpack[CacheFields],
     ) -> BridgedPool:
         """See :class:`kvant.models.LanguageModel`. It takes the time of some steps."""
         check_process()
-        resolve(kernels)  # refuses them before the model is tried
+        chosen = CacheOptions(**fields)
+        resolve(chosen.kernels)  # refuses them before the model is tried
         if max_seq_len is None:
             max_seq_len = min(tokens, self.config.max_position_embeddings or tokens)
         sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
         sizes["prefill_step_size"] = prefill_step_size
-        check_format(sizes | {"quant_group": quant_group}, "quant_bit", quant_bit)
+        check_format(sizes, chosen)
         pool = make_pool(
             self.module,
             self.config.model_type,
             self.dtype,
             sizes=sizes,
-            quant_bit=quant_bit,
-            quant_group=quant_group,
+            options=chosen,
             make_cache=self.make_cache,
             identity=self.identity,
-            kernels=kernels,
         )
         self._layout = self._layout or pool.layout
         return pool

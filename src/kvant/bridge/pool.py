@@ -17,6 +17,7 @@ from kvant.bridge.state_layer import StateCache
 from kvant.cache import ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, stored_dtype
+from kvant.cache.options import CacheOptions
 from kvant.cache.pool import Pool, pool_bytes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence
@@ -202,11 +203,9 @@ def make_pool(
     dtype: mx.Dtype,
     *,
     sizes: dict[str, int],
-    quant_bit: int,
-    quant_group: int,
+    options: CacheOptions,
     make_cache: Callable[..., BridgedCache],
     identity: Identity | None,
-    kernels: str | None,
 ) -> BridgedPool:
     """A pool of mlx-lm's model; errors as :meth:`kvant.bridge.model.BridgedModel.make_pool` has them.
 
@@ -218,23 +217,23 @@ def make_pool(
         name: of its architecture, for errors.
         dtype: it computes in.
         sizes: tokens, sequences, max_seq_len and prefill_step_size, as :class:`kvant.cache.pool.Pool` has them.
-        quant_bit, quant_group: as :func:`kvant.bridge.make_model_cache` has them.
+        options: of the pool; the small one is unfused.
         make_cache, identity: of the model.
-        kernels: as :class:`kvant.cache.QuantizedKVCache` has it. The small pool is unfused.
     """
     found = probe(model)
     check_entries(found, model, name)
 
-    def made(bits: int, sizes: dict[str, int], kernels: str | None) -> BridgedPool:
-        formats = _formats(found, sizes["max_seq_len"], bits, quant_group)
-        check_memory(sizes["tokens"], sum(pool_needs(found, sizes, quant_bit=bits, quant_group=quant_group)))
-        own_cache = partial(make_cache, quant_bit=bits, quant_group=quant_group, kernels=kernels)
-        own: dict[str, Any] = {"make_cache": own_cache, "identity": identity, "kernels": kernels, "dtype": dtype}
+    def made(options: CacheOptions, sizes: dict[str, int]) -> BridgedPool:
+        formats = _formats(found, sizes["max_seq_len"], options)
+        check_memory(sizes["tokens"], sum(pool_needs(found, sizes, options)))
+        own: dict[str, Any] = {"identity": identity, "kernels": options.kernels, "dtype": dtype}
+        own["make_cache"] = partial(make_cache, **options.fields)
         return BridgedPool(found, formats, **sizes, **own)
 
     small = {"tokens": len(TRIED) * Pool.page_size, "sequences": len(TRIED), "max_seq_len": 64, "prefill_step_size": 32}
-    attends_apart = _try(model, name, made(0, small, "unfused"), AGREE if dtype == mx.float32 else AGREE_HALF)
-    pool = made(quant_bit, sizes, kernels)
+    trial = made(CacheOptions(0, kernels="unfused"), small)
+    attends_apart = _try(model, name, trial, AGREE if dtype == mx.float32 else AGREE_HALF)
+    pool = made(options, sizes)
     pool.attends_apart = attends_apart
     return pool
 
@@ -251,12 +250,10 @@ def check_entries(found: Sequence[Entry], model: Model, name: str) -> None:
         raise ModelError(f"{name} {reason}; one sequence at a time works")
 
 
-def pool_needs(
-    found: Sequence[Entry], sizes: Mapping[str, int], *, quant_bit: int, quant_group: int
-) -> tuple[int, int]:
+def pool_needs(found: Sequence[Entry], sizes: Mapping[str, int], options: CacheOptions) -> tuple[int, int]:
     """Bytes of a pool: of keys and values, and of its sequences' states; arguments as in :func:`make_pool`."""
     states = sizes["sequences"] * sum(leaf.nbytes for leaf in leaves_of(found) if isinstance(leaf, State))
-    return pool_bytes(_formats(found, sizes["max_seq_len"], quant_bit, quant_group), **sizes), states
+    return pool_bytes(_formats(found, sizes["max_seq_len"], options), **sizes), states
 
 
 def _try(model: Model, name: str, pool: BridgedPool, agree: float) -> bool:
@@ -295,18 +292,19 @@ def _try(model: Model, name: str, pool: BridgedPool, agree: float) -> bool:
     return all(layer.attends for layer in batch.layers)
 
 
-def _formats(found: Sequence[Entry], max_seq_len: int, quant_bit: int, quant_group: int) -> list[LayerFormat]:
+def _formats(found: Sequence[Entry], max_seq_len: int, options: CacheOptions) -> list[LayerFormat]:
     """How each layer that keeps rows stores tokens. A window that no sequence outgrows is none."""
+    bits = options.kv_bits
     return [
         LayerFormat(
             "quantized",
             leaf.num_kv_heads,
             leaf.key_dim,
             leaf.value_dim,
-            quant_bit,
-            leaf.group(quant_group) if quant_bit else 0,
-            stored_dtype(quant_bit) if quant_bit else DTYPE_NAMES[leaf.dtype],
-            "F16" if quant_bit else "",
+            bits,
+            leaf.group(options.kv_group_size) if bits else 0,
+            stored_dtype(bits) if bits else DTYPE_NAMES[leaf.dtype],
+            "F16" if bits else "",
             window=leaf.window if leaf.window is not None and leaf.window < max_seq_len else None,
             shared=leaf.shared,
         )

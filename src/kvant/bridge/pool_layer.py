@@ -161,8 +161,8 @@ class PooledLayer:
             values[:B],
             self.layer.arrays,
             rows.new,
-            quant_bit=own.quant_bit,
-            quant_group=own.quant_group,
+            quant_bit=own.kv_bits,
+            quant_group=own.kv_group_size,
             backend=None if rows.pages is None else self.layer.backend,
         )
         fetched_keys, fetched_values = self._read(keys.dtype)
@@ -209,8 +209,8 @@ class PooledLayer:
                     query,
                     self.layer.arrays,
                     pages,
-                    quant_bit=own.quant_bit,
-                    quant_group=own.quant_group,
+                    quant_bit=own.kv_bits,
+                    quant_group=own.kv_group_size,
                     value_head_dim=own.value_head_dim,
                     score_scale=scale,
                     sinks=sinks,
@@ -222,7 +222,7 @@ class PooledLayer:
             self.attends = rows is not None and self.attends is not False
             if rows is None:
                 return None
-            return attend_rows(scaled, self.layer.arrays, rows, quant_bit=own.quant_bit, sinks=sinks)
+            return attend_rows(scaled, self.layer.arrays, rows, quant_bit=own.kv_bits, sinks=sinks)
         causal = isinstance(mask, str)
         if mx.default_device().type == mx.cpu and (S == 1 or causal):
             added = None if isinstance(mask, str) else mask
@@ -264,4 +264,4 @@ class PooledLayer:
             R = len(self._step.lengths)
             # (2, K, R * T, last) -> (R, 2, K, T, last)
             stored = [x.reshape(*x.shape[:2], R, -1, x.shape[3]).transpose(2, 0, 1, 3, 4) for x in taken]
-        return float_tokens(stored, quant_bit=own.quant_bit, dtype=dtype, key_dim=own.head_dim)
+        return float_tokens(stored, quant_bit=own.kv_bits, dtype=dtype, key_dim=own.head_dim)

@@ -42,9 +42,9 @@ class Attention:
     value_is_key: bool
     shared: bool
 
-    def group(self, quant_group: int) -> int:
+    def group(self, kv_group_size: int) -> int:
         """The group that divides both widths: the given one, or its greatest common divisor with them."""
-        return math.gcd(quant_group, self.key_dim, self.value_dim)
+        return math.gcd(kv_group_size, self.key_dim, self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)

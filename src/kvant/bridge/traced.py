@@ -53,8 +53,8 @@ class TracedLayer:
             values if layer.value_head_dim else values[..., :0],
             layer.place(self._position, S),
             layer.arrays,
-            quant_bit=layer.quant_bit,
-            quant_group=layer.quant_group,
+            quant_bit=layer.kv_bits,
+            quant_group=layer.kv_group_size,
             backend=layer.backend_for(keys),
         )
         held = [array[0, :, :, :, : self.num_tokens] for array in layer.arrays]

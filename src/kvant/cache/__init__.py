@@ -5,11 +5,13 @@ from kvant.cache.full import FullKVCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer import AttentionCache, KVCache
 from kvant.cache.model import ModelCache
+from kvant.cache.options import CacheOptions
 from kvant.cache.quantized import QuantizedKVCache
 from kvant.cache.window import WindowKVCache
 
 __all__ = [
     "AttentionCache",
+    "CacheOptions",
     "CompiledCacheView",
     "FullKVCache",
     "Identity",

@@ -19,6 +19,7 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 KINDS = ("quantized", "chunks", "state")  # of those that are saved
+FILE_WORDS = {"kv_bits": "quant_bit", "kv_group_size": "quant_group"}  # PMX's, in files of version 1
 MAX_NUMBER = 2**24  # of heads, widths and tokens: far above any model's
 
 Shape = tuple[int, ...]
@@ -33,7 +34,7 @@ class LayerFormat:
         kind: "quantized", the reserved cache, at 0 bits too; "chunks", Llama 4's; "full", which grows; "state", of a
             linear layer.
         num_kv_heads, head_dim, value_head_dim: of its tokens.
-        quant_bit, quant_group: 0 where nothing is quantized.
+        kv_bits, kv_group_size: 0 where nothing is quantized.
         dtype, scale_dtype: of the stored arrays, as safetensors writes them; no scales: "".
         window, keep, slack: of a ring, as :class:`kvant.cache.WindowKVCache` has them; window None: all tokens stay.
         split_pairs: the rotary pairs of the bias split; None: keys and values have their biases.
@@ -45,8 +46,8 @@ class LayerFormat:
     num_kv_heads: int = 0
     head_dim: int = 0
     value_head_dim: int = 0
-    quant_bit: int = 0
-    quant_group: int = 0
+    kv_bits: int = 0
+    kv_group_size: int = 0
     dtype: str = ""
     scale_dtype: str = ""
     window: int | None = None
@@ -59,10 +60,11 @@ class LayerFormat:
     @classmethod
     def from_json(cls, raw: object) -> "LayerFormat":
         """Of what :meth:`as_json` gave, every field checked."""
-        names = {field.name for field in fields(cls)}
-        if not isinstance(raw, dict) or raw.keys() != names:
-            raise ValueError("a layer's format has other fields than " + ", ".join(sorted(names)))
-        for name in ("num_kv_heads", "head_dim", "value_head_dim", "quant_bit", "quant_group", "keep", "slack"):
+        names = {field.name: FILE_WORDS.get(field.name, field.name) for field in fields(cls)}
+        if not isinstance(raw, dict) or raw.keys() != {*names.values()}:
+            raise ValueError("a layer's format has other fields than " + ", ".join(sorted(names.values())))
+        raw = {name: raw[word] for name, word in names.items()}
+        for name in ("num_kv_heads", "head_dim", "value_head_dim", "kv_bits", "kv_group_size", "keep", "slack"):
             check_number(name, raw[name])
         if raw["window"] is not None:
             check_number("window", raw["window"], 1)
@@ -85,25 +87,25 @@ class LayerFormat:
         if self.kind == "state":
             expected = LayerFormat("state", state=self.state)
         else:
-            if self.quant_bit not in (0, 4, 8) or not self.num_kv_heads or not self.head_dim:
-                raise ValueError(f"a layer of {self.quant_bit} bits, {self.num_kv_heads} kv heads of {self.head_dim}")
+            if self.kv_bits not in (0, 4, 8) or not self.num_kv_heads or not self.head_dim:
+                raise ValueError(f"a layer of {self.kv_bits} bits, {self.num_kv_heads} kv heads of {self.head_dim}")
             widths = (self.head_dim, self.value_head_dim)
-            if self.quant_bit and (not self.quant_group or any(width % self.quant_group for width in widths)):
+            if self.kv_bits and (not self.kv_group_size or any(width % self.kv_group_size for width in widths)):
                 raise ValueError(
-                    f"quant_group is {self.quant_group}; expected a divisor of {widths[0]} and {widths[1]}"
+                    f"kv_group_size is {self.kv_group_size}; expected a divisor of {widths[0]} and {widths[1]}"
                 )
-            if bool(self.quant_bit) != bool(self.scale_dtype) or bool(self.quant_bit) != bool(self.quant_group):
-                raise ValueError(f"a layer of {self.quant_bit} bits with scales {self.scale_dtype!r}")
-            allowed = [stored_dtype(self.quant_bit)] if self.quant_bit else ["F32", "F16", "BF16"]
+            if bool(self.kv_bits) != bool(self.scale_dtype) or bool(self.kv_bits) != bool(self.kv_group_size):
+                raise ValueError(f"a layer of {self.kv_bits} bits with scales {self.scale_dtype!r}")
+            allowed = [stored_dtype(self.kv_bits)] if self.kv_bits else ["F32", "F16", "BF16"]
             if self.dtype not in allowed:
-                raise ValueError(f"dtype is {self.dtype!r} at {self.quant_bit} bits; expected {' or '.join(allowed)}")
+                raise ValueError(f"dtype is {self.dtype!r} at {self.kv_bits} bits; expected {' or '.join(allowed)}")
             return
         if self != expected:
             raise ValueError(f"a layer of kind {self.kind!r} has fields of another kind")
 
     def as_json(self) -> dict[str, Any]:
         """Numbers, text and lists."""
-        return asdict(self)
+        return {FILE_WORDS.get(name, name): value for name, value in asdict(self).items()}
 
     @property
     def has_tokens(self) -> bool:
@@ -127,9 +129,9 @@ class LayerFormat:
         if self.value_head_dim != self.head_dim:
             sides, width = 1, self.head_dim + self.value_head_dim
         shape = (sides, self.num_kv_heads, rows)
-        found: dict[str, Stored] = {"cache": (self.dtype, (*shape, width // 2 if self.quant_bit == 4 else width))}
-        if self.quant_bit:
-            found["scale"] = (self.scale_dtype, (*shape, width // self.quant_group))
+        found: dict[str, Stored] = {"cache": (self.dtype, (*shape, width // 2 if self.kv_bits == 4 else width))}
+        if self.kv_bits:
+            found["scale"] = (self.scale_dtype, (*shape, width // self.kv_group_size))
         return found
 
     def tables(self) -> dict[str, Stored]:
@@ -143,9 +145,9 @@ class LayerFormat:
         }
 
 
-def stored_dtype(quant_bit: int) -> str:
+def stored_dtype(kv_bits: int) -> str:
     """The dtype of quantized values."""
-    return DTYPE_NAMES[quantized_dtype(quant_bit)]
+    return DTYPE_NAMES[quantized_dtype(kv_bits)]
 
 
 def check_number(name: str, value: object, least: int = 0, most: int = MAX_NUMBER) -> int:

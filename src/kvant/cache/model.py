@@ -111,7 +111,7 @@ class ModelCache(Sequence[KVCache]):
     @property
     def groups(self) -> list[int]:
         """The sizes of the groups that share a scale, each once; none if nothing is quantized."""
-        found = {layer.quant_group for layer in self._layers if isinstance(layer, QuantizedKVCache) and layer.quant_bit}
+        found = {layer.kv_group_size for layer in self._layers if isinstance(layer, QuantizedKVCache) and layer.kv_bits}
         return sorted(found)
 
     @property

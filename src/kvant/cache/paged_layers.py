@@ -260,14 +260,14 @@ def backend_of(
         may_have_sinks: whether attention may be given learned sinks.
     """
     reason = unsupported_reason(
-        (1, 1, 1, own.head_dim), quant_bit=own.quant_bit, quant_group=own.quant_group, value_dim=own.value_head_dim
+        (1, 1, 1, own.head_dim), quant_bit=own.kv_bits, quant_group=own.kv_group_size, value_dim=own.value_head_dim
     )
     use = KernelUse(
         own.head_dim,
         own.value_head_dim,
         dtype,
-        own.quant_bit,
-        own.quant_group,
+        own.kv_bits,
+        own.kv_group_size,
         DTYPES[own.scale_dtype or "F16"],
         None if num_heads is None else num_heads // own.num_kv_heads,
         None if own.split_pairs is None else len(own.split_pairs),

@@ -109,7 +109,7 @@ class Pool(PoolState):
             seen = "all tokens" if part.window is None else f"the last {part.window}"
             kinds.append(f"{part.pages.num} pages for {len(part.layers)} layers that see {seen}")
         own = self.layers[0].format
-        bits = f"{own.quant_bit} bits" if own.quant_bit else own.dtype
+        bits = f"{own.kv_bits} bits" if own.kv_bits else own.dtype
         return f"{format_bytes(self.nbytes)} at {bits} for {self.max_sequences} sequences: {', '.join(kinds)}"
 
     @property

@@ -35,9 +35,9 @@ class PromptCacheFile(Sequence[KVCache]):
         """The cache, which a model's ``make_cache`` makes in the file's format, with its tokens."""
         if self._cache is None:
             layers = [layer for layer in self.header.layers if layer.has_tokens]
-            options: dict[str, Any] = {"quant_bit": max((layer.quant_bit for layer in layers), default=0)}
-            if options["quant_bit"]:  # a bridged layer's group may be a part of the one asked for
-                options["quant_group"] = math.lcm(*(layer.quant_group for layer in layers))
+            options: dict[str, Any] = {"kv_bits": max((layer.kv_bits for layer in layers), default=0)}
+            if options["kv_bits"]:  # a bridged layer's group may be a part of the one asked for
+                options["kv_group_size"] = math.lcm(*(layer.kv_group_size for layer in layers))
             try:
                 made = make_cache(
                     self._max_seq_len,

@@ -25,7 +25,7 @@ class QuantizedKVCache(KVCache):
     copy the whole buffer at the next append.
 
     Attributes:
-        head_dim, value_head_dim, quant_bit, quant_group, bias_split, kernels: as given.
+        head_dim, value_head_dim, kv_bits, kv_group_size, bias_split, kernels: as given.
         arrays: values (1, 1, sides, K, rows, D'), and if they are quantized their scales.
         backend: runs the fused kernel for the calls it supports; None: every call is unfused.
     """
@@ -37,8 +37,8 @@ class QuantizedKVCache(KVCache):
         head_dim: int,
         *,
         value_head_dim: int | None = None,
-        quant_bit: int = 8,
-        quant_group: int = 32,
+        kv_bits: int = 8,
+        kv_group_size: int = 32,
         dtype: mx.Dtype = mx.float16,
         scale_dtype: mx.Dtype = mx.float16,
         bias_split: BiasSplit | None = None,
@@ -53,8 +53,8 @@ class QuantizedKVCache(KVCache):
             head_dim: D.
             value_head_dim: the width of values, where it is not that of keys. Both lie side by side then. 0: there are
                 no values, and every call is unfused.
-            quant_bit: 8, 4, or 0 for no quantization.
-            quant_group: elements of D that share one scale; it divides the width of values too.
+            kv_bits: 8, 4, or 0 for no quantization.
+            kv_group_size: elements of D that share one scale; it divides the width of values too.
             dtype: of queries, and of keys and values at 0 bits.
             scale_dtype: float16 or float32.
             bias_split: the biases that keys and values come without; its table is as long as the cache.
@@ -75,7 +75,7 @@ class QuantizedKVCache(KVCache):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
         for width in (head_dim, value_head_dim or head_dim):
-            check_quantization(quant_bit, quant_group, width)
+            check_quantization(kv_bits, kv_group_size, width, names=("kv_bits", "kv_group_size"))
         if dtype not in FLOAT_DTYPES or scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"dtype is {dtype}, scale_dtype {scale_dtype}; expected floats, the scale's not bfloat16")
         check_process()
@@ -83,23 +83,21 @@ class QuantizedKVCache(KVCache):
         super().__init__()
         self.head_dim = head_dim
         self.value_head_dim = value_head_dim
-        self.quant_bit = quant_bit
-        self.quant_group = quant_group
+        self.kv_bits = kv_bits
+        self.kv_group_size = kv_group_size
         self.bias_split = bias_split
         self.kernels = kernels
         queries, pairs = num_heads and num_heads // num_kv_heads, None if bias_split is None else len(bias_split.pairs)
-        use = KernelUse(head_dim, value_head_dim, dtype, quant_bit, quant_group, scale_dtype, queries, pairs)
+        use = KernelUse(head_dim, value_head_dim, dtype, kv_bits, kv_group_size, scale_dtype, queries, pairs)
         self.backend = resolve(kernels, self._unsupported_reason((1, 1, 1, head_dim)), [self._as_used(use)])
         sides, width = (2, head_dim) if head_dim == value_head_dim else (1, head_dim + value_head_dim)
         shape = (1, 1, sides, num_kv_heads, self.num_rows)
         # A list, not two attributes: mx.compile captures a container, and puts new arrays into it.
         self.arrays = [
-            mx.zeros(
-                (*shape, width // 2 if quant_bit == 4 else width), quantized_dtype(quant_bit) if quant_bit else dtype
-            )
+            mx.zeros((*shape, width // 2 if kv_bits == 4 else width), quantized_dtype(kv_bits) if kv_bits else dtype)
         ]
-        if quant_bit:
-            self.arrays.append(mx.zeros((*shape, width // quant_group), scale_dtype))
+        if kv_bits:
+            self.arrays.append(mx.zeros((*shape, width // kv_group_size), scale_dtype))
         tables = [] if bias_split is None else [bias_split.key_bias, bias_split.rotation, bias_split.value_bias]
         mx.eval(self.arrays, tables)  # reserved now, not at the first token
 
@@ -111,7 +109,7 @@ class QuantizedKVCache(KVCache):
     @property
     def scale(self) -> mx.array | None:
         """Scales: (1, 1, 2, K, num_rows, D/G); None at 0 bits."""
-        return self.arrays[1] if self.quant_bit else None
+        return self.arrays[1] if self.kv_bits else None
 
     def backend_for(self, query: mx.array) -> Backend | None:
         """Runs the fused kernel for a (B, H, S, D) query; None: the call is unfused."""
@@ -160,8 +158,8 @@ class QuantizedKVCache(KVCache):
             self.cache,
             self.scale,
             mask=mask,
-            quant_bit=self.quant_bit,
-            quant_group=self.quant_group,
+            quant_bit=self.kv_bits,
+            quant_group=self.kv_group_size,
             bias_split=self.bias_split,
             sinks=sinks,
             backend=self.backend_for(query),
@@ -190,8 +188,8 @@ class QuantizedKVCache(KVCache):
             self.offset,
             self.cache,
             self.scale,
-            quant_bit=self.quant_bit,
-            quant_group=self.quant_group,
+            quant_bit=self.kv_bits,
+            quant_group=self.kv_group_size,
             backend=self.backend_for(key),
         )
         return [array[0, :, :, :, : self.offset + S] for array in self.arrays]
@@ -204,7 +202,7 @@ class QuantizedKVCache(KVCache):
 
     def read(self, stored: list[mx.array], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         """Keys (1, K, T, D) and values (1, K, T, Dv) of what :meth:`append` returned, not evaluated."""
-        return float_tokens(stored, quant_bit=self.quant_bit, dtype=dtype, key_dim=self.head_dim)
+        return float_tokens(stored, quant_bit=self.kv_bits, dtype=dtype, key_dim=self.head_dim)
 
     def reserve(self, num_tokens: int) -> None:
         """Raise a ContextError unless there is room for ``num_tokens`` more tokens."""
@@ -237,10 +235,10 @@ class QuantizedKVCache(KVCache):
             num_kv_heads=self.arrays[0].shape[3],
             head_dim=self.head_dim,
             value_head_dim=self.value_head_dim,
-            quant_bit=self.quant_bit,
-            quant_group=self.quant_group if self.quant_bit else 0,
+            kv_bits=self.kv_bits,
+            kv_group_size=self.kv_group_size if self.kv_bits else 0,
             dtype=DTYPE_NAMES[self.arrays[0].dtype],
-            scale_dtype=DTYPE_NAMES[self.arrays[1].dtype] if self.quant_bit else "",
+            scale_dtype=DTYPE_NAMES[self.arrays[1].dtype] if self.kv_bits else "",
             split_pairs=None if self.bias_split is None else self.bias_split.pairs,
         )
 
@@ -267,5 +265,5 @@ class QuantizedKVCache(KVCache):
         if not self.value_head_dim:
             return "a cache without values"
         return unsupported_reason(
-            query_shape, quant_bit=self.quant_bit, quant_group=self.quant_group, value_dim=self.value_head_dim
+            query_shape, quant_bit=self.kv_bits, quant_group=self.kv_group_size, value_dim=self.value_head_dim
         )

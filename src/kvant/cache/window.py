@@ -240,7 +240,7 @@ class WindowKVCache(QuantizedKVCache):
 
     def _stored(self, key: mx.array, value: mx.array, backend: Backend | None = None) -> list[mx.array]:
         return stored_tokens(
-            key, value, self.arrays, quant_bit=self.quant_bit, quant_group=self.quant_group, backend=backend
+            key, value, self.arrays, quant_bit=self.kv_bits, quant_group=self.kv_group_size, backend=backend
         )
 
     def _append(self, new: list[mx.array]) -> list[mx.array]:
@@ -298,8 +298,8 @@ class WindowKVCache(QuantizedKVCache):
             self.cache,
             self.scale,
             mx.array(self.sequence.length, mx.int32),
-            quant_bit=self.quant_bit,
-            quant_group=self.quant_group,
+            quant_bit=self.kv_bits,
+            quant_group=self.kv_group_size,
             mask=None if mask is None else self._by_row(mask, S),
             window=self.window,
             keep=self.keep,

@@ -63,13 +63,7 @@ def answer_together(
     drafts = drafts_beside(session, run, pool)
     cache, rest = None, None
     if held:
-        chosen = session.settings
-        cache = session.model.make_cache(
-            max(*needs, held),
-            quant_bit=chosen.kv_bits,
-            quant_group=chosen.kv_group_size,
-            bias_split=chosen.kv_bias_split,
-        )
+        cache = session.model.make_cache(max(*needs, held), **session.settings.cache.fields)
         rest = cache_file.take(file, cache, questions[0].ids, quiet=run.quiet)
     wanted = [
         Wanted(
@@ -156,12 +150,9 @@ def _reserve(
         pool = session.model.make_pool(
             pool_reservation(needs, rows),
             sequences=rows,
-            quant_bit=chosen.kv_bits,
-            quant_group=chosen.kv_group_size,
-            bias_split=chosen.kv_bias_split,
-            kernels=run.kernels,
             max_seq_len=max(needs),
             prefill_step_size=step_size,
+            **session.settings.cache.fields,
         )
     check_drafts(asked_drafts(session, run), pool, deterministic=deterministic)
     if deterministic:
@@ -170,7 +161,7 @@ def _reserve(
     session.reserved = _most_tokens(session, run) or session.model.config.max_position_embeddings
     if not run.quiet:
         tokens = pool.num_pages * pool.page_size
-        kind = session.describe_format(sorted({layer.format.quant_group for layer in pool.layers} - {0}))
+        kind = session.describe_format(sorted({layer.format.kv_group_size for layer in pool.layers} - {0}))
         together = f"{rows} sequence{'s' if rows > 1 else ''} at once"
         print(f"cache: {tokens} tokens reserved for {together}, {kind}, {format_bytes(pool.nbytes)}", file=sys.stderr)
     return pool

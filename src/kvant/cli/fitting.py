@@ -118,7 +118,7 @@ def named_format(settings: Settings) -> Iterator[None]:
         raise
     except ValueError as error:
         raise BadValueError(
-            f"--kv-bits {settings.kv_bits} --kv-group-size {settings.kv_group_size}: {error}"
+            f"--kv-bits {settings.cache.kv_bits} --kv-group-size {settings.cache.kv_group_size}: {error}"
         ) from error
 
 
@@ -162,13 +162,13 @@ def longest_by_bits(settings: Settings, longest: Callable[[Settings], LongestCon
     found = {}
     for bits in (0, 8, 4):
         with suppress(ValueError):
-            found[bits] = longest(replace(settings, kv_bits=bits))
+            found[bits] = longest(replace(settings, cache=replace(settings.cache, kv_bits=bits)))
     return found
 
 
 def _ways(made: MemoryPlan, longest: Callable[[Settings], LongestContext]) -> str:
     found = {bits or 16: one.tokens for bits, one in longest_by_bits(made.settings, longest).items()}
-    own = made.settings.kv_bits or 16
+    own = made.settings.cache.kv_bits or 16
     ways = [f"--max-kv-size {found[own]}"] if found[own] else []
     ways += [f"--kv-bits {bits}" for bits, fits in found.items() if bits < own and fits >= made.max_kv_size][:1]
     if not ways and own > 4 and found.get(4):

@@ -12,17 +12,16 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
+from kvant.cache.options import DEFAULT_KV_GROUP_SIZE, CacheOptions
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cli.bad_value import BadValueError as BadValueError  # here for the commands
 from kvant.cli.defaults import Defaults, settings_used, source_of
 from kvant.engine.drafting.drafts import Source
-from kvant.engine.keywords import DEFAULT_KV_GROUP_SIZE
 from kvant.engine.load import POCKET
 from kvant.engine.model_drafts import check_draft_tokens
 from kvant.errors import ArgumentError, KvantError, one_line
 from kvant.files import unique_keys
 from kvant.operators.dispatch import VARIABLE, choose
-from kvant.operators.quantization import QUANT_BITS
 
 
 @contextmanager
@@ -181,8 +180,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         check_counts(max_tokens=self.max_tokens, prefill_step_size=self.prefill_step_size)
         kv_size(self.max_kv_size)
-        check_kv_format(self.kv_bits, self.kv_group_size)
         check_kernels(self.kernels)
+        _ = self.cache
         check_text(model=self.model, adapter_path=self.adapter_path, system_prompt=self.system_prompt)
         check_draft(self.draft, self.draft_model, self.num_draft_tokens)
         check_stop(self.stop or ())
@@ -191,6 +190,17 @@ class RunOptions:
         check_parallel(self.parallel)
         if self.ignore_eos and self.extra_eos_token:
             raise BadValueError("--extra-eos-token ends a text, and --ignore-eos goes on past all that ends one")
+
+    @property
+    def cache(self) -> CacheOptions:
+        """How caches and pools store their tokens."""
+        if self.kv_bits == 0 and self.kv_group_size is not None:
+            raise BadValueError(f"--kv-group-size is {self.kv_group_size}, but --kv-bits 0 does not quantize")
+        group = DEFAULT_KV_GROUP_SIZE if self.kv_group_size is None else self.kv_group_size
+        try:
+            return CacheOptions(self.kv_bits, group, self.kv_bias_split, self.kernels)
+        except ArgumentError as error:
+            raise BadValueError(error.worded(flag)) from error
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -309,16 +319,6 @@ def kv_size(text: str | None) -> KvSize:
         raise BadValueError(f"--max-kv-size is {text[:80]!r}; expected a number of tokens, or auto") from None
     check_counts(max_kv_size=count)
     return count
-
-
-def check_kv_format(kv_bits: int, kv_group_size: int | None) -> int:
-    """The group size, where some model's cache can have it. Whether it divides a head is checked with the model."""
-    if kv_bits not in QUANT_BITS:
-        raise BadValueError(f"--kv-bits is {kv_bits}; expected 0, 4 or 8")
-    if kv_bits == 0 and kv_group_size is not None:
-        raise BadValueError(f"--kv-group-size is {kv_group_size}, but --kv-bits 0 does not quantize")
-    check_counts(kv_group_size=kv_group_size)
-    return DEFAULT_KV_GROUP_SIZE if kv_group_size is None else kv_group_size
 
 
 def check_draft(draft: str, draft_model: str | None, num_draft_tokens: int | None) -> None:

@@ -86,8 +86,7 @@ def plan(
     model, draft_model = options.choose_model(context, model_argument, run.model), run.draft_model
     options.check_counts(sequences=sequences)
     options.check_text(model=model, draft_model=draft_model)
-    group_size = options.check_kv_format(run.kv_bits, run.kv_group_size)
-    settings = Settings(run.kv_bits, group_size, run.kv_bias_split, run.prefill_step_size, sequences=sequences)
+    settings = Settings(run.cache, run.prefill_step_size, sequences=sequences)
     reserved = options.kv_size(run.max_kv_size)
     weight_format = _weight_format(weight_bits, weight_group_size)
     kind = options.check_parallel(run.parallel)

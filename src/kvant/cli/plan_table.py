@@ -62,7 +62,7 @@ def print_plan(model: str, checkpoint: AnyCheckpoint, made: MemoryPlan, machine:
         drafted = min(drafted, settings.draft_model.checkpoint.config.max_position_embeddings or drafted)
     rows = [
         ("weights", made.weights, _describe_weights(checkpoint, machine) + _describe_experts(checkpoint, made)),
-        ("cache", made.cache, _describe_cache(made, settings.kv_bits or floats)),
+        ("cache", made.cache, _describe_cache(made, settings.cache.kv_bits or floats)),
         ("state", made.state, "of linear layers, allocated at the first prefill"),
         ("draft weights", made.draft_weights, ""),
         ("draft cache", made.draft_cache, f"{drafted} tokens, of each sequence"),
@@ -97,7 +97,7 @@ def print_ranks(
     print_line = terminal.console(highlight=False, markup=False, soft_wrap=True).print
     print_line(f"{model} on {len(made.plans)} machines, --parallel {made.parallel}")
     print_line(_columns(made, names))
-    cache = _describe_cache(first, first.settings.kv_bits or floats)
+    cache = _describe_cache(first, first.settings.cache.kv_bits or floats)
     print_line(f"weights of {_describe_weights(checkpoint, machine)}; {cache}")
     sources = ", ".join(dict.fromkeys(machine.limit_source for machine in made.machines))
     print_line(f"limit: {sources}{f'; {note}' if note else ''}")

@@ -132,7 +132,7 @@ class Session:
 
     def describe_format(self, groups: Sequence[int]) -> str:
         """The format of keys and values, in words; ``groups``: the sizes of those that share a scale."""
-        bits = self.settings.kv_bits
+        bits = self.settings.cache.kv_bits
         if not bits:
             return str(self.model.dtype).removeprefix("mlx.core.")
         return f"{bits} bits in groups of {' or '.join(map(str, groups))}"
@@ -166,13 +166,7 @@ def open_session(
     planned = session.plan(options.kv_size(run.max_kv_size))
     started = time.perf_counter()
     with named_format(session.settings):
-        session._cache = session.model.make_cache(
-            planned.max_kv_size,
-            quant_bit=session.settings.kv_bits,
-            quant_group=session.settings.kv_group_size,
-            bias_split=session.settings.kv_bias_split,
-            kernels=run.kernels,
-        )
+        session._cache = session.model.make_cache(planned.max_kv_size, **session.settings.cache.fields)
     session.load_s += time.perf_counter() - started
     session.drafts = asked_drafts(session, run)
     if isinstance(session.drafts, ModelDrafts):
@@ -195,9 +189,7 @@ def asked_drafts(session: Session, run: RunOptions) -> Drafts | None:
         model=session.draft_model,
         vocab_size=session.model.config.vocab_size,
         num_draft_tokens=run.num_draft_tokens or DEFAULT_DRAFT_TOKENS,
-        kv_bits=settings.kv_bits,
-        kv_group_size=settings.kv_group_size,
-        kv_bias_split=settings.kv_bias_split,
+        options=settings.cache,
         prefill_step_size=settings.prefill_step_size,
     )
 
@@ -281,8 +273,7 @@ def load_session(
 
 def settings_of(run: RunOptions, sequences: int | None = None) -> Settings:
     """What a plan takes from the flags: of the cache, and of reading the prompt."""
-    group_size = options.check_kv_format(run.kv_bits, run.kv_group_size)
-    return Settings(run.kv_bits, group_size, run.kv_bias_split, run.prefill_step_size, sequences=sequences)
+    return Settings(run.cache, run.prefill_step_size, sequences=sequences)
 
 
 def prepare(

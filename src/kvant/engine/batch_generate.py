@@ -12,7 +12,7 @@ from kvant.engine.batch_stream import Piece, Wanted, stream_pieces
 from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.draw import Sampler, for_a_run, for_answer, greedy
 from kvant.engine.feeding import CHUNK
-from kvant.engine.keywords import DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE, check_format
+from kvant.engine.keywords import CacheWanted
 from kvant.engine.limits import check_count, check_stops, pool_reservation, reservation
 from kvant.engine.model_drafts import ModelDrafts, asked_drafts
 from kvant.engine.processors import LogitsProcessor
@@ -176,7 +176,8 @@ def batch_generate(
         name = "completion_batch_size" if at_once == completion_batch_size else "prefill_batch_size"
         raise ArgumentError(name, f"is {at_once}; expected at most {MOST_ROWS} with", "deterministic")
     drafts = asked_drafts(draft, draft_model, num_draft_tokens, model, tokenizer)
-    check_format(kv_bits, kv_group_size, max_kv_size)
+    stored = CacheWanted(kv_bits, kv_group_size, max_kv_size)
+    stored.check()
     stops, ends = check_stops(stop), _ends(stop_tokens, tokenizer)
     shared = for_a_run(sampler or greedy)
     wanted: list[Wanted] = []
@@ -207,10 +208,9 @@ def batch_generate(
             pool_reservation(needs, at_once),
             # Deterministic: a step has as many rows for any number of prompts.
             sequences=at_once if deterministic else min(at_once, len(needs)),
-            quant_bit=DEFAULT_KV_BITS if kv_bits is None else kv_bits,
-            quant_group=kv_group_size or DEFAULT_KV_GROUP_SIZE,
             max_seq_len=max(needs),
             prefill_step_size=step_size,
+            **stored.options.fields,
         )
         check_drafts(drafts, pool, deterministic=deterministic)
         reserved = pool.nbytes

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvant.cache import KVCache, QuantizedKVCache
+from kvant.cache.options import DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE, CacheOptions
 from kvant.engine.limits import check_count, reservation
 from kvant.errors import ArgumentError
 from kvant.files import read_json, read_optional
 from kvant.models import LanguageModel
-from kvant.operators.quantization import QUANT_BITS
 from kvant.text.tokenizer import Tokenizer
 
-DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE = 8, 32
 TOKENIZER_KEYS = ("eos_token", "chat_template", "trust_remote_code")
 
 
@@ -94,6 +93,20 @@ class CacheWanted(NamedTuple):
     kv_group_size: int | None
     max_kv_size: int | None
 
+    @property
+    def options(self) -> CacheOptions:
+        """How the cache stores tokens, with the defaults of what is not said."""
+        return CacheOptions(
+            DEFAULT_KV_BITS if self.kv_bits is None else self.kv_bits,
+            DEFAULT_KV_GROUP_SIZE if self.kv_group_size is None else self.kv_group_size,
+        )
+
+    def check(self) -> None:
+        """Refuse what no cache that is reserved can have."""
+        _ = self.options
+        if self.max_kv_size is not None:
+            check_count("max_kv_size", self.max_kv_size)
+
 
 def check_generate(
     wanted: CacheWanted, quantized_kv_start: int | None, *, input_embeddings: object, stream: object
@@ -105,20 +118,11 @@ def check_generate(
     ):
         if value is not None:
             raise ArgumentError(name, f"is a {type(value).__name__}; expected None: {reason}")
-    check_format(*wanted)
+    wanted.check()
     if quantized_kv_start is not None and quantized_kv_start != 0 and wanted.kv_bits != 0:
         raise ArgumentError(
             "quantized_kv_start", f"is {quantized_kv_start!r}; a cache is quantized from the first token: expected 0"
         )
-
-
-def check_format(kv_bits: int | None, kv_group_size: int | None, max_kv_size: int | None) -> None:
-    """Refuse what no cache that is reserved can have."""
-    if kv_bits is not None and (type(kv_bits) is not int or kv_bits not in QUANT_BITS):
-        raise ArgumentError("kv_bits", f"is {kv_bits!r}; expected 8, 4, 0 for no quantization, or None for 8")
-    for name, size in (("kv_group_size", kv_group_size), ("max_kv_size", max_kv_size)):
-        if size is not None:
-            check_count(name, size)
 
 
 def cache_for(
@@ -131,24 +135,20 @@ def cache_for(
     """The cache of a request: the caller's, or one reserved for prompt and answer."""
     kv_bits, kv_group_size, max_kv_size = wanted
     if given is None:
-        return model.make_cache(
-            reservation(model, prompt_tokens, max_tokens, max_kv_size),
-            quant_bit=DEFAULT_KV_BITS if kv_bits is None else kv_bits,
-            quant_group=kv_group_size or DEFAULT_KV_GROUP_SIZE,
-        )
+        return model.make_cache(reservation(model, prompt_tokens, max_tokens, max_kv_size), **wanted.options.fields)
     cache = model.check_cache(given)
     if max_kv_size not in (None, cache.max_seq_len):
         raise ArgumentError("max_kv_size", f"is {max_kv_size}; {cache.max_seq_len} is that of the", "prompt_cache")
     layers = [layer for layer in cache.layers if isinstance(layer, QuantizedKVCache)]
-    for bits in {layer.quant_bit for layer in layers} or {0}:
+    for bits in {layer.kv_bits for layer in layers} or {0}:
         if kv_bits not in (None, bits):
             raise ArgumentError("kv_bits", f"is {kv_bits}; {bits} is that of the", "prompt_cache")
     for layer in layers:
         # A bridged layer whose widths the group does not divide has a smaller one.
         group = math.gcd(kv_group_size or 0, layer.head_dim, layer.value_head_dim)
-        if kv_group_size is not None and layer.quant_bit and layer.quant_group != group:
+        if kv_group_size is not None and layer.kv_bits and layer.kv_group_size != group:
             raise ArgumentError(
-                "kv_group_size", f"is {kv_group_size}; {layer.quant_group} is that of the", "prompt_cache"
+                "kv_group_size", f"is {kv_group_size}; {layer.kv_group_size} is that of the", "prompt_cache"
             )
     return cache
 

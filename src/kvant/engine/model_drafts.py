@@ -8,13 +8,13 @@ from typing import Any, ClassVar, cast
 import mlx.core as mx
 
 from kvant.cache import ModelCache, QuantizedKVCache
+from kvant.cache.options import DEFAULT_KV_GROUP_SIZE, DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool
 from kvant.engine.drafting.choice import SIZES, Choice, StepCosts
 from kvant.engine.drafting.drafter import Drafter
 from kvant.engine.drafting.drafts import Drafts, drafts_of
 from kvant.engine.drafting.same_tokenizer import check_draft_model
-from kvant.engine.keywords import DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE
 from kvant.engine.model_drafter import ModelDrafter
 from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.run import PREFILL_STEP_SIZE
@@ -37,8 +37,7 @@ class ModelDrafts(Drafts):
         vocab_size: of the model that is drafted for.
         num_draft_tokens: a step, at most.
         tokens: that its cache is reserved for, at most its own context: past them nothing is drafted.
-        kv_bits, kv_group_size: of its cache, as those of the model's; see :func:`draft_format`.
-        kv_bias_split: as for the model's.
+        options: of the model's cache; see :func:`draft_format`.
         prefill_step_size: prompt tokens fed at a time.
         cache: that is kept from one text to the next; None: each drafter makes its own.
     """
@@ -50,9 +49,7 @@ class ModelDrafts(Drafts):
     vocab_size: int
     num_draft_tokens: int = DEFAULT_DRAFT_TOKENS
     tokens: int | None = None
-    kv_bits: int = DEFAULT_KV_BITS
-    kv_group_size: int = DEFAULT_KV_GROUP_SIZE
-    kv_bias_split: bool = True
+    options: CacheOptions = DEFAULT_OPTIONS
     prefill_step_size: int = PREFILL_STEP_SIZE
     cache: ModelCache | None = None
 
@@ -74,20 +71,18 @@ class ModelDrafts(Drafts):
         if pool.divided:
             raise ArgumentError("draft_model", "is given; several ranks draft from prompt and answer alone")
         formats = [layer.format for layer in pool.layers]
-        bits, group = draft_format(
-            self.model.config,
-            max((own.quant_bit for own in formats), default=0),
-            max((own.quant_group for own in formats), default=0) or DEFAULT_KV_GROUP_SIZE,
+        chosen = replace(
+            self.options,
+            kv_bits=max((own.kv_bits for own in formats), default=0),
+            kv_group_size=max((own.kv_group_size for own in formats), default=0) or DEFAULT_KV_GROUP_SIZE,
         )
         tokens = context_limit(self.model, pool.max_seq_len) or pool.max_seq_len
         made = self.model.make_pool(
             pool.max_sequences * pages_for(tokens) * PAGE_SIZE,
             sequences=pool.max_sequences,
-            quant_bit=bits,
-            quant_group=group,
-            bias_split=self.kv_bias_split,
             max_seq_len=tokens,
             prefill_step_size=pool.prefill_step_size,
+            **draft_format(self.model.config, chosen).fields,
         )
         if not made.takes_back:
             raise ArgumentError(
@@ -108,20 +103,18 @@ class ModelDrafts(Drafts):
         """
         if self.tokens is not None or self.cache is not None:
             return self
-        bits = {layer.quant_bit for layer in cache.layers if isinstance(layer, QuantizedKVCache)}
+        bits = {layer.kv_bits for layer in cache.layers if isinstance(layer, QuantizedKVCache)}
+        group = max(cache.groups, default=DEFAULT_KV_GROUP_SIZE)
         return replace(
             self,
             tokens=cache.max_seq_len or min(tokens, default_reservation(self.model.config)),
-            kv_bits=max(bits, default=0),
-            kv_group_size=max(cache.groups, default=DEFAULT_KV_GROUP_SIZE),
+            options=replace(self.options, kv_bits=max(bits, default=0), kv_group_size=group),
         )
 
     def make_cache(self) -> ModelCache:
         """Reserve a cache for the draft model."""
-        bits, group = draft_format(self.model.config, self.kv_bits, self.kv_group_size)
         tokens = context_limit(self.model, self.tokens) or default_reservation(self.model.config)
-        split: dict[str, Any] = {"bias_split": self.kv_bias_split}
-        cache = self.model.make_cache(tokens, quant_bit=bits, quant_group=group, **split)
+        cache = self.model.make_cache(tokens, **draft_format(self.model.config, self.options).fields)
         back = min((limit.tokens for layer in cache.layers for limit in layer.limits), default=MOST_DRAFT_TOKENS)
         if back < self.num_draft_tokens:
             which = "states cannot" if not back else f"windows take back {back}"
@@ -175,12 +168,10 @@ class ModelChoice(Choice):
         super().verified(drafted, accepted, seconds)
 
 
-def draft_format(config: Any, kv_bits: int, kv_group_size: int) -> tuple[int, int]:
-    """The bits and the group size of a draft model's cache: the run's, and where that group does not divide the draft
-    model's heads the largest that divides both.
-    """
+def draft_format(config: Any, options: CacheOptions) -> CacheOptions:
+    """The options of a draft model's cache: the run's, with the largest group that divides its heads too."""
     head_dim = getattr(config, "head_dim", None)
-    return kv_bits, kv_group_size if head_dim is None else math.gcd(kv_group_size, head_dim)
+    return options if head_dim is None else replace(options, kv_group_size=math.gcd(options.kv_group_size, head_dim))
 
 
 def asked_drafts(

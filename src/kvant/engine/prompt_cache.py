@@ -6,7 +6,7 @@ from typing import Any
 
 from kvant.cache import ModelCache
 from kvant.cache.prompt_file import PromptCacheFile
-from kvant.engine.keywords import DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE, check_format
+from kvant.engine.keywords import CacheWanted
 from kvant.engine.limits import check_count
 from kvant.models.caches import DEFAULT_RESERVATION
 from kvant.threads import check_process
@@ -32,15 +32,15 @@ def make_prompt_cache(
         ContextError: more than this machine's memory; nothing was allocated.
         ValueError: an argument out of range, or a model with a kind of cache that kvant has nothing for.
     """
-    check_format(kv_bits, kv_group_size, max_kv_size)
-    kv_bits = DEFAULT_KV_BITS if kv_bits is None else kv_bits
-    kv_group_size = DEFAULT_KV_GROUP_SIZE if kv_group_size is None else kv_group_size
+    wanted = CacheWanted(kv_bits, kv_group_size, max_kv_size)
+    wanted.check()
+    options = wanted.options
     if hasattr(model, "check_cache"):
-        return model.make_cache(max_kv_size, quant_bit=kv_bits, quant_group=kv_group_size)
+        return model.make_cache(max_kv_size, **options.fields)
     from kvant import bridge  # not for a model of kvant's own: it imports mlx-lm
 
     size = DEFAULT_RESERVATION if max_kv_size is None else max_kv_size
-    return bridge.make_prompt_cache(model, size, kv_bits=kv_bits, kv_group_size=kv_group_size)
+    return bridge.make_prompt_cache(model, size, kv_bits=options.kv_bits, kv_group_size=options.kv_group_size)
 
 
 def save_prompt_cache(file_name: str | Path, cache: Sequence[Any], metadata: Mapping[str, str] | None = None) -> None:

@@ -9,13 +9,13 @@ import mlx.core as mx
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, stored_dtype
+from kvant.cache.options import CacheOptions
 from kvant.cache.pool import pool_bytes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.prompt_file import PromptCacheFile
 from kvant.errors import ContextError
 from kvant.models.config import ModelConfig
 from kvant.models.language_model import LanguageModelConfig
-from kvant.operators.quantization import check_quantization
 from kvant.sizes import format_bytes, physical_memory
 
 DEFAULT_RESERVATION = 4096  # tokens
@@ -73,10 +73,9 @@ def check_batch(batch: PoolBatch, config: ModelConfig) -> PoolBatch:
 
 def pool_formats(
     config: ModelConfig,
+    options: CacheOptions,
     *,
     dtype: mx.Dtype,
-    quant_bit: int,
-    quant_group: int,
     max_seq_len: int,
     split_pairs: Sequence[Sequence[int]] | None,
 ) -> list[LayerFormat]:
@@ -86,16 +85,17 @@ def pool_formats(
         dtype: of keys and values at 0 bits.
         split_pairs: the rotary pairs of each layer's bias split; None: there is none.
     """
-    check_quantization(quant_bit, quant_group, config.head_dim)
+    options.check_head(config.head_dim)
+    bits = options.kv_bits
     plain = LayerFormat(
         "quantized",
         config.num_key_value_heads,
         config.head_dim,
         config.head_dim,
-        quant_bit,
-        quant_group if quant_bit else 0,
-        stored_dtype(quant_bit) if quant_bit else DTYPE_NAMES[dtype],
-        "F16" if quant_bit else "",
+        bits,
+        options.kv_group_size if bits else 0,
+        stored_dtype(bits) if bits else DTYPE_NAMES[dtype],
+        "F16" if bits else "",
     )
     formats = []
     for number, window in enumerate(config.windows):
@@ -111,12 +111,11 @@ def narrow_window(window: int | None, max_seq_len: int) -> int | None:
 
 def pool_size(
     config: ModelConfig,
+    options: CacheOptions,
     *,
     tokens: int,
     sequences: int,
     dtype: mx.Dtype,
-    quant_bit: int = 8,
-    quant_group: int = 32,
     max_seq_len: int | None = None,
     prefill_step_size: int = 512,
     split_pairs: Sequence[int] | None = None,
@@ -128,14 +127,7 @@ def pool_size(
     """
     max_seq_len = longest_sequence(config, tokens, max_seq_len)
     pairs = None if split_pairs is None else [range(number) for number in split_pairs]
-    formats = pool_formats(
-        config,
-        dtype=dtype,
-        quant_bit=quant_bit,
-        quant_group=quant_group,
-        max_seq_len=max_seq_len,
-        split_pairs=pairs,
-    )
+    formats = pool_formats(config, options, dtype=dtype, max_seq_len=max_seq_len, split_pairs=pairs)
     return pool_bytes(
         formats, tokens=tokens, sequences=sequences, max_seq_len=max_seq_len, prefill_step_size=prefill_step_size
     )

@@ -4,12 +4,13 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import mlx.core as mx
 
 from kvant.cache import AttentionCache, KVCache, ModelCache, QuantizedKVCache, WindowKVCache
 from kvant.cache.identity import Identity
+from kvant.cache.options import CacheFields, CacheOptions
 from kvant.cache.pool import Pool, pool_bytes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.models.adapted import Matrix
@@ -242,31 +243,23 @@ class Decoder:
     def _checked(self, cache: Sequence[KVCache] | PoolBatch) -> ModelCache | PoolBatch:
         return check_batch(cache, self.config) if isinstance(cache, PoolBatch) else self.check_cache(cache)
 
-    def make_cache(
-        self,
-        max_seq_len: int | None = None,
-        *,
-        quant_bit: int = 8,
-        quant_group: int = 32,
-        bias_split: bool = True,
-        kernels: str | None = None,
-    ) -> ModelCache:
+    def make_cache(self, max_seq_len: int | None = None, **fields: Unpack[CacheFields]) -> ModelCache:
         check_process()
-        config = self.config
+        config, chosen = self.config, CacheOptions(**fields)
         if max_seq_len is None:
             max_seq_len = default_reservation(config)
-        row_bits = config.head_dim * (quant_bit or 8 * self.dtype.size)  # without scales: a lower bound is enough here
+        row_bits = config.head_dim * (chosen.kv_bits or 8 * self.dtype.size)  # no scales: a lower bound is enough
         least = max_seq_len * len(self.layers) * 2 * config.num_key_value_heads * row_bits // 8
         check_memory(max_seq_len, least)
         options: dict[str, Any] = {
-            "quant_bit": quant_bit,
-            "quant_group": quant_group,
+            "kv_bits": chosen.kv_bits,
+            "kv_group_size": chosen.kv_group_size,
             "dtype": self.dtype,
-            "kernels": kernels,
+            "kernels": chosen.kernels,
             "num_heads": config.num_attention_heads,
         }
         cache = ModelCache(
-            [_layer_cache(config, layer.self_attn, max_seq_len, bias_split, options) for layer in self.layers]
+            [_layer_cache(config, layer.self_attn, max_seq_len, chosen.bias_split, options) for layer in self.layers]
         )
         cache.identity, cache.rotary, cache.made_for = self.identity, self._rotary, config
         return cache
@@ -276,25 +269,22 @@ class Decoder:
         tokens: int,
         *,
         sequences: int,
-        quant_bit: int = 8,
-        quant_group: int = 32,
-        bias_split: bool = True,
-        kernels: str | None = None,
         max_seq_len: int | None = None,
         prefill_step_size: int = 512,
+        **fields: Unpack[CacheFields],
     ) -> Pool:
         check_process()
         for name, number in (("tokens", tokens), ("sequences", sequences), ("prefill_step_size", prefill_step_size)):
             if type(number) is not int or number < 1:
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
+        chosen = CacheOptions(**fields)
         max_seq_len = longest_sequence(self.config, tokens, max_seq_len)
-        biases = [layer.self_attn.qkv_bias for layer in self.layers] if bias_split else []
+        biases = [layer.self_attn.qkv_bias for layer in self.layers] if chosen.bias_split else []
         split = [bias for bias in biases if bias is not None]
         formats = pool_formats(
             self.config,
+            chosen,
             dtype=self.dtype,
-            quant_bit=quant_bit,
-            quant_group=quant_group,
             max_seq_len=max_seq_len,
             split_pairs=[bias.pairs for bias in split] if split else None,
         )
@@ -302,15 +292,13 @@ class Decoder:
         sizes["prefill_step_size"] = prefill_step_size
         check_memory(tokens, pool_bytes(formats, **sizes))
         splits = [bias.split(self.config, max_seq_len) for bias in split]
-        stored: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "bias_split": bias_split}
-        stored["kernels"] = kernels
         pool = Pool(
             formats,
             splits or [None] * len(formats),
             **sizes,
-            make_cache=partial(self.make_cache, **stored),
+            make_cache=partial(self.make_cache, **chosen.fields),
             identity=self.identity,
-            kernels=kernels,
+            kernels=chosen.kernels,
             dtype=self.dtype,
             num_heads=self.config.num_attention_heads,
             windows=[narrow_window(window, max_seq_len) for window in self.all_windows],

@@ -1,12 +1,13 @@
 """What the engine, the tools and the commands know of a model: :class:`kvant.models.Decoder`, or a bridged one."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Unpack
 
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
+from kvant.cache.options import CacheFields
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
 
@@ -111,22 +112,12 @@ class LanguageModel(Protocol):
             SnapshotError: a file of another model.
         """
 
-    def make_cache(
-        self,
-        max_seq_len: int | None = None,
-        *,
-        quant_bit: int = 8,
-        quant_group: int = 32,
-        bias_split: bool = True,
-        kernels: str | None = None,
-    ) -> ModelCache:
+    def make_cache(self, max_seq_len: int | None = None, **fields: Unpack[CacheFields]) -> ModelCache:
         """Reserve a cache for ``max_seq_len`` tokens of a sequence; at 0 bits they keep the compute dtype.
 
         Args:
             max_seq_len: the reservation; None, as mlx-lm calls it: the model's context, at most 4,096 tokens.
-            bias_split: keys and values are stored without their biases, which attention adds exactly; a model without
-                such biases has nothing to split.
-            quant_bit, quant_group, kernels: as in :class:`kvant.cache.QuantizedKVCache`.
+            fields: kv_bits, kv_group_size, bias_split and kernels, of :class:`kvant.cache.CacheOptions`.
 
         Raises:
             ValueError: a size below 1, an unsupported bit, a group that does not divide the head dimension, a kernel
@@ -140,21 +131,18 @@ class LanguageModel(Protocol):
         tokens: int,
         *,
         sequences: int,
-        quant_bit: int = 8,
-        quant_group: int = 32,
-        bias_split: bool = True,
-        kernels: str | None = None,
         max_seq_len: int | None = None,
         prefill_step_size: int = 512,
+        **fields: Unpack[CacheFields],
     ) -> Pool:
         """Reserve a pool for many sequences; at 0 bits they keep the compute dtype.
 
         Args:
             tokens: of all sequences together. Whole pages of 128 are made of them, and a page is one sequence's.
             sequences: that can be open at once.
-            quant_bit, quant_group, bias_split, kernels: as in :meth:`make_cache`.
             max_seq_len: tokens that one sequence can have; None: all of the pool's, at most the model's context.
             prefill_step_size: new tokens of one sequence in a step, at most.
+            fields: as in :meth:`make_cache`.
 
         Raises:
             ModelError: the model takes one sequence at a time; nothing was reserved.

@@ -96,16 +96,23 @@ def multiply_scale(quantized: mx.array, scale: mx.array, quant_bit: int, product
     return product.flatten(-2).astype(product_dtype)
 
 
-def check_quantization(quant_bit: int, quant_group: int, head_dim: int, allowed: tuple[int, ...] = QUANT_BITS) -> None:
+def check_quantization(
+    quant_bit: int,
+    quant_group: int,
+    head_dim: int,
+    allowed: tuple[int, ...] = QUANT_BITS,
+    names: tuple[str, str] = ("quant_bit", "quant_group"),
+) -> None:
     """Raise a ValueError unless the bit is allowed and the group divides the head dimension (not asked at 0 bits)."""
+    bit, group = names
     if type(quant_bit) is not int or quant_bit not in allowed:
-        raise ValueError(f"quant_bit is {quant_bit!r}; expected one of {', '.join(map(str, allowed))}")
+        raise ValueError(f"{bit} is {quant_bit!r}; expected one of {', '.join(map(str, allowed))}")
     if quant_bit == 0:
         return
     if isinstance(quant_group, bool) or not isinstance(quant_group, int) or quant_group < 1:
-        raise ValueError(f"quant_group is {quant_group!r}; expected a positive int")
+        raise ValueError(f"{group} is {quant_group!r}; expected a positive int")
     if head_dim < 1 or head_dim % quant_group:
-        raise ValueError(f"quant_group {quant_group} does not divide the head dimension {head_dim}")
+        raise ValueError(f"{group} {quant_group} does not divide the head dimension {head_dim}")
     if quant_bit == 4 and head_dim % 2:
         raise ValueError(f"head dimension {head_dim} is odd; 4 bits pack two values in a byte")
 

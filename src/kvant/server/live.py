@@ -115,7 +115,7 @@ def _facts(pool: Pool) -> dict[str, Any]:
     """What never changes."""
     formats = [layer.format for layer in pool.layers[:1]]  # none where all layers keep states
     return {
-        "format": next((f"{own.quant_bit} bits" if own.quant_bit else own.dtype for own in formats), "states"),
+        "format": next((f"{own.kv_bits} bits" if own.kv_bits else own.dtype for own in formats), "states"),
         "reserved_bytes": pool.nbytes,
         "page_size": PAGE_SIZE,
         "sequences": pool.max_sequences,

@@ -184,12 +184,9 @@ def make_pool(settings: Settings, model: LanguageModel) -> Pool:
     return model.make_pool(
         settings.sequences * pages_for(tokens) * PAGE_SIZE,
         sequences=settings.sequences,
-        quant_bit=settings.kv_bits,
-        quant_group=settings.kv_group_size,
-        bias_split=settings.kv_bias_split,
-        kernels=settings.kernels,
         max_seq_len=tokens,
         prefill_step_size=settings.prefill_step_size,
+        **settings.cache.fields,
     )
 
 
@@ -210,12 +207,7 @@ def warm_start(settings: Settings, model: LanguageModel, pool: Pool, paths: Sequ
         pages += pool.pages_needed(length) * len(salts)
         if pages > pool.num_pages:
             raise SnapshotError(f"{path}: with it {pages} pages are needed; the pool has {pool.num_pages}")
-        cache = model.make_cache(
-            length,
-            quant_bit=settings.kv_bits,
-            quant_group=settings.kv_group_size,
-            bias_split=settings.kv_bias_split,
-        )
+        cache = model.make_cache(length, **settings.cache.fields)
         cache.load(path)
         for salt in salts:
             _share(pool, cache, salt, path)

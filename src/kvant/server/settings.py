@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any
 
+from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.engine.drafting.drafts import ServedSource
 from kvant.engine.load import POCKET
 from kvant.errors import ArgumentError
@@ -56,7 +57,7 @@ class Settings:
         port: 0: any that is free.
         sequences: answers at once.
         max_kv_size: tokens of one sequence; None: the smaller of 4096 and the model's context.
-        kv_bits, kv_group_size, kv_bias_split, kernels, prefill_step_size: of the pool.
+        cache, prefill_step_size: of the pool.
         deterministic: an answer does not depend on those beside it.
         draft: what answers draft from, where a request says nothing: "none", "prompt"; "model" needs a draft model.
         max_queue: requests that may wait.
@@ -72,10 +73,7 @@ class Settings:
     port: int = 8080
     sequences: int = 4
     max_kv_size: int | None = None
-    kv_bits: int = 8
-    kv_group_size: int = 32
-    kv_bias_split: bool = True
-    kernels: str | None = None
+    cache: CacheOptions = DEFAULT_OPTIONS
     prefill_step_size: int = 512
     deterministic: bool = False
     draft: ServedSource = "none"

@@ -62,7 +62,7 @@ async def props(request: Request) -> Response:
     """What is in force."""
     service: Service = request.app.state.service
     settings, pool, drafts = service.settings, service.pool, service.engine.drafts
-    groups = sorted({layer.format.quant_group for layer in pool.layers} - {0})
+    groups = sorted({layer.format.kv_group_size for layer in pool.layers} - {0})
     return JSONResponse(
         {
             "model": {
@@ -79,7 +79,7 @@ async def props(request: Request) -> Response:
                 "pages": pool.num_pages,
                 "page_tokens": pool.page_size,
                 "bytes": pool.nbytes,
-                "kv_bits": settings.kv_bits,
+                "kv_bits": settings.cache.kv_bits,
                 "kv_group_sizes": groups,
                 "kv_bias_split": any(layer.format.split_pairs is not None for layer in pool.layers),
                 "kernels": "unfused" if pool.backend is None else "fused",

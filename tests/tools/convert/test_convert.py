@@ -76,7 +76,7 @@ def _check_loads(folder: Path) -> mx.array:
     model = load_model(folder)
     logits = model(mx.array([IDS]))[0]
     assert relative_error(logits, _mlx_lm_logits(folder)) < TOLERANCE
-    cache = model.make_cache(len(IDS) + 3, quant_bit=0)
+    cache = model.make_cache(len(IDS) + 3, kv_bits=0)
     tokens = [token for token, _ in Run(model, IDS, cache, max_tokens=3)]
     assert tokens[0] == logits[-1].argmax().item()
     return logits

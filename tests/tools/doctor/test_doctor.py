@@ -114,7 +114,7 @@ def test_a_format_that_the_kernel_does_not_run_for(
     host_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def failure(use: KernelUse, backend: str) -> str | None:
-        return f"{use}, 3 queries of a kv head: too large" if (use.head_dim, use.quant_bit) == (256, 4) else None
+        return f"{use}, 3 queries of a kv head: too large" if (use.head_dim, use.kv_bits) == (256, 4) else None
 
     monkeypatch.setattr(kernels, "probe_failure", failure)
     monkeypatch.setattr(kernels, "TIMED", ())

@@ -12,6 +12,7 @@ import pytest
 from support.checkpoints import qwen2_config, qwen3_config
 from support.counts import count
 
+from kvant.cache import CacheOptions
 from kvant.errors import ModelError
 from kvant.models import Decoder, ModelConfig
 from kvant.tools.bench.shapes import SHAPES, Shape, write_random
@@ -192,8 +193,8 @@ def test_the_files_say_what_config_json_leaves_out(tied: bool, float_bytes: int)
 @pytest.mark.parametrize("split", [True, False])
 def test_the_cache_is_exact_for_any_format(pocket: tuple[Decoder, Any], bits: int, split: bool) -> None:
     model, _ = pocket
-    cache = model.make_cache(77, quant_bit=bits, quant_group=16, bias_split=split)
-    settings = Settings(kv_bits=bits, kv_group_size=16, kv_bias_split=split)
+    cache = model.make_cache(77, kv_bits=bits, kv_group_size=16, bias_split=split)
+    settings = Settings(cache=CacheOptions(kv_bits=bits, kv_group_size=16, bias_split=split))
     checkpoint = Checkpoint(model.config, 2, True)
     made = plan(checkpoint, max_kv_size=77, settings=settings, device="cpu", split_pairs=split_pairs(model))
     assert made.cache == sum(layer.nbytes for layer in cache)
@@ -205,7 +206,7 @@ def test_the_longest_context_is_exact_to_a_token(bits: int, sequences: int | Non
     """And no longer one fits: a plan never falls with more tokens."""
     windows = {"use_sliding_window": True, "sliding_window": 700, "max_window_layers": 1}
     raw = qwen2_config(max_position_embeddings=100_000, torch_dtype="float16", **windows)
-    checkpoint, settings = Checkpoint.from_facts(raw), Settings(kv_bits=bits, sequences=sequences)
+    checkpoint, settings = Checkpoint.from_facts(raw), Settings(sequences=sequences, cache=CacheOptions(kv_bits=bits))
 
     def total(tokens: int) -> int:
         return plan(checkpoint, max_kv_size=tokens, settings=settings, device="cpu").total
@@ -248,8 +249,8 @@ def test_as_if_converted() -> None:
 @pytest.mark.parametrize(
     ("settings", "tokens", "message"),
     [
-        (Settings(kv_bits=5), 10, "quant_bit is 5"),
-        (Settings(kv_group_size=48), 10, "48 does not divide"),
+        (Settings(cache=CacheOptions(kv_bits=5)), 10, "kv_bits is 5"),
+        (Settings(cache=CacheOptions(kv_group_size=48)), 10, "48 does not divide"),
         (Settings(prefill_step_size=0), 10, "prefill_step_size is 0"),
         (Settings(), 0, "max_kv_size is 0"),
     ],

@@ -12,6 +12,7 @@ from support.command import call
 from support.counts import count
 from support.kinds import KINDS, load_kind
 
+from kvant.cache import CacheOptions
 from kvant.cli.fitting import plan_that_fits
 from kvant.errors import ContextError, ModelError
 from kvant.machine import this_machine
@@ -35,9 +36,9 @@ def test_it_is_what_a_pool_reserves(kind: str, tmp_path: Path) -> None:
     checkpoint, known = read_folder(tmp_path / "model"), split_pairs(model) or None
     cases = [(8, 3, 8, 512), (200, 2, 0, 32), (1000, 8, 4, 64)]
     for tokens, sequences, bits, step in count(cases[1:], cases):
-        settings = Settings(kv_bits=bits, prefill_step_size=step, sequences=sequences)
+        settings = Settings(prefill_step_size=step, sequences=sequences, cache=CacheOptions(kv_bits=bits))
         made = plan(checkpoint, max_kv_size=tokens, settings=settings, device="cpu", split_pairs=known)
-        options = {"quant_bit": bits, "max_seq_len": tokens, "prefill_step_size": step}
+        options = {"kv_bits": bits, "max_seq_len": tokens, "prefill_step_size": step}
         rows = -(-tokens // 128) * 128
         sizes = [model.make_pool(n * rows, sequences=n, **options).nbytes for n in (sequences, sequences + 1)]
         assert made.cache + made.state == sizes[0]
@@ -60,7 +61,7 @@ def test_of_a_model_that_has_none(tmp_path: Path) -> None:
 
 def test_the_caches_beside_a_pool_are_counted(pocket: tuple[Decoder, Any], pocket_folder: Path) -> None:
     checkpoint = Checkpoint.from_folder(pocket_folder)
-    settings = Settings(sequences=2, kv_bias_split=False)
+    settings = Settings(sequences=2, cache=CacheOptions(bias_split=False))
     alone, more = (
         plan(checkpoint, max_kv_size=300, settings=replace(settings, caches=caches), device="cpu") for caches in (0, 2)
     )

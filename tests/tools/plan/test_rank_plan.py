@@ -23,6 +23,7 @@ from support.counts import count
 from support.deals import every_deal
 from support.ranks import run_script
 
+from kvant.cache import CacheOptions
 from kvant.errors import ModelError
 from kvant.machine import Machine
 from kvant.models import load_decoder
@@ -112,8 +113,8 @@ def test_caches_are_those_that_are_made(bits: int, settings: dict[str, Any], tmp
     loaded, checkpoint = load_decoder(tmp_path), Checkpoint.from_folder(tmp_path)
     pairs = split_pairs(loaded)
     assert len({*pairs}) > 1
-    options = {"quant_bit": bits, "quant_group": 16}
-    chosen = Settings(kv_bits=bits, kv_group_size=16)
+    options = {"kv_bits": bits, "kv_group_size": 16}
+    chosen = Settings(cache=CacheOptions(kv_bits=bits, kv_group_size=16))
     each = [layer.nbytes for layer in loaded.make_cache(90, **options)]
     layers = RankPlanner(checkpoint, machines(10**9, 10**9, 10**9), "pipeline", chosen).plan(90).layers
     assert layers is not None
@@ -193,7 +194,7 @@ def test_no_other_deal_is_better(name: str, sequences: int | None) -> None:
 def test_the_longest_context_is_exact_to_a_token(name: str) -> None:
     """One token more fits with no deal of the layers."""
     checkpoint = mixed()[name]
-    settings = Settings(kv_bits=0, prefill_step_size=16)
+    settings = Settings(prefill_step_size=16, cache=CacheOptions(kv_bits=0))
     most = RankPlanner(checkpoint, machines(10**9, 10**9), "pipeline", settings).plan(CONTEXT)
     limits = machines(*(made.total - 100_000 for made in most.plans))
     for parallel in ("pipeline", "tensor"):
@@ -266,7 +267,7 @@ DECODED = 4
 ranks = connect("ring")
 for folder, parallel, tokens, options in json.loads(sys.argv[1]):
     settings = Settings(**options)
-    step, count, stored = settings.prefill_step_size, settings.sequences, {"quant_bit": settings.kv_bits}
+    step, count, stored = settings.prefill_step_size, settings.sequences, {"kv_bits": settings.kv_bits}
     machines = [Machine("cpu", 10**10, 10**10, "a test")] * ranks.size
     made = RankPlanner(Checkpoint.from_folder(Path(folder)), machines, parallel, settings).plan(tokens)
     mx.clear_cache()

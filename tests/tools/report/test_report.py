@@ -125,7 +125,7 @@ class TestTeacherForcing:
         right = _log_softmax(reference_logits(pocket_mlx_lm, ids))
         loss = -right[np.arange(95), ids[1:]].mean()
         assert reference.perplexity == pytest.approx(math.exp(loss), rel=1e-5)
-        cache = model.make_cache(96, quant_bit=8, quant_group=32)
+        cache = model.make_cache(96, kv_bits=8, kv_group_size=32)
         steps = [_log_softmax(model(mx.array([[token]]), cache=cache)[0]) for token in ids]
         klds = _kld(right, np.concatenate(steps))
         assert given.mean_kld_nats == pytest.approx(klds.mean(), rel=0.03)
@@ -171,7 +171,7 @@ class Broken(CacheFormat):
     layers: tuple[int, ...] = ()
 
     def make_cache(self, model: Decoder, max_seq_len: int) -> list[QuantizedKVCache]:
-        cache = model.make_cache(max_seq_len, quant_bit=self.bits, quant_group=self.group, bias_split=self.split)
+        cache = model.make_cache(max_seq_len, kv_bits=self.bits, kv_group_size=self.group, bias_split=self.split)
         for number in self.layers:
             _break(cache[number], self.change)
         return cache
@@ -253,11 +253,11 @@ def test_a_layers_error_is_that_of_its_attention() -> None:
     keys = mx.random.split(mx.random.key(5), 3)
     query = mx.random.normal((1, 4, 30, 64), key=keys[0])
     key, value = (mx.random.normal((1, 2, 30, 64), key=k) for k in keys[1:])
-    both = SideBySide(QuantizedKVCache(30, 2, 64, quant_bit=0, dtype=mx.float32), [QuantizedKVCache(30, 2, 64)])
+    both = SideBySide(QuantizedKVCache(30, 2, 64, kv_bits=0, dtype=mx.float32), [QuantizedKVCache(30, 2, 64)])
     for part in (slice(0, 20), slice(20, 30)):
         both.attend(query[:, :, part], key[:, :, part], value[:, :, part])
     exact, given = (
-        np.array(QuantizedKVCache(30, 2, 64, quant_bit=bits, dtype=mx.float32).attend(query, key, value), np.float64)
+        np.array(QuantizedKVCache(30, 2, 64, kv_bits=bits, dtype=mx.float32).attend(query, key, value), np.float64)
         for bits in (0, 8)
     )
     assert both.squares[0] == pytest.approx((exact**2).sum(), rel=1e-5)

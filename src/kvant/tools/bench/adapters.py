@@ -53,8 +53,8 @@ class Kvant:
         self._spec = spec
         self._prefill_step_size = prefill_step_size
         self._cache_options: dict[str, Any] = {
-            "quant_bit": spec.kv_bits or 0,
-            "quant_group": spec.kv_group_size or KVANT_GROUP,
+            "kv_bits": spec.kv_bits or 0,
+            "kv_group_size": spec.kv_group_size or KVANT_GROUP,
             "kernels": spec.kernels,
         }
         self._cache: ModelCache | None = None

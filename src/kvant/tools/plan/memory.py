@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.engine.run import PREFILL_STEP_SIZE
 from kvant.tools.plan.bridged import BridgedCheckpoint
@@ -29,9 +30,7 @@ class Settings:
     """What the user chooses of a run; as the flags of the same names.
 
     Attributes:
-        kv_bits: 8, 4, or 0 for a cache in the compute dtype.
-        kv_group_size: elements of a head that share one scale; without meaning at 0 bits.
-        kv_bias_split: the projections' biases stay out of the cache.
+        cache: how caches and pools store their tokens.
         prefill_step_size: prompt tokens fed at a time.
         sequences: of a pool, at once; None: a cache of one sequence.
         pool_tokens: that the pool is reserved for in all; None: each sequence has max_kv_size of them.
@@ -40,9 +39,7 @@ class Settings:
             no model does.
     """
 
-    kv_bits: int = 8
-    kv_group_size: int = 32
-    kv_bias_split: bool = True
+    cache: CacheOptions = DEFAULT_OPTIONS
     prefill_step_size: int = PREFILL_STEP_SIZE
     sequences: int | None = None
     pool_tokens: int | None = None

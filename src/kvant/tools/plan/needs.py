@@ -12,7 +12,6 @@ from kvant.models.config import ModelConfig
 from kvant.models.matrix import DEQUANTIZED_ELEMENTS
 from kvant.operators.attention import GPU_FUSED_HEAD_DIMS
 from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
-from kvant.operators.quantization import check_quantization
 from kvant.operators.streams import cpu_streams
 from kvant.tools.plan.bridged import BridgedCheckpoint
 from kvant.tools.plan.memory import AnyCheckpoint, MemoryPlan, Settings, page_rows
@@ -61,15 +60,13 @@ def _decoder_needs(
     checkpoint: Checkpoint, settings: Settings, *, on_cpu: bool, split_pairs: Sequence[int] | None
 ) -> Needs:
     config, count = checkpoint.config, settings.sequences
-    check_quantization(settings.kv_bits, settings.kv_group_size, config.head_dim)
+    settings.cache.check_head(config.head_dim)
     if settings.prefill_step_size < 1:
         raise ValueError(f"prefill_step_size is {settings.prefill_step_size}; expected at least 1")
     itemsize = checkpoint.itemsize(on_cpu=on_cpu)
     pairs = _pairs(config, settings, split_pairs)
     pool_options: dict[str, Any] = {
         "dtype": mx.float32 if itemsize == FLOAT32 else mx.bfloat16,  # or float16, of as many bytes
-        "quant_bit": settings.kv_bits,
-        "quant_group": settings.kv_group_size,
         "prefill_step_size": settings.prefill_step_size,
         "split_pairs": pairs,
     }
@@ -82,7 +79,7 @@ def _decoder_needs(
             return MemoryPlan(tokens, settings, cache, scratch, caches=settings.caches * cache)
         in_all = settings.in_pool(tokens)
         pool, more = (
-            pool_size(config, tokens=own, sequences=n, max_seq_len=tokens, **pool_options)
+            pool_size(config, settings.cache, tokens=own, sequences=n, max_seq_len=tokens, **pool_options)
             for own, n in ((in_all, count), (in_all + page_rows(tokens), count + 1))
         )
         each = min(tokens, -(-in_all // count))  # of the sequences of a step, on average
@@ -97,15 +94,15 @@ def _decoder_needs(
 
 def _pairs(config: ModelConfig, settings: Settings, known: Sequence[int] | None) -> Sequence[int] | None:
     """The rotary pairs that each layer splits off; None: there is no bias to split off, or it is to stay in."""
-    if not config.attention_bias or not settings.kv_bias_split:
+    if not config.attention_bias or not settings.cache.bias_split:
         return None
     return known or [max(1, round(config.head_dim / 2 * GUESSED_PAIRS))] * config.num_hidden_layers
 
 
 def _row_bytes(config: ModelConfig, settings: Settings, itemsize: int) -> int:
     """Bytes of a token's keys and values in one layer's cache."""
-    K, D, bits = config.num_key_value_heads, config.head_dim, settings.kv_bits
-    return 2 * K * (D * bits // 8 + D // settings.kv_group_size * SCALE_BYTES if bits else D * itemsize)
+    K, D, bits = config.num_key_value_heads, config.head_dim, settings.cache.kv_bits
+    return 2 * K * (D * bits // 8 + D // settings.cache.kv_group_size * SCALE_BYTES if bits else D * itemsize)
 
 
 def _cache_bytes(
@@ -140,7 +137,7 @@ def scratch_bytes(
         sequences: of a pool; None: a cache of one sequence.
         logits: rows of them.
     """
-    config, part, bits = checkpoint.config, checkpoint.part, settings.kv_bits
+    config, part, bits = checkpoint.config, checkpoint.part, settings.cache.kv_bits
     itemsize, experts, paged, sequences = checkpoint.itemsize(on_cpu=on_cpu), config.experts, sequences, sequences or 1
     hidden, heads, kv_row = config.hidden_size, config.num_attention_heads, 2 * config.num_key_value_heads
     kv_row *= config.head_dim
@@ -158,7 +155,7 @@ def scratch_bytes(
     forms = FLOAT32 + (0 if on_cpu else itemsize) + (2 if bits == 4 else 0)
     if not bits:
         forms = 0 if paged is None else 2 * itemsize
-    if config.attention_bias and settings.kv_bias_split:
+    if config.attention_bias and settings.cache.bias_split:
         forms += FLOAT32 // 2 + (0 if on_cpu else FLOAT32)
     waiting, seen = 0, 0
     for window in config.windows:
@@ -211,7 +208,6 @@ def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu:
     state = max((leaf.nbytes for leaf in leaves if isinstance(leaf, State)), default=0)
     heads, outputs = checkpoint.heads(), _widest_layer(module, config.experts_used)
     logits = LOGITS_COPIES * FLOAT32 * config.vocab_size * (part is None or part.rank == 0)
-    options = {"quant_bit": settings.kv_bits, "quant_group": settings.kv_group_size}
 
     def chunk(new: int, tokens: int, count: int = 1) -> int:
         numbers = OUTPUT_COPIES * outputs * new + SCORE_COPIES * heads * new * tokens
@@ -219,10 +215,10 @@ def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu:
 
     def pool(tokens: int, in_all: int, count: int) -> tuple[int, int]:
         sizes = {"tokens": in_all, "sequences": count, "max_seq_len": tokens}
-        return pool_needs(entries, sizes | {"prefill_step_size": settings.prefill_step_size}, **options)
+        return pool_needs(entries, sizes | {"prefill_step_size": settings.prefill_step_size}, settings.cache)
 
     def needed(tokens: int) -> MemoryPlan:
-        one = entries_bytes(entries, tokens, **options)
+        one = entries_bytes(entries, tokens, settings.cache)
         caches = settings.caches * (one.keys_values + one.state)
         prefill = chunk(min(settings.prefill_step_size, tokens), tokens)
         if sequences is None:

@@ -121,8 +121,7 @@ def planner(
 def _draft_planner(draft: DraftModel, settings: Settings, device: Device | None) -> Callable[[int], MemoryPlan]:
     """The plan of a draft model alone, by the tokens reserved for the model that it drafts for."""
     config = draft.checkpoint.config
-    bits, group = draft_format(config, settings.kv_bits, settings.kv_group_size)
-    chosen = Settings(bits, group, settings.kv_bias_split, settings.prefill_step_size, settings.sequences)
+    chosen = Settings(draft_format(config, settings.cache), settings.prefill_step_size, settings.sequences)
     planned = planner(draft.checkpoint, chosen, device, draft.split_pairs)
     return lambda tokens: planned(min(tokens, config.max_position_embeddings or tokens))
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvant.cache import ModelCache
+from kvant.cache.options import CacheOptions
 from kvant.models import Decoder, LanguageModel
-from kvant.operators.quantization import check_quantization
 
 NOTATION = "0, or BITSgGROUP with 8 or 4 bits, such as 8g32 or 4g64:nosplit"
 DEFAULT_BITS, DEFAULT_GROUPS = (8, 4), (32, 64)
@@ -41,9 +41,14 @@ class CacheFormat:
             return "--kv-bits 0"
         return f"--kv-bits {self.bits} --kv-group-size {self.group}{'' if self.split else ' --no-kv-bias-split'}"
 
+    @property
+    def options(self) -> CacheOptions:
+        """The options of its caches."""
+        return CacheOptions(self.bits, self.group, self.split)
+
     def make_cache(self, model: LanguageModel, max_seq_len: int) -> ModelCache:
         """One cache a layer; errors as those of :meth:`Decoder.make_cache`."""
-        return model.make_cache(max_seq_len, quant_bit=self.bits, quant_group=self.group, bias_split=self.split)
+        return model.make_cache(max_seq_len, **self.options.fields)
 
     def bytes_per_token(self, model: LanguageModel) -> int:
         """Bytes that each token more takes in all layers; bytes that do not grow with the tokens are left out."""
@@ -54,7 +59,7 @@ class CacheFormat:
         from kvant.bridge.model import BridgedModel
 
         assert isinstance(model, BridgedModel)
-        sizes = (cache_bytes(model.module, MANY + more, quant_bit=self.bits, quant_group=self.group) for more in (0, 1))
+        sizes = (cache_bytes(model.module, MANY + more, self.options) for more in (0, 1))
         one, two = (size.keys_values for size in sizes)
         return two - one
 
@@ -90,7 +95,7 @@ def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
     for candidate in formats:
         head_dim = model.config.head_dim if isinstance(model, Decoder) else candidate.group
         try:
-            check_quantization(candidate.bits, candidate.group, head_dim)
+            candidate.options.check_head(head_dim)
         except ValueError as error:
             raise ValueError(f"format {candidate.label}: {error}") from error
         if candidate.bits and not candidate.split and not has_bias(model):
