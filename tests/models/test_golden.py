@@ -79,7 +79,7 @@ def test_logits_are_transformers(case: str, load: Load) -> None:
     assert relative_error(model(mx.array([IDS]))[0], expected) < TOLERANCE
     for bounds in STEPS.values():
         for split in (True, False):
-            layers = model.make_cache(len(IDS), quant_bit=0, bias_split=split)
+            layers = model.make_cache(len(IDS), kv_bits=0, bias_split=split)
             assert relative_error(_in_steps(model, bounds, layers), expected) < TOLERANCE
     growing = [FullKVCache(window) for window in model.config.windows]
     assert relative_error(_in_steps(model, STEPS["in chunks"], growing), expected) < TOLERANCE
@@ -89,7 +89,7 @@ def test_logits_are_transformers(case: str, load: Load) -> None:
 def test_a_step_for_any_offset_is_transformers(case: str, load: Load) -> None:
     """The steps that a GPU compiles, uncompiled."""
     model, expected = load(case), _expected(case)
-    layers = model.make_cache(len(IDS), quant_bit=0)
+    layers = model.make_cache(len(IDS), kv_bits=0)
     first = len(IDS) - 16
     mx.eval(model(mx.array([IDS[:first]]), cache=layers))
     for a, b in pairwise([first, first + 8, first + 9, first + 13, first + 15, len(IDS)]):
@@ -199,7 +199,7 @@ def test_dynamic_positions_depend_on_the_model_alone(case: str, load: Load) -> N
             (len(IDS), [0, 3, len(ids)]),
             (100, [*range(len(ids) + 1)]),
         ):
-            layers = model.make_cache(reserved, quant_bit=0)
+            layers = model.make_cache(reserved, kv_bits=0)
             assert relative_error(_in_steps(model, bounds, layers, ids), whole) < TOLERANCE
 
 
@@ -208,6 +208,6 @@ def test_the_ids_run_past_the_window(case: str, load: Load) -> None:
     """So that a cache's rows are used again."""
     model = load(case)
     window = max(window or 0 for window in model.config.windows)
-    layer = model.make_cache(len(IDS), quant_bit=0)[1]
+    layer = model.make_cache(len(IDS), kv_bits=0)[1]
     assert isinstance(layer, WindowKVCache)
     assert window < layer.num_rows < len(IDS)

@@ -231,8 +231,8 @@ def _in_full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def full(plain: Any) -> Any:
         def make(self: Decoder, *arguments: Any, **options: Any) -> Any:
-            assert options.pop("quant_bit", 8) in (8, 0)  # no script asks for anything; a saved cache for what it has
-            return plain(self, *arguments, quant_bit=0, **options)
+            assert options.pop("kv_bits", 8) in (8, 0)  # no script asks for anything; a saved cache for what it has
+            return plain(self, *arguments, kv_bits=0, **options)
 
         return make
 
