@@ -13,8 +13,6 @@ from kvant.bridge import hook
 from kvant.bridge.layers import BridgedChunkCache, BridgedKVCache, BridgedWindowCache
 from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, as_text, leaves_of, probe
 from kvant.bridge.state_layer import StateCache
-from kvant.bridge.traced import TracedLayer
-from kvant.bridge.window_masks import WindowMask
 from kvant.cache import ModelCache
 from kvant.cache.options import CacheOptions
 from kvant.cache.window import SLACK
@@ -61,7 +59,6 @@ class BridgedCache(ModelCache):
         self._entries = tuple(entries)
         self._bridged = tuple(layers)
         self._notes = tuple(notes)
-        self.traces: dict[int, bool] = {}  # by new tokens, whether its model's step can be compiled, once it was tried
 
     def __getitem__(self, index: int | slice) -> Any:
         return self._entries[index]
@@ -94,12 +91,16 @@ class BridgedCache(ModelCache):
         state = sum(layer.nbytes for layer in self._bridged if isinstance(layer, StateCache))
         return CacheBytes(self.nbytes - state, state)
 
-    def begin(self, inputs: mx.array, num_rows: int | None = None) -> tuple[int, ...]:
+    def begin(self, inputs: mx.array) -> tuple[int, ...]:
         """As :meth:`ModelCache.begin`; states and windows are as the last committed step left them."""
         self.end_step()
-        return super().begin(inputs, num_rows)
+        return super().begin(inputs)
 
-    def commit(self, num_tokens: int | None = None, *, ids: Sequence[Sequence[int]] | None = None) -> None:
+    def commit(
+        self, num_tokens: int | Sequence[int] | None = None, *, ids: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        if isinstance(num_tokens, Sequence):
+            (num_tokens,) = num_tokens
         step = self.step
         has_state = any(isinstance(layer, StateCache) for layer in self._bridged)
         if has_state and step is not None and num_tokens not in (None, step.shape[1]):
@@ -108,28 +109,6 @@ class BridgedCache(ModelCache):
                 "of a step"
             )
         super().commit(num_tokens, ids=ids)
-
-    @property
-    def compiled_state(self) -> list[list[mx.array]]:
-        """The lists of arrays that a compiled step changes; see :mod:`kvant.bridge.traced`."""
-        return [layer.arrays.cache if isinstance(layer, StateCache) else layer.arrays for layer in self._bridged]
-
-    def compiled_views(self, offset: mx.array, num_tokens: int) -> list[Any]:
-        """What mlx-lm's model is given as its cache in a compiled step.
-
-        Args:
-            offset: integer array (), tokens so far.
-            num_tokens: rows that are read, more than any ``offset``.
-        """
-
-        masks: dict[tuple[WindowMask, int], mx.array] = {}
-
-        def view(entry: Any) -> Any:
-            if isinstance(entry, CacheList):
-                return CacheList(*map(view, entry.caches))
-            return TracedLayer(entry, offset, num_tokens, masks) if isinstance(entry, BridgedKVCache) else entry
-
-        return [view(entry) for entry in self._entries]
 
     def end_step(self) -> None:
         """Drop a step that was begun and is not committed."""

@@ -14,7 +14,6 @@ from kvant.cache import QuantizedKVCache, WindowKVCache
 from kvant.cache.layer_format import LayerFormat
 from kvant.operators.attention import attend_tokens
 from kvant.operators.cached_attention import first_rows
-from kvant.operators.compiled_attention import positions
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.probe import KernelUse
@@ -184,14 +183,6 @@ class BridgedKVCache(QuantizedKVCache):
             **seen,
         )
 
-    def place(self, offset: mx.array, new_tokens: int = 1) -> mx.array:
-        return offset
-
-    def live_rows(self, offset: mx.array, new_tokens: int, rows: int, window: int | None) -> mx.array:
-        """As :meth:`WindowKVCache.live`, of one sequence's first rows: (S, rows)."""
-        row, position = mx.arange(rows), positions(offset, new_tokens).squeeze(0)
-        return row <= position if window is None else (row <= position) & (row > position - window)
-
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """The mask of N new tokens: "causal", None or a boolean array."""
         mask: Mask = create_attention_mask(N, self.offset, return_array, window_size)
@@ -287,13 +278,6 @@ class BridgedWindowCache(BridgedKVCache, WindowKVCache):
     def window_mask(self, start: int, new_tokens: int, window: int | None = None) -> WindowMask:
         return WindowMask(start, new_tokens, window or self.window, self.keep, self.num_rows)
 
-    def place(self, offset: mx.array, new_tokens: int = 1) -> mx.array:
-        return WindowKVCache.place(self, offset, new_tokens)
-
-    def live_rows(self, offset: mx.array, new_tokens: int, rows: int, window: int | None) -> mx.array:
-        """As :meth:`BridgedKVCache.live_rows`, of all rows."""
-        return self.live(offset, new_tokens, window).squeeze(0)
-
     def _seen_rows(self, new_tokens: int, rows: int, mask: Mask) -> dict[str, Any] | None:
         if self._pending:
             return None
@@ -302,7 +286,7 @@ class BridgedWindowCache(BridgedKVCache, WindowKVCache):
         meaning = meaning_of(mask)
         all_before = isinstance(mask, str) or (mask is None and new_tokens == 1)
         if all_before and end <= min(self.keep + self.window, self.num_rows):
-            meaning = ring  # the same, and nothing is compiled again when the ring is full
+            meaning = ring  # the same
         if meaning is None or replace(meaning, window=self.window) != ring:
             return super()._seen_rows(new_tokens, rows, mask)
         return {"offset": ring.start, "rows": rows, "window": meaning.window, "keep": self.keep}
@@ -326,10 +310,6 @@ class BridgedChunkCache(BridgedWindowCache):
 
     def _as_used(self, use: KernelUse) -> KernelUse:
         return replace(use, mask=True)
-
-    def place(self, offset: mx.array, new_tokens: int = 1) -> mx.array:
-        """Chunks are read in order, from a row that Python computes."""
-        raise NotImplementedError("a step with chunks cannot be compiled")
 
     def maybe_trim_front(self) -> None:
         """Llama 4 asks for tokens before the chunk to be dropped: there is nothing to do."""

@@ -15,8 +15,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from kvant.bridge.cache import BridgedCache, check_format, layout_of, make_model_cache
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.pool import BridgedBatch, BridgedPool, make_pool
-from kvant.bridge.traced import can_trace
-from kvant.cache import KVCache, ModelCache, WindowKVCache
+from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.options import CacheFields, CacheOptions
 from kvant.cache.pool_batch import PoolBatch
@@ -39,7 +38,6 @@ class BridgedModel:
     """
 
     absent_caches: frozenset[int] = frozenset()
-    always_fuses = False
     last_token_alone = True  # mlx-lm's models give the logits of every position they are given
 
     def __init__(self, module: Module, config: BridgedConfig, dtype: mx.Dtype) -> None:
@@ -88,20 +86,6 @@ class BridgedModel:
         bridged = self._checked(cache)
         bridged.begin(inputs)
         return self._logits(inputs, bridged)
-
-    def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
-        """See :class:`kvant.models.LanguageModel`: mlx-lm's model is traced, and its step compared with a plain one."""
-        bridged = self.check_cache(cache)
-        if any(isinstance(layer, WindowKVCache) and new_tokens > layer.slack + 1 for layer in bridged.layers):
-            return False
-        if new_tokens not in bridged.traces and 0 < bridged.offset <= (bridged.max_seq_len or 0) - new_tokens:
-            bridged.traces[new_tokens] = can_trace(self.module, bridged, new_tokens)
-        return bridged.traces.get(new_tokens, True)
-
-    def step_logits(self, tokens: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
-        views = self.check_cache(cache).compiled_views(offset, num_tokens)
-        logits: mx.array = self.module(tokens[None], cache=views)
-        return logits.squeeze(0)
 
     def check_cache(self, cache: Sequence[KVCache]) -> BridgedCache:
         if isinstance(cache, PromptCacheFile):

@@ -132,9 +132,6 @@ class StateCache(KVCache):
         super().reset()
         self.begin()
 
-    def put_back(self, held: list[mx.array]) -> None:
-        self.begin()
-
     def release(self) -> None:
         """Give the memory back. The cache cannot be used after it."""
         self.sequence.reset()

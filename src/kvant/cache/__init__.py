@@ -1,6 +1,5 @@
 """Key/value caches: of a model, and of one layer each."""
 
-from kvant.cache.compiled import CompiledCacheView
 from kvant.cache.full import FullKVCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer import AttentionCache, KVCache
@@ -12,7 +11,6 @@ from kvant.cache.window import WindowKVCache
 __all__ = [
     "AttentionCache",
     "CacheOptions",
-    "CompiledCacheView",
     "FullKVCache",
     "Identity",
     "KVCache",

@@ -85,9 +85,6 @@ class FullKVCache(KVCache):
             mask = seen if mask is None else both_masks(seen, mask)
         return attend_tokens(query, all_keys, all_values, mask=mask, sinks=sinks)
 
-    def put_back(self, held: list[mx.array]) -> None:
-        self._key_value = (held[0], held[1]) if held else None
-
     def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
         """Raise a ValueError unless the cache is empty or holds keys and values of this shape."""
         if self._key_value is None or not self.offset:

@@ -148,14 +148,7 @@ class KVCache(ABC):
         if self.sequence.step is None:
             self.settle()
 
-    def hold(self) -> list[mx.array]:
-        """Its arrays before a step, for :meth:`put_back`. MLX copies their buffers at an append while they are held."""
-        return [mx.array(array) for array in self.buffers]
-
     @abstractmethod
-    def put_back(self, held: list[mx.array]) -> None:
-        """Have the arrays again that were there before a step that was begun, and not computed."""
-
     def fork(self) -> Self:
         """The same tokens in arrays of its own. It counts by the same sequence until it is bound to another."""
         raise NotImplementedError

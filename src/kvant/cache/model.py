@@ -3,12 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 import mlx.core as mx
 
 from kvant.cache import snapshot
-from kvant.cache.compiled import CompiledCacheView
 from kvant.cache.identity import Identity
 from kvant.cache.layer import KVCache
 from kvant.cache.quantized import QuantizedKVCache
@@ -115,6 +114,15 @@ class ModelCache(Sequence[KVCache]):
         return sorted(found)
 
     @property
+    def ahead(self) -> int:
+        """Of its tokens the last ones that are computed and not handed out yet. It can be set."""
+        return self._sequence.ahead
+
+    @ahead.setter
+    def ahead(self, count: int) -> None:
+        self._sequence.ahead = count
+
+    @property
     def identity(self) -> Identity | None:
         """Of the model whose tokens it holds; None: not known. It can be set."""
         return self._sequence.identity
@@ -164,10 +172,8 @@ class ModelCache(Sequence[KVCache]):
         """
         self._smallest.reserve(num_tokens)
 
-    def begin(self, inputs: mx.array, num_rows: int | None = None) -> tuple[int, ...]:
+    def begin(self, inputs: mx.array) -> tuple[int, ...]:
         """Begin a step of token ids (1, S); an earlier one that was not committed is gone.
-
-        ``num_rows``: rows that a compiled step writes, S and its padding; its layers do not note them.
 
         Returns:
             the position of the first new token, as a batch has it of each sequence.
@@ -181,19 +187,19 @@ class ModelCache(Sequence[KVCache]):
             raise ValueError(
                 f"inputs has {batch} sequences; a cache has one, and model.make_pool makes a pool for more"
             )
-        self.reserve(num_rows or num_tokens)
-        if num_rows:
-            self._wrote_rows(num_rows)
+        self.reserve(num_tokens)
         self._sequence.step = inputs
         self._sequence.values.clear()
         return self.lengths
 
-    def commit(self, num_tokens: int | None = None, *, ids: Sequence[Sequence[int]] | None = None) -> None:
+    def commit(
+        self, num_tokens: int | Sequence[int] | None = None, *, ids: Sequence[Sequence[int]] | None = None
+    ) -> None:
         """Count the tokens of the step that was begun.
 
         Args:
-            num_tokens: the first so many of its tokens; None: all. The others are gone: so a draft's rejected tokens
-                are.
+            num_tokens: the first so many of its tokens, an int or a list of it; None: all. The others are gone: so a
+                draft's rejected tokens are.
             ids: the step's token ids, (1, S); None: they are read from what the step was begun with.
 
         Raises:
@@ -202,6 +208,8 @@ class ModelCache(Sequence[KVCache]):
         """
         if (step := self._sequence.step) is None:
             raise RuntimeError("no step to commit: none was begun, or the cache was trimmed or reset since")
+        if isinstance(num_tokens, Sequence):
+            (num_tokens,) = num_tokens
         count = step.shape[1] if num_tokens is None else num_tokens
         check_number(count)
         if count > step.shape[1]:
@@ -211,49 +219,9 @@ class ModelCache(Sequence[KVCache]):
         for layer in self._layers:
             layer.settle()
 
-    def resume_step(self, rest: mx.array) -> None:
-        """After a commit of the first tokens of a step, begin the step of the others again: nothing is computed anew.
-
-        Args:
-            rest: their ids (1, S).
-
-        Raises:
-            RuntimeError: a step is begun already; what this one computed may be overwritten.
-        """
-        if self._sequence.step is not None:
-            raise RuntimeError("a step was begun since; expected to resume one whose first tokens were just committed")
-        self._sequence.step = rest
-
     def end_step(self) -> None:
         """Drop a step that was begun and is not committed."""
         self._sequence.step = None
-
-    def hold(self) -> list[list[mx.array]]:
-        """All layers' arrays before a step, for :meth:`put_back`; see :meth:`KVCache.hold`."""
-        return [layer.hold() for layer in self.layers]
-
-    def put_back(self, held: list[list[mx.array]]) -> None:
-        """Drop a step that was begun, and not computed: no later one waits for it."""
-        self.end_step()
-        for layer, arrays in zip(self.layers, held, strict=True):
-            layer.put_back(arrays)
-
-    @property
-    def compiled_state(self) -> list[list[mx.array]]:
-        """The lists of arrays that a compiled step changes."""
-        return [layer.arrays for layer in self.layers if isinstance(layer, QuantizedKVCache)]
-
-    def compiled_views(self, offset: mx.array, num_tokens: int) -> list[Any]:
-        """What the model attends through in a compiled step; arguments as in :class:`CompiledCacheView`."""
-        layers = [layer for layer in self.layers if isinstance(layer, QuantizedKVCache)]
-        return [CompiledCacheView(layer, offset, num_tokens) for layer in layers]
-
-    def _wrote_rows(self, num_rows: int) -> None:
-        """Note that a compiled step writes so many rows behind the sequence, if a window's ring is full."""
-        sequence = self._sequence
-        smallest = min((limit.rows for limit in sequence.limits if limit.rows), default=math.inf)
-        if (end := sequence.length + num_rows) > smallest:
-            sequence.wrote(end)
 
     def trim(self, num_tokens: int) -> int:
         """Forget the last tokens; see :meth:`CachedSequence.trim`."""
@@ -267,6 +235,30 @@ class ModelCache(Sequence[KVCache]):
     def can_trim_to(self, num_tokens: int) -> bool:
         """Whether it can go back to its first ``num_tokens`` tokens, exactly."""
         return self._sequence.can_return(min(self.offset, num_tokens))
+
+    def go_back(self, num_tokens: int) -> bool:
+        """Forget what it has past ``num_tokens`` tokens; everything, if some layer cannot go back so far.
+
+        Returns:
+            whether the tokens up to there are still held.
+        """
+        if not self.can_trim_to(num_tokens):
+            self.reset()
+            return False
+        self.trim_to(num_tokens)
+        return True
+
+    def keep_common(self, ids: Sequence[int]) -> int:
+        """Go back to what it has in common with these tokens.
+
+        Returns:
+            how many of them it holds now, at least one less than there are: one has to be fed for there to be logits. 0
+            if a window or a state cannot go back so far.
+        """
+        held = self.ids[0]
+        length = min(len(held), len(ids) - 1)
+        common = next((i for i in range(length) if held[i] != ids[i]), length)
+        return common if self.go_back(common) else 0
 
     def reset(self) -> None:
         """Forget every token; the memory stays reserved."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
@@ -177,11 +177,11 @@ class Pool(PoolState):
                 raise
             return self.sequence_kind(self, tables, max_tokens, prompt[:length], salt)
 
-    def batch(self, sequences: Sequence[PoolSequence], rows: int | None = None) -> PoolBatch:
+    def batch(self, sequences: Sequence[Any], rows: int | None = None) -> PoolBatch:
         """The cache of steps in which these sequences take part.
 
         Args:
-            sequences: at least one, none twice.
+            sequences: of this pool, at least one, none twice.
             rows: sequences that the steps' inputs have, those past the given ones as padding; None: no padding.
         """
         return PoolBatch(self, sequences, rows)

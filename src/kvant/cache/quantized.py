@@ -224,9 +224,6 @@ class QuantizedKVCache(KVCache):
         self.sequence.reset()
         self.arrays.clear()
 
-    def put_back(self, held: list[mx.array]) -> None:
-        self.arrays[:] = held
-
     @property
     def format(self) -> LayerFormat:
         """How it stores tokens."""

@@ -33,6 +33,7 @@ class CachedSequence:
         limits: how far its layers can go back.
         values: what layers of one kind compute once a step, such as a window's mask; forgotten with the step.
         length: committed tokens; the position of the next one.
+        ahead: of these, the last ones that are computed and not handed out yet.
         written: the most tokens that it has had since it was empty, whether they count or not.
         identity: of the model whose tokens they are; None: not known.
         rotary: how the model turns keys; None: not known.
@@ -48,7 +49,7 @@ class CachedSequence:
         self.shared = shared
         self.limits = frozenset(limits)
         self.values: dict[Hashable, mx.array] = {}
-        self.length = self.written = 0
+        self.length = self.written = self.ahead = 0
         self.identity: Identity | None = None
         self.rotary: Rotary | None = None
         self.layout = ""
@@ -104,6 +105,7 @@ class CachedSequence:
                     f"or the last {most}: its windows or states go back no further"
                 )
             self.length -= lost
+            self.ahead = 0
             self.written = self.written if self.length else 0
             self.step = None
             self._trimmed = None if layer is None else (num_tokens, lost, {layer})
@@ -112,7 +114,7 @@ class CachedSequence:
     def reset(self) -> None:
         """Forget every token."""
         with self.turn:
-            self.length = self.written = 0
+            self.length = self.written = self.ahead = 0
             self.step = self._trimmed = None
 
     def can_return(self, length: int) -> bool:
@@ -128,7 +130,7 @@ class CachedSequence:
         self._ids = list(ids)
         self.step = self._trimmed = None
         self.values.clear()
-        self.written, self.length = written, length
+        self.written, self.length, self.ahead = written, length, 0
 
     def fork(self) -> Self:
         """A sequence of its own with the same tokens; a step that is not committed is not among them."""

@@ -13,7 +13,6 @@ from kvant.cache.sequence import TrimLimit
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.cached_attention import stored_tokens
-from kvant.operators.compiled_attention import positions
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import both_masks
@@ -154,31 +153,6 @@ class WindowKVCache(QuantizedKVCache):
         """
         return self._mask(self.offset, new_tokens, window or self.window)
 
-    def place(self, offset: mx.array, new_tokens: int = 1) -> mx.array:
-        """The rows of S new tokens behind ``offset``, (): as ``offset`` if S is 1, else (1, S).
-
-        The operations are the same for any offset.
-        """
-        position = offset if new_tokens == 1 else positions(offset, new_tokens).squeeze(2)
-        return mx.where(position < self.keep, position, self.keep + (position - self.keep) % self._ring)
-
-    def live(self, offset: mx.array, new_tokens: int = 1, window: int | None = None) -> mx.array:
-        """Which rows the queries of S new tokens behind ``offset`` see, once they are written.
-
-        The operations are the same for any offset.
-
-        Args:
-            offset: integer ().
-            new_tokens: S, at most slack + 1.
-            window: as in :meth:`mask`.
-
-        Returns:
-            (1, S, num_rows), boolean.
-        """
-        end = offset.reshape(-1, 1, 1) + new_tokens
-        held = self._positions(end, self.num_rows)
-        return self._seen(held, positions(offset, new_tokens), window or self.window)
-
     @property
     def format(self) -> LayerFormat:
         """How it stores tokens."""
@@ -205,13 +179,6 @@ class WindowKVCache(QuantizedKVCache):
         made._pending = None
         made._rotation = copied(self._rotation)
         return made
-
-    def hold(self) -> list[mx.array]:
-        return [mx.array(array) for array in (*self.arrays, self._rotation)]
-
-    def put_back(self, held: list[mx.array]) -> None:
-        *self.arrays[:], self._rotation = held
-        self._pending = None
 
     def settle(self) -> None:
         """Write the committed part of the tokens that wait; drop the rest."""
@@ -363,7 +330,7 @@ class WindowKVCache(QuantizedKVCache):
         held = self._positions(start, min(start, self.num_rows))
         return mx.concatenate([held, mx.arange(start, end)])
 
-    def _positions(self, end: int | mx.array, rows: int) -> mx.array:
+    def _positions(self, end: int, rows: int) -> mx.array:
         """The position of each of the first rows when positions below ``end`` are written; below 0: there is none."""
         row = mx.arange(rows)
         last = end - 1

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -20,9 +19,6 @@ from kvant.engine.draw import SeededSampler
 from kvant.engine.response import GenerationResponse
 from kvant.errors import printable
 from kvant.sizes import format_bytes
-
-if TYPE_CHECKING:
-    from kvant.cli.statistics import Generated
 
 
 @dataclass(slots=True)
@@ -76,7 +72,7 @@ class AnswerOutput:
             return printable(str(question.line.id))
         return f"{number + 1} of {n}" if n > 1 else ""
 
-    def write(self, number: int, response: "Generated") -> None:
+    def write(self, number: int, response: GenerationResponse) -> None:
         """The next token of an answer."""
         answer = self._answers[number]
         answer.statistics.add(response)
@@ -168,11 +164,8 @@ def _answer_line(answer: _Answer) -> str:
     )
 
 
-def _token_line(number: int, response: "Generated") -> str:
-    if isinstance(response, GenerationResponse):
-        logprob = float(response.logprobs[response.token].item())  # type: ignore[arg-type]
-    else:
-        logprob = response.logprob
+def _token_line(number: int, response: GenerationResponse) -> str:
+    logprob = response.logprob
     record = {
         "choice": number,
         "index": response.generation_tokens - 1,

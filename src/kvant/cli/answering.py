@@ -14,11 +14,12 @@ from kvant.cli.fitting import describe, named_format
 from kvant.cli.options import AUTO, RunOptions
 from kvant.cli.question import Question, at
 from kvant.cli.session import Session, asked_drafts, drafts_beside
-from kvant.engine.batch_stream import Piece, Wanted, stream_pieces
 from kvant.engine.feeding import CHUNK
 from kvant.engine.limits import pool_reservation, reservation
 from kvant.engine.request import Request, check_drafts
+from kvant.engine.response import GenerationResponse
 from kvant.engine.scheduler import Scheduler
+from kvant.engine.stream import Wanted, responses
 from kvant.errors import ContextError
 from kvant.machine import Machine
 from kvant.models.config import ModelConfig
@@ -35,7 +36,7 @@ def answer_together(
     at_once: int,
     deterministic: bool,
     file: str | None = None,
-) -> Iterator[tuple[int, Piece]]:
+) -> Iterator[tuple[int, GenerationResponse]]:
     """The answers' tokens as they come, each with the number of its answer. All is reserved when it is called.
 
     Args:
@@ -84,9 +85,9 @@ def answer_together(
     ]
     scheduler = Scheduler(session.model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
 
-    def answers() -> Iterator[tuple[int, Piece]]:
+    def answers() -> Iterator[tuple[int, GenerationResponse]]:
         last: ModelCache | None = None
-        for piece in stream_pieces(scheduler, wanted, session.tokenizer):
+        for piece in responses(scheduler, wanted, session.tokenizer):
             number = asked[piece.number][1][piece.answer]
             if number == len(needs) - 1:
                 last = piece.cache

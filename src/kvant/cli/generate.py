@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -20,15 +20,12 @@ from kvant.cli.prompts_file import Line, read_lines
 from kvant.cli.question import Question, prepare
 from kvant.cli.sampling import drawn_seed
 from kvant.cli.session import Session, load_session, open_session
-from kvant.engine.drafted_run import make_run
 from kvant.engine.draw import greedy
-from kvant.engine.generate import responses
+from kvant.engine.request import PromptProgress, Request
 from kvant.engine.response import GenerationResponse
-from kvant.engine.run import PromptProgress
+from kvant.engine.run import CacheScheduler
 from kvant.engine.sampling import SamplingOptions
-
-if TYPE_CHECKING:
-    from kvant.cli.statistics import Generated
+from kvant.engine.stream import Wanted, responses
 
 SEQUENCES = 8  # at once, where nobody says how many
 
@@ -131,7 +128,7 @@ def generate(
     # On a terminal the answers of a file themselves say how far it is.
     quiet = run.quiet or (of_a_file and sys.stdout.isatty())
     with LateProgress("answering" if of_a_file else "reading the prompt", quiet=quiet) as progress:
-        answers: Iterator[tuple[int, Generated]]
+        answers: Iterator[tuple[int, GenerationResponse]]
         if together:
             from kvant.cli.answering import answer_together  # with what a single prompt does not need
 
@@ -157,25 +154,25 @@ def _answer(
     session: Session, run: RunOptions, question: Question, file: str | None, progress: PromptProgress
 ) -> Iterator[tuple[int, GenerationResponse]]:
     """One answer, number 0, through the session's cache; what the file holds of the prompt is not read again."""
-    rest = cache_file.take(file, session.cache, question.ids, quiet=run.quiet)
+    cache_file.take(file, session.cache, question.ids, quiet=run.quiet)
     started = time.perf_counter()
-    reading = make_run(
-        session.drafts,
-        session.model,
-        rest,
-        session.cache,
-        max_tokens=question.max_tokens,
-        sampler=question.sampler,
-        logits_processors=question.processors,
-        stop_tokens=session.tokenizer.eos_token_ids,
-        prefill_step_size=run.prefill_step_size,
+    request = Request(
+        question.ids,
+        question.max_tokens,
+        question.sampler,
+        question.processors,
+        session.tokenizer.eos_token_ids,
+        drafts=session.drafts,
         progress=progress,
+        keep_logprobs=True,
     )
+    scheduler = CacheScheduler(session.model, session.cache, prefill_step_size=run.prefill_step_size)
+    answer = responses(scheduler, [Wanted(request, question.stop)], session.tokenizer, started)
 
-    def answer() -> Iterator[tuple[int, GenerationResponse]]:
-        for response in responses(reading, session.tokenizer, question.stop, started):
+    def saved() -> Iterator[tuple[int, GenerationResponse]]:
+        for response in answer:
             yield 0, response
         if file is not None:
             session.cache.save(file)
 
-    return answer()
+    return saved()

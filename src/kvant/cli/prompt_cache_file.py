@@ -9,7 +9,6 @@ from pathlib import Path
 from kvant.cache import ModelCache
 from kvant.cache.snapshot import read_header
 from kvant.engine.conversation import Conversation
-from kvant.engine.limits import reuse
 from kvant.engine.saved import KEY
 from kvant.errors import SnapshotError
 
@@ -35,7 +34,7 @@ def take(path: str | None, cache: ModelCache, ids: Sequence[int], *, quiet: bool
     if KEY in read_header(Path(path)).metadata:
         raise SnapshotError(f"{path}: it holds a conversation; kvant chat --prompt-cache-file continues it")
     cache.load(path)
-    reused = reuse(cache, ids)
+    reused = cache.keep_common(ids)
     if not quiet:
         print(f"prompt cache: {reused} of the prompt's {len(ids)} tokens are in {path}", file=sys.stderr)
     return list(ids[reused:])

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
 from kvant.cache import ModelCache
+from kvant.cache.pool import Pool
+from kvant.cache.single import SinglePool
 from kvant.cli import options, ranks
 from kvant.cli.fitting import named_format, plan_for, plan_that_fits
 from kvant.cli.options import BadValueError, KvSize
@@ -34,9 +36,6 @@ from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer
 from kvant.tools.plan import BridgedCheckpoint, Checkpoint, DraftModel, MemoryPlan, Settings, read_folder, split_pairs
-
-if TYPE_CHECKING:
-    from kvant.cache.pool import Pool
 
 
 @dataclass(slots=True)
@@ -168,15 +167,10 @@ def open_session(
     with named_format(session.settings):
         session._cache = session.model.make_cache(planned.max_kv_size, **session.settings.cache.fields)
     session.load_s += time.perf_counter() - started
-    session.drafts = asked_drafts(session, run)
-    if isinstance(session.drafts, ModelDrafts):
-        made = replace(session.drafts, tokens=planned.max_kv_size)
-        session.drafts = replace(made, cache=made.make_cache())
     session.reserved, session.state_bytes = planned.max_kv_size, planned.state
     if announce and not run.quiet:
         print("\n  ".join([f"cache: {session.describe_cache()}", *session.describe_layers()]), file=sys.stderr)
-        if isinstance(session.drafts, ModelDrafts):
-            print(f"draft model: {run.draft_model}, {session.drafts.describe_cache()}", file=sys.stderr)
+    session.drafts = drafts_beside(session, run, SinglePool(session.cache, run.prefill_step_size), announce=announce)
     return session
 
 
@@ -190,17 +184,18 @@ def asked_drafts(session: Session, run: RunOptions) -> Drafts | None:
         vocab_size=session.model.config.vocab_size,
         num_draft_tokens=run.num_draft_tokens or DEFAULT_DRAFT_TOKENS,
         options=settings.cache,
-        prefill_step_size=settings.prefill_step_size,
     )
 
 
-def drafts_beside(session: Session, run: RunOptions, pool: "Pool") -> Drafts | None:
-    """Where the answers of a pool draft from; a draft model's own pool is reserved, and that is printed."""
+def drafts_beside(
+    session: Session, run: RunOptions, pool: Pool | SinglePool, *, announce: bool = True
+) -> Drafts | None:
+    """Where the answers of a pool draft from; what a draft model needs is reserved, and that is printed."""
     drafts = asked_drafts(session, run)
     if not isinstance(drafts, ModelDrafts):
         return drafts
-    made = drafts.beside_pool(pool)
-    if not run.quiet:
+    made = drafts.beside(pool)
+    if announce and not run.quiet:
         print(f"draft model: {run.draft_model}, {made.describe()}", file=sys.stderr)
     return made
 

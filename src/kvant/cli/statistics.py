@@ -1,17 +1,11 @@
 """The statistics of a run, as printed: counts, times and memory."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvant.cli.session import Session
 from kvant.engine.response import GenerationResponse
 from kvant.sizes import format_bytes
 from kvant.tools.statistics import percentile
-
-if TYPE_CHECKING:  # one answer does not need the other's imports
-    from kvant.engine.batch_stream import Piece
-
-    Generated = GenerationResponse | Piece
 
 
 @dataclass(slots=True)
@@ -19,9 +13,9 @@ class RunStatistics:
     """Collected token by token."""
 
     latencies_ms: list[float] = field(default_factory=list)
-    last: "Generated | None" = None
+    last: GenerationResponse | None = None
 
-    def add(self, response: "Generated") -> None:
+    def add(self, response: GenerationResponse) -> None:
         """Take note of one token."""
         self.latencies_ms.append(response.latency_ms)
         self.last = response

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from kvant.cache.pool import Pool
-from kvant.engine.decoding import Step, pick
+from kvant.cache.single import SinglePool
+from kvant.engine.decoding import Step, pick, pick_for
 from kvant.engine.drafting.batch_choice import AnswerDrafts, BatchChoice, StepKind
 from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.filters import rows_of
 from kvant.engine.pooled_drafts import PooledDrafter
-from kvant.engine.row_sampling import Picked, pick_rows
+from kvant.engine.row_sampling import Picked
 from kvant.engine.work import Answer
 from kvant.models import LanguageModel
 
@@ -21,7 +22,7 @@ Found = list[list[Picked | Exception]]  # the next tokens of every answer of a s
 class BatchDrafter:
     """Begins steps with drafts where they pay, and reads what came of them."""
 
-    def __init__(self, model: LanguageModel, pool: Pool) -> None:
+    def __init__(self, model: LanguageModel, pool: Pool | SinglePool) -> None:
         self._model, self._pool = model, pool
         self._choice = BatchChoice(model, ("batch", tuple(sorted({str(layer.format) for layer in pool.layers}))))
         self._read_at: float | None = None  # when the last step's tokens were read, if nothing else was computed since
@@ -97,8 +98,8 @@ class BatchDrafter:
             places = [(number, place) for number, row in enumerate(rows) for place in range(len(row))]
             # (rows, S, vocab) -> (positions, vocab), without the padding
             each = rows_of(logits.flatten(0, 1), [number * num_tokens + place for number, place in places])
-            tops = [answers[number].work.checked.request.top_logprobs for number, _ in places]
-            sampled = pick_rows(each, [answers[number].row(ahead=place) for number, place in places], tops)
+            asked = [answers[number].row(drafts[number][:place]) for number, place in places]
+            sampled = pick_for(each, asked, [answers[number] for number, _ in places])
         return Step(answers, batch, logits, sampled, drafts=drafts)
 
     def paused(self) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
-from kvant.engine.batch_stream import Piece, Wanted, stream_pieces
 from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.draw import Sampler, for_a_run, for_answer, greedy
 from kvant.engine.feeding import CHUNK
@@ -16,9 +15,10 @@ from kvant.engine.keywords import CacheWanted
 from kvant.engine.limits import check_count, check_stops, pool_reservation, reservation
 from kvant.engine.model_drafts import ModelDrafts, asked_drafts
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.request import Request, check_drafts
-from kvant.engine.run import PREFILL_STEP_SIZE
+from kvant.engine.request import PREFILL_STEP_SIZE, Request, check_drafts
+from kvant.engine.response import GenerationResponse
 from kvant.engine.scheduler import Scheduler
+from kvant.engine.stream import Wanted, responses
 from kvant.errors import ArgumentError, ContextError, PromptError
 from kvant.models import LanguageModel
 from kvant.sizes import format_bytes
@@ -215,7 +215,7 @@ def batch_generate(
         check_drafts(drafts, pool, deterministic=deterministic)
         reserved = pool.nbytes
         if isinstance(drafts, ModelDrafts):
-            drafts = drafts.beside_pool(pool)
+            drafts = drafts.beside(pool)
             reserved += drafts.pool.nbytes
         wanted = [replace(each, request=replace(each.request, drafts=drafts)) for each in wanted]
         if verbose:
@@ -250,7 +250,7 @@ class _Answer:
     logprobs: list[float] = field(default_factory=list)
     cache: ModelCache | None = None
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: GenerationResponse) -> None:
         self.text.append(piece.text)
         self.cache = piece.cache
         if piece.finish_reason != "stop":
@@ -264,7 +264,7 @@ def _answer(
     """Every answer, and what they took."""
     answers = [_Answer() for _ in wanted]
     stats, finished, started = BatchStats(), 0, time.perf_counter()
-    for piece in stream_pieces(scheduler, wanted, tokenizer):
+    for piece in responses(scheduler, wanted, tokenizer):
         answers[piece.number].take(piece)
         stats.generation_tokens += 1
         if piece.generation_tokens == 1:

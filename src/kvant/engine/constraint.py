@@ -1,6 +1,6 @@
 """Grammars in the engine: a request's grammar is found, its masks are applied to logits."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -22,20 +22,6 @@ def apart(processors: Sequence[LogitsProcessor]) -> tuple[tuple[Change, ...], Gr
     return tuple(changes), grammars[0] if grammars else None
 
 
-def for_answer(
-    processors: Sequence[LogitsProcessor], vocab_size: int, stop_tokens: Collection[int], begun: Sequence[int] = ()
-) -> tuple[Change, ...]:
-    """The processors of one answer, for a loop that calls them with its tokens so far.
-
-    ``begun``: the answer's first tokens, where the prompt ends with them; a grammar goes on after them.
-    """
-    changes, grammar = apart(processors)
-    if grammar is None:
-        return changes
-    grammar.check(vocab_size, stop_tokens)
-    return *changes, Constraint(grammar, begun)
-
-
 def allowed_only(logits: mx.array, masks: Sequence[bytes]) -> mx.array:
     """The logits (B, vocab) of tokens that a row's mask allows; of all others minus infinity.
 
@@ -43,21 +29,3 @@ def allowed_only(logits: mx.array, masks: Sequence[bytes]) -> mx.array:
     """
     allowed = mx.array(memoryview(b"".join(masks)))  # type: ignore[arg-type]  # it takes any buffer
     return mx.where(allowed.reshape(logits.shape) != 0, logits, -mx.inf)
-
-
-class Constraint:
-    """A grammar as a function of tokens and logits. It learns the tokens of its answer from one call to the next."""
-
-    def __init__(self, grammar: Grammar, begun: Sequence[int]) -> None:
-        self._matcher = grammar.matcher()
-        for token in begun:
-            self._matcher.take(token)
-        self._taken: int | None = None  # tokens that were there at the last call
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        length = tokens.shape[0]
-        new: list[int] = [] if self._taken is None else tokens[self._taken :].tolist()  # type: ignore[assignment]
-        for token in new:
-            self._matcher.take(token)
-        self._taken = length
-        return allowed_only(logits, [self._matcher.mask()])

@@ -3,27 +3,27 @@
 Where a window or a state of the cache cannot go back to where a turn differs from what is held, the turn feeds all.
 """
 
-import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
 from kvant.cache import KVCache
+from kvant.cache.single import SinglePool
 from kvant.cache.snapshot import read_header
-from kvant.engine.drafted_run import make_run
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import Sampler
-from kvant.engine.generate import responses
-from kvant.engine.limits import check_stops, limit_in_words, reuse
-from kvant.engine.long_run import LongRun
+from kvant.engine.limits import check_stops, limit_in_words
 from kvant.engine.model_drafts import ModelDrafts, asked_drafts
 from kvant.engine.overflow import Overflow, Prompt, newest_turns, questions
+from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.processors import LogitsProcessor
+from kvant.engine.request import PREFILL_STEP_SIZE, PromptProgress, Request
 from kvant.engine.response import GenerationResponse
-from kvant.engine.run import PREFILL_STEP_SIZE, PromptProgress, Run
+from kvant.engine.run import CacheScheduler
 from kvant.engine.saved import as_metadata, messages_of
+from kvant.engine.stream import Wanted, responses
 from kvant.errors import ContextError, PromptError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
@@ -77,7 +77,7 @@ class Conversation:
         self._overflow = overflow
         self._variables = dict(template_variables or {})
         self._turn: Generator[GenerationResponse, None, None] | None = None
-        self._drafts: ModelDrafts | None = None  # of the last turn that had a draft model, with its cache
+        self._drafts: PooledDrafts | None = None  # of the last turn that had a draft model
         self.messages: list[Message] = []
         self._set_system(system_prompt)
         self.reset()
@@ -209,58 +209,54 @@ class Conversation:
         started = time.perf_counter()
         stops = check_stops(stop)
         drafts = asked_drafts(draft, draft_model, num_draft_tokens, self._model, self._tokenizer)
-        if isinstance(drafts, ModelDrafts):
-            drafts = self._kept(drafts)
+        scheduler = CacheScheduler(self._model, self._cache, prefill_step_size=prefill_step_size)
+        beside = None if drafts is None else self._beside(drafts, scheduler.pool)
         whole = [*before, {"role": "user", "content": text}]
         turn = _Turn(self._fit(whole, []))
 
-        def run(max_tokens: int) -> Run:
+        def request(max_tokens: int) -> Request:
             ids = [*turn.prompt.ids, *turn.prompt.answer]
-            reused = reuse(self._cache, ids)
             self.forgotten = len(whole) - len(turn.prompt.messages)
-            return make_run(
-                drafts,
-                self._model,
-                ids[reused:],
-                self._cache,
-                max_tokens=max_tokens,
-                sampler=sampler,
-                logits_processors=logits_processors or (),
-                stop_tokens=self._tokenizer.eos_token_ids,
-                prefill_step_size=prefill_step_size,
-                progress=prompt_progress_callback,
+            return Request(
+                ids,
+                max_tokens,
+                sampler,
+                tuple(logits_processors or ()),
+                self._tokenizer.eos_token_ids,
+                drafts=beside,
                 begun=turn.prompt.answer,
+                progress=prompt_progress_callback,
+                keep_logprobs=True,
             )
 
-        def go_on(answer: Sequence[int]) -> Callable[[], Run] | None:
+        def go_on(answer: list[int]) -> Callable[[], Request] | None:
             try:
                 shorter = self._fit(turn.prompt.messages, answer)
             except ContextError:
                 return None
 
-            def following() -> Run:
+            def following() -> Request:
                 turn.prompt = shorter
-                return run(-1 if max_tokens == -1 else max_tokens - len(answer))
+                return request(-1 if max_tokens == -1 else max_tokens - len(answer))
 
             return following
 
-        first = run(max_tokens)
-        self.reused_tokens = len(turn.prompt) - len(first.prompt)
-        turn.run = LongRun(first, go_on)
+        first = request(max_tokens)
+        self.reused_tokens = self._cache.keep_common([*turn.prompt.ids, *turn.prompt.answer])
+        answer = responses(scheduler, [Wanted(first, stops, following=go_on)], self._tokenizer, started)
         self._prompt_text = turn.prompt.text
-        self._turn = self._record(turn, responses(turn.run, self._tokenizer, stops, started))
+        self._turn = self._record(turn, answer)
         return self._turn
 
-    def _kept(self, drafts: ModelDrafts) -> ModelDrafts:
-        """These drafts with the draft model's cache of the last turn, or one that is reserved now."""
-        if drafts.cache is None:
-            known = self._drafts
-            if known is None or known.model is not drafts.model:
-                self._drafts = None  # frees its cache
-                made = drafts.beside(self._cache, sys.maxsize)
-                known = replace(made, cache=made.make_cache())
-            self._drafts = drafts = replace(drafts, cache=known.cache)
-        return drafts
+    def _beside(self, drafts: Drafts, pool: SinglePool) -> Drafts:
+        """These drafts beside the cache. What a draft model holds is kept for the next turn."""
+        if not isinstance(drafts, ModelDrafts):
+            return drafts
+        known = self._drafts
+        if known is None or known.model is not drafts.model or known.num_draft_tokens != drafts.num_draft_tokens:
+            self._drafts = None  # frees its cache
+            self._drafts = known = drafts.beside(pool)
+        return known
 
     def _fit(self, messages: list[Message], answer: Sequence[int]) -> Prompt:
         """The prompt of these messages and the answer so far, without the oldest turns where that is allowed.
@@ -291,6 +287,7 @@ class Conversation:
         try:
             for response in answer:
                 pieces.append(response.text)
+                turn.generated.append(response.token)
                 if response.finish_reason:  # the turn is recorded before it is handed out: nobody may ask for more
                     last = response
                     break
@@ -305,7 +302,7 @@ class Conversation:
 
     def _keep(self, turn: "_Turn", answer: str) -> None:
         """Record a turn with its answer."""
-        generated = list(turn.run.generated)
+        generated = list(turn.generated)
         if generated[-1] in self._tokenizer.eos_token_ids:
             generated.pop()
         self._known.answered(turn.prompt.text, turn.prompt.ids, generated)
@@ -341,7 +338,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class _Turn:
-    """A turn that is not recorded yet: the prompt that the model was given last, and the run."""
+    """A turn that is not recorded yet: the prompt that the model was given last, and the answer's tokens."""
 
     prompt: Prompt
-    run: LongRun = field(init=False)
+    generated: list[int] = field(default_factory=list)

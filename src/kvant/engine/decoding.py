@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
-from kvant.engine.row_sampling import Picked, Sampled, pick_rows
+from kvant.cache.single import SinglePool
+from kvant.engine.row_sampling import Picked, Row, Sampled, pick_rows
 from kvant.engine.work import Answer
 from kvant.errors import GrammarError
 from kvant.models import LanguageModel
@@ -26,7 +28,7 @@ class Step:
     """
 
     answers: list[Answer]
-    batch: PoolBatch
+    batch: PoolBatch | ModelCache
     logits: mx.array
     sampled: Sampled | None
     is_ahead: bool = False
@@ -36,7 +38,7 @@ class Step:
 class BatchDecoder:
     """Begins steps of a model and a pool."""
 
-    def __init__(self, model: LanguageModel, pool: Pool, *, rows: int | None) -> None:
+    def __init__(self, model: LanguageModel, pool: Pool | SinglePool, *, rows: int | None) -> None:
         """``rows``: of every step, those beyond the answers being padding; None: one for each answer."""
         self._model, self._pool, self._rows = model, pool, rows
 
@@ -53,9 +55,12 @@ class BatchDecoder:
         batch = self._pool.batch([answer.sequence for answer in answers], rows)
         logits = self._model.next_logits(ids[:, None], batch)
         sampled = None
-        if not any(answer.sees_tokens for answer in answers):
-            tops = [answer.work.checked.request.top_logprobs for answer in answers]
-            sampled = pick_rows(logits, [answer.row(ahead=answer in unread) for answer in answers], tops)
+        if not any(answer.waits for answer in answers):
+            each = [
+                answer.row(ids[number : number + 1] if answer in unread else ())
+                for number, answer in enumerate(answers)
+            ]
+            sampled = pick_for(logits, each, answers)
         return Step(list(answers), batch, logits, sampled, is_ahead=bool(unread))
 
     def begin_after(self, step: Step, running: Sequence[Answer]) -> Step | None:
@@ -67,7 +72,7 @@ class BatchDecoder:
             return None
         places = {answer: row for row, answer in enumerate(step.answers)}
         answers = [answer for answer in running if answer.left > (answer in places)]
-        if not answers or any(answer.sees_tokens for answer in answers):
+        if not answers or any(answer.waits for answer in answers):
             return None
         ids, unread = step.sampled.tokens.astype(mx.int32), set(places)
         if new := [answer for answer in answers if answer not in places]:
@@ -92,15 +97,21 @@ def pick(logits: mx.array, answers: Sequence[Answer]) -> list[Picked | Exception
     for first, end in [(0, together), *((row, row + 1) for row in range(together, len(answers)))]:
         some = list(zip(answers, masks, strict=True))[first:end]
         rows = [answer.row(mask=mask if isinstance(mask, bytes) else None) for answer, mask in some]
-        tops = [answer.work.checked.request.top_logprobs for answer, _ in some]
         try:
-            picked += pick_rows(logits[first:], rows, tops).read() if some else []
+            picked += pick_for(logits[first:], rows, answers[first:end]).read() if some else []
         except Exception as error:
             picked += [error] * (end - first)
     return [
         mask if isinstance(mask, GrammarError) else _followed(answer, each)
         for answer, mask, each in zip(answers, masks, picked, strict=True)
     ]
+
+
+def pick_for(logits: mx.array, rows: Sequence[Row], answers: Sequence[Answer]) -> Sampled:
+    """Sample rows, each for one of the answers."""
+    asked = [answer.work.checked.request for answer in answers]
+    keep = any(request.keep_logprobs for request in asked)
+    return pick_rows(logits, rows, [request.top_logprobs for request in asked], keep=keep)
 
 
 def _mask(answer: Answer) -> bytes | GrammarError | None:

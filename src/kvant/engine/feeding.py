@@ -2,7 +2,8 @@
 
 import mlx.core as mx
 
-from kvant.cache.pool import Pool
+from kvant.cache.pool import Pool, PoolSequence
+from kvant.cache.single import SinglePool
 from kvant.engine.drafting.batch_choice import AnswerDrafts
 from kvant.engine.draw import for_answer
 from kvant.engine.request import own_tokens
@@ -15,7 +16,7 @@ CHUNK = 128  # prompt tokens between two tokens of others: a quarter of a prefil
 class PromptFeeder:
     """Feeds prompts into the sequences of a pool."""
 
-    def __init__(self, model: LanguageModel, pool: Pool, *, deterministic: bool) -> None:
+    def __init__(self, model: LanguageModel, pool: Pool | SinglePool, *, deterministic: bool) -> None:
         """``deterministic``: chunks end at multiples of 128, and only pages that such chunks computed are shared."""
         self._model, self._pool = model, pool
         self._deterministic = deterministic
@@ -30,10 +31,13 @@ class PromptFeeder:
             for _ in range(len(work.open) - 1):  # places that are kept for forks
                 sequences.append(pool.sequence(own_tokens(len(checked.ids), checked.reserved, pool)))
             if checked.cache is None:
-                work.cached = work.exact = sequences[0].length
+                work.start = work.cached = work.exact = sequences[0].length
                 return
-            sequences[0].load(checked.cache)
-            if sequences[0].ids != checked.ids[: checked.held]:
+            first = sequences[0]
+            assert isinstance(first, PoolSequence)
+            first.load(checked.cache)
+            work.start = checked.held
+            if first.ids != checked.ids[: checked.held]:
                 raise ValueError("the request's cache was changed after it was submitted")
         except BaseException:
             work.release()
@@ -48,6 +52,9 @@ class PromptFeeder:
         if end == len(ids) and self._model.last_token_alone:
             end = max(end - 1, start + 1)
         chunk, logits = ids[start:end], None
+        tell = work.checked.request.progress
+        if tell is not None and start == work.start:
+            tell(0, len(ids) - start)
         if end == len(ids):
             batch = self._pool.batch([sequence])
             logits = self._model.next_logits(mx.array([chunk]), batch)
@@ -60,6 +67,8 @@ class PromptFeeder:
             batch.commit(ids=[chunk])
         if work.exact == start and len(chunk) == CHUNK:
             work.exact = end
+        if tell is not None:
+            tell(end - work.start, len(ids) - work.start)
         if self._pool.has_windows:  # its pages are given back as it moves on
             self._share(work)
         return logits
@@ -72,10 +81,14 @@ class PromptFeeder:
         answers = []
         for place, number in enumerate(sorted(work.open)):
             if place:
+                assert isinstance(first, PoolSequence)
                 sequences[place].release()
                 sequences[place] = first.fork(checked.reserved)
             sampler = for_answer(checked.sampler, number)
             matcher = None if checked.grammar is None else checked.grammar.matcher()
+            if matcher is not None:
+                for token in checked.request.begun:
+                    matcher.take(token)
             drafts = None
             if (own := checked.request.drafts) is not None:
                 drafts = AnswerDrafts(own, checked.request.salt, checked.reserved)

@@ -1,24 +1,23 @@
 """The loop users call: prompt in, text out, every token timed."""
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from kvant.cache import KVCache
-from kvant.engine.drafted_run import make_run
 from kvant.engine.draw import Sampler
 from kvant.engine.keywords import CacheWanted, cache_for, check_generate
 from kvant.engine.limits import check_stops
-from kvant.engine.long_run import LongRun
 from kvant.engine.model_drafts import asked_drafts
 from kvant.engine.processors import LogitsProcessor
+from kvant.engine.request import PREFILL_STEP_SIZE, PromptProgress, Request
 from kvant.engine.response import GenerationResponse
-from kvant.engine.run import PREFILL_STEP_SIZE, PromptProgress, Run
+from kvant.engine.run import CacheScheduler
+from kvant.engine.stream import Wanted, responses
 from kvant.models import LanguageModel
 from kvant.text.prompt import encode_prompt
-from kvant.text.stream import TextStream
 from kvant.text.tokenizer import Tokenizer
 
 
@@ -93,60 +92,24 @@ def stream_generate(
     drafts = asked_drafts(draft, draft_model, num_draft_tokens, model, tokenizer)
     ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
     cache = cache_for(model, len(ids), max_tokens, prompt_cache, wanted)
-    run = make_run(
-        drafts,
-        model,
-        ids,
-        cache,
-        max_tokens=max_tokens,
-        sampler=sampler,
-        logits_processors=logits_processors or (),
-        stop_tokens=tokenizer.eos_token_ids,
-        prefill_step_size=prefill_step_size,
+    scheduler = CacheScheduler(model, cache, prefill_step_size=prefill_step_size)
+    request = Request(
+        scheduler.ids + ids,
+        max_tokens,
+        sampler,
+        tuple(logits_processors or ()),
+        tokenizer.eos_token_ids,
+        drafts=None if drafts is None else drafts.beside(scheduler.pool),
         progress=prompt_progress_callback,
+        keep_logprobs=True,
     )
-    answer = responses(run, tokenizer, stops, started)
-    return answer if prompt_cache is None else _kept(run, answer)
+    answer = responses(scheduler, [Wanted(request, stops)], tokenizer, started)
+    return answer if prompt_cache is None else _kept(scheduler, answer)
 
 
-def _kept(run: Run, answer: Iterator[GenerationResponse]) -> Iterator[GenerationResponse]:
+def _kept(scheduler: CacheScheduler, answer: Iterator[GenerationResponse]) -> Iterator[GenerationResponse]:
     yield from answer
-    run.keep_last()
-
-
-def responses(
-    run: Run | LongRun, tokenizer: Tokenizer, stops: Sequence[str], started: float, fed: int | None = None
-) -> Generator[GenerationResponse, None, None]:
-    """A run's tokens with their text and time.
-
-    ``started`` is the ``time.perf_counter()`` of the request, ``fed`` the tokens fed since; default: the run's prompt.
-    """
-    text = TextStream(tokenizer, stops)
-    prompt_tokens = len(run.prompt) if fed is None else fed
-    first_ready = previous = started
-    for count, (token, logprobs) in enumerate(run, start=1):
-        ready = time.perf_counter()
-        first_ready = ready if count == 1 else first_ready
-        piece = "" if run.finish_reason == "stop" else text.add(token)
-        if run.finish_reason and not text.stopped:
-            piece += text.finish()
-        if text.stopped:
-            run.stop()
-        yield GenerationResponse(
-            text=piece,
-            token=token,
-            logprobs=logprobs,
-            from_draft=run.from_draft,
-            prompt_tokens=prompt_tokens,
-            prompt_tps=prompt_tokens / (first_ready - started),
-            generation_tokens=count,
-            generation_tps=(count - 1) / (ready - first_ready) if count > 1 else 0.0,
-            peak_memory=mx.get_peak_memory() / 1e9,
-            finish_reason=run.finish_reason,
-            latency_ms=(ready - previous) * 1e3,
-            drafts=run.drafts,
-        )
-        previous = ready
+    scheduler.keep_last()
 
 
 def generate(

@@ -6,11 +6,12 @@ from contextlib import contextmanager
 from kvant.cache import ModelCache, QuantizedKVCache
 from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pool import Pool
+from kvant.cache.single import SinglePool
 from kvant.errors import KernelError, one_line
 
 
 @contextmanager
-def kernel_failures(cache: ModelCache | Pool) -> Iterator[None]:
+def kernel_failures(cache: ModelCache | Pool | SinglePool) -> Iterator[None]:
     """Raise what MLX raises of a step as a KernelError, if the cache uses the fused kernel.
 
     MLX's errors are a RuntimeError or a ValueError itself, whatever failed. Arrays that the step changed may be lost.
@@ -26,6 +27,6 @@ def kernel_failures(cache: ModelCache | Pool) -> Iterator[None]:
         ) from error
 
 
-def uses_kernel(cache: ModelCache | Pool) -> bool:
+def uses_kernel(cache: ModelCache | Pool | SinglePool) -> bool:
     """Whether a layer of it uses the fused kernel."""
     return any(isinstance(each, QuantizedKVCache | PoolLayer) and each.backend is not None for each in cache.layers)

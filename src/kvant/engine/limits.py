@@ -1,9 +1,7 @@
-"""How many tokens a request may have, by its own limit, the context and the reservation; and the way back."""
+"""How many tokens a request may have, by its own limit, the context and the reservation."""
 
-import sys
 from collections.abc import Sequence
 
-from kvant.cache import ModelCache
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.errors import ContextError
 from kvant.models import LanguageModel
@@ -54,45 +52,7 @@ def pool_reservation(needs: Sequence[int], at_once: int) -> int:
     return PAGE_SIZE * sum(longest)
 
 
-def room_after(model: LanguageModel, cache: ModelCache, prompt_tokens: int) -> int:
-    """The tokens that fit after the prompt, or an error that says why the cache cannot take it."""
-    reserved = cache.max_seq_len
-    limit = context_limit(model, reserved)
-    if limit is None:
-        return sys.maxsize
-    if cache.offset + prompt_tokens > limit:
-        held = f", {cache.offset} of them used" if cache.offset else ""
-        raise ContextError(f"the prompt has {prompt_tokens} tokens; {limit_in_words(model, limit)}{held}")
-    return limit - cache.offset - prompt_tokens
-
-
 def limit_in_words(model: LanguageModel, limit: int) -> str:
     """A limit of :func:`kvant.models.language_model.context_limit`; nobody can reserve more than the context."""
     whose = "the model's context" if limit == model.config.max_position_embeddings else "reserved"
     return f"{limit} are {whose}"
-
-
-def reuse(cache: ModelCache, ids: Sequence[int]) -> int:
-    """Let a cache of one sequence go back to what it has in common with these tokens.
-
-    Returns:
-        how many of them it holds now, at least one less than there are: one has to be fed for there to be logits. 0
-        where a window or a state cannot go back so far.
-    """
-    held = cache.ids[0]
-    length = min(len(held), len(ids) - 1)
-    common = next((i for i in range(length) if held[i] != ids[i]), length)
-    return common if go_back(cache, common) else 0
-
-
-def go_back(cache: ModelCache, num_tokens: int) -> bool:
-    """Forget what sequences have past ``num_tokens`` tokens; everything, where some layer cannot go back so far.
-
-    Returns:
-        whether the tokens up to there are still held.
-    """
-    if not cache.can_trim_to(num_tokens):
-        cache.reset()
-        return False
-    cache.trim_to(num_tokens)
-    return True

@@ -1,5 +1,6 @@
-"""A draft model beside many sequences: a pool of its own, and a step of all of them for each drafted token."""
+"""A draft model beside a pool: a pool of its own, and a step of all sequences for each drafted token."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
@@ -7,11 +8,11 @@ from typing import TypeVar, cast
 import mlx.core as mx
 
 from kvant.cache.pool import Pool, PoolSequence
-from kvant.engine.drafting.choice import CLASSES, Choice, StepCosts
+from kvant.cache.single import SinglePool, SingleSequence
+from kvant.engine.drafting.choice import CLASSES, Choice
 from kvant.engine.drafting.drafter import Drafter
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.feeding import CHUNK
-from kvant.engine.model_drafter import Followed
 from kvant.errors import ContextError, one_line
 from kvant.models import LanguageModel
 from kvant.sizes import format_bytes
@@ -21,23 +22,45 @@ MOST_BEHIND = 8  # tokens of a sequence that are fed with the step that drafts; 
 T = TypeVar("T")
 
 
-class PooledDrafter(Followed):
-    """Drafts of one sequence of many; see :class:`kvant.engine.drafting.drafter.Drafter`.
+class PooledDrafter:
+    """Drafts of one sequence by a model; see :class:`kvant.engine.drafting.drafter.Drafter`.
 
-    Nothing is computed, and no page taken, before a draft is asked for.
+    Nothing is computed, and no page taken, before a draft is asked for. What was drafted and is not in the text is
+    taken back.
 
     Attributes:
         drafts: that it is of.
+        ended: why nothing can be drafted any more; None: it can.
     """
+
+    is_free = False
+    match = 0
 
     def __init__(self, drafts: "PooledDrafts", salt: bytes, reserved: int) -> None:
         """``salt``: prompts are shared with sequences of the same one. ``reserved``: tokens that it can have."""
-        super().__init__(drafts.model)
+        identity = drafts.model.identity
+        self.name = f"model {id(drafts.model) if identity is None else identity.model}"
+        self.ended: str | None = None
         self.drafts, self._salt, self._reserved = drafts, salt, reserved
-        self._sequence: PoolSequence | None = None
+        self._tokens: list[int] = []
+        self._held = 0  # of these, the first that the sequence has
+        self._ahead: deque[int] = deque()  # what it has behind them, while that is what came
+        self._sequence: PoolSequence | SingleSequence | None = None
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take tokens that are sure."""
+        for token in tokens:
+            if token >= self.drafts.model.config.vocab_size:
+                self.ended = f"token {token} is not in the draft model's vocabulary"
+            if self._held == len(self._tokens) and self._ahead and self._ahead[0] == token:
+                self._ahead.popleft()
+                self._held += 1
+            else:
+                self._ahead.clear()
+            self._tokens.append(token)
 
     @property
-    def sequence(self) -> PoolSequence:
+    def sequence(self) -> PoolSequence | SingleSequence:
         """Of the draft model's pool, once it was opened."""
         assert self._sequence is not None
         return self._sequence
@@ -138,11 +161,11 @@ class PooledDrafts(Drafts):
 
     source: str = "model"
     model: LanguageModel
-    pool: Pool
+    pool: Pool | SinglePool
     vocab_size: int
     num_draft_tokens: int
     drafters: list[PooledDrafter] = field(default_factory=list)
-    record: Choice = field(default_factory=lambda: Choice(StepCosts(), is_free=False))
+    record: Choice = field(default_factory=lambda: Choice(is_free=False))
 
     @property
     def asked(self) -> tuple[str, str]:
@@ -152,7 +175,8 @@ class PooledDrafts(Drafts):
     def describe(self) -> str:
         """The reservation of :attr:`pool` in a line."""
         pool = self.pool
-        return f"{pool.num_pages * pool.page_size} tokens reserved, {format_bytes(pool.nbytes)}"
+        tokens = pool.max_seq_len if isinstance(pool, SinglePool) else pool.num_pages * pool.page_size
+        return f"{tokens} tokens reserved, {format_bytes(pool.nbytes)}"
 
     @property
     def most(self) -> int:
@@ -175,7 +199,7 @@ class PooledDrafts(Drafts):
         assert isinstance(drafter, PooledDrafter)
         drafter.release()
 
-    def choice(self, costs: StepCosts, drafter: Drafter) -> Choice:
+    def choice(self) -> Choice:
         """The record of all answers, to which each new one adds an acceptance: what was bad once is tried again."""
         for each in range(CLASSES):
             self.record.saw((1 << each) >> 1, hit=True)
@@ -241,7 +265,7 @@ class PooledDrafts(Drafts):
                 drafters[n].drafted(draft)
         return found
 
-    def _append(self, sequence: PoolSequence, ids: list[int]) -> None:
+    def _append(self, sequence: PoolSequence | SingleSequence, ids: list[int]) -> None:
         batch = self.pool.batch([sequence])
         mx.eval(self.model.feed(mx.array([ids]), batch))
         mx.clear_cache()  # as of a prompt's chunks

@@ -1,6 +1,6 @@
 """What a scheduler is asked for, checked when it is submitted, and what it hands out."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,7 +8,9 @@ import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.pool import Pool
+from kvant.cache.single import SinglePool
 from kvant.engine.constraint import apart
+from kvant.engine.drafting.choice import SIZES
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import Sampler, SeededSampler, for_a_run, greedy
 from kvant.engine.limits import check_count, limit_in_words
@@ -21,6 +23,8 @@ from kvant.text.grammar import Grammar
 from kvant.text.prompt import token_ids
 
 FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
+PromptProgress = Callable[[int, int], None]
+PREFILL_STEP_SIZE = 512  # prompt tokens a chunk, where nobody says how many: it bounds the memory of activations
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -44,6 +48,10 @@ class Request:
             for as many tokens as ``cache``, or more where prompt and answer need more; without one, for as many as a
             sequence of the pool can have.
         drafts: each answer drafts for itself, from these; None: none does. The tokens are the same, but for rounding.
+        begun: the first tokens of the answer, if the prompt ends with them: a grammar goes on after them.
+        progress: called with (prompt tokens fed, prompt tokens in all), first with 0; those shared with others do not
+            count.
+        keep_logprobs: each token brings the log-probabilities of the whole vocabulary.
     """
 
     prompt: Sequence[int] | mx.array
@@ -57,6 +65,9 @@ class Request:
     cache: Sequence[KVCache] | None = None
     keep_cache: bool = False
     drafts: Drafts | None = None
+    begun: Sequence[int] = ()
+    progress: PromptProgress | None = None
+    keep_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +80,7 @@ class Token:
         token: its id; None where an answer ends without one: cancelled or failed.
         logprob: its log-probability, of those the sampler was given.
         top_logprobs: (id, log-probability) of the most probable tokens, the most probable first.
+        logprobs: (vocab,), where they are kept.
         finish_reason: None: there are more. "stop": the token is one of ``stop_tokens``; "length": ``max_tokens``;
             "context": the context or the reservation is full; "cancelled"; "error".
         cached_tokens: tokens of the prompt that other requests had fed.
@@ -82,6 +94,7 @@ class Token:
     token: int | None
     logprob: float | None = None
     top_logprobs: Sequence[tuple[int, float]] = ()
+    logprobs: mx.array | None = None
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     cache: ModelCache | None = None
@@ -117,7 +130,7 @@ class CheckedRequest:
     reserved: int
 
 
-def check_request(request: Request, model: LanguageModel, pool: Pool, max_batch: int) -> CheckedRequest:
+def check_request(request: Request, model: LanguageModel, pool: Pool | SinglePool, max_batch: int) -> CheckedRequest:
     """What the pool can serve once everything else is gone. Any thread may call it."""
     check_count("max_tokens", request.max_tokens, or_minus_one=True)
     check_count("answers", request.answers)
@@ -177,8 +190,8 @@ def check_request(request: Request, model: LanguageModel, pool: Pool, max_batch:
     )
 
 
-def check_drafts(drafts: Drafts | None, pool: Pool, *, deterministic: bool) -> None:
-    """Refuse drafts where a step of several sequences cannot verify them."""
+def check_drafts(drafts: Drafts | None, pool: Pool | SinglePool, *, deterministic: bool = False) -> None:
+    """Refuse drafts where a step of several tokens cannot be verified, or taken back in part."""
     if drafts is None:
         return
     name, given = drafts.asked
@@ -186,11 +199,19 @@ def check_drafts(drafts: Drafts | None, pool: Pool, *, deterministic: bool) -> N
         raise ArgumentError(
             name, f"{given}; a step of more tokens rounds differently: it is refused with", "deterministic"
         )
-    if not pool.takes_back:
-        raise ArgumentError(name, f"{given}; side by side drafts are for models that kvant computes without mlx-lm")
+    if pool.divided and drafts.source != "prompt":
+        raise ArgumentError(name, f"{given}; several ranks draft from prompt and answer alone")
+    if isinstance(pool, Pool):
+        if not pool.takes_back:
+            raise ArgumentError(name, f"{given}; side by side drafts are for models that kvant computes without mlx-lm")
+        return
+    most = SIZES[-1] + 1  # tokens of a step
+    if (back := pool.takes_back(most)) < most:
+        kept = f"windows take back {back}" if back else "linear or convolution layers have states that cannot"
+        raise ArgumentError(name, f"{given}; up to {most} tokens of a step are taken back, this model's {kept}")
 
 
-def own_tokens(prompt_tokens: int, reserved: int, pool: Pool) -> int:
+def own_tokens(prompt_tokens: int, reserved: int, pool: Pool | SinglePool) -> int:
     """Of the tokens reserved for an answer those that it does not share with the others of its prompt.
 
     The pages of windows are not counted as shared: every answer moves through its own.

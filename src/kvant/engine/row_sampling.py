@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from kvant.engine.constraint import Constraint, allowed_only
+from kvant.engine.constraint import allowed_only
 from kvant.engine.draw import Sampler, SeededSampler, draw_keys, draw_seeded, greedy
 from kvant.engine.filters import rows_of, with_rows
 from kvant.engine.processors import KINDS, Bias, Change, process_rows
@@ -38,11 +38,12 @@ class Row:
 
 
 class Picked(NamedTuple):
-    """A row's token, its log-probability, and the most probable tokens with theirs."""
+    """A row's token, its log-probability, the most probable tokens with theirs, and all (vocab,) if they are kept."""
 
     token: int
     logprob: float
     top: list[tuple[int, float]]
+    logprobs: mx.array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +55,30 @@ class Sampled:
         tokens: (B,) ids.
         logprobs: (B,) of these tokens.
         tops: of each row the ids (T,) and log-probabilities (T,) of the most probable tokens, or None.
+        all_logprobs: (B, vocab), if they are kept.
     """
 
     rows: Sequence[Row]
     tokens: mx.array
     logprobs: mx.array
     tops: Sequence[tuple[mx.array, mx.array] | None]
+    all_logprobs: mx.array | None = None
 
     @property
     def arrays(self) -> list[Any]:
-        """All of it, to be evaluated."""
-        return [self.tokens, self.logprobs, *(each for each in self.tops if each is not None)]
+        """All of it, to be evaluated. Log-probabilities kept lazily would hold the cache's buffers."""
+        return [self.tokens, self.logprobs, self.all_logprobs, *(each for each in self.tops if each is not None)]
 
     def read(self) -> list[Picked | Exception]:
         """Wait for it. A row that no token can be drawn from has a LogitsError; most probable tokens come first."""
         mx.eval(self.arrays)
         tokens: list[int] = self.tokens.tolist()  # type: ignore[assignment]
         logprobs: list[float] = self.logprobs.tolist()  # type: ignore[assignment]
-        each = zip(self.rows, tokens, logprobs, self.tops, strict=True)
+        kept = [None] * len(tokens) if self.all_logprobs is None else self.all_logprobs
+        each = zip(self.rows, tokens, logprobs, self.tops, kept, strict=True)
         return [
-            _no_token(row.sampler, row.processors, logprob) or Picked(token, logprob, _pairs(top))
-            for row, token, logprob, top in each
+            _no_token(row.sampler, row.processors, logprob) or Picked(token, logprob, _pairs(top), own)
+            for row, token, logprob, top, own in each
         ]
 
 
@@ -88,8 +92,8 @@ def check_options(sampler: Sampler, processors: Sequence[Change], vocab_size: in
             raise ValueError(f"{each!r:.80} is no sampler and no logits processor; expected a function")
 
 
-def pick_rows(logits: mx.array, rows: Sequence[Row], tops: Sequence[int]) -> Sampled:
-    """The next token of every row, and of ``tops`` so many of the most probable ones.
+def pick_rows(logits: mx.array, rows: Sequence[Row], tops: Sequence[int], *, keep: bool = False) -> Sampled:
+    """The next token of every row, and of ``tops`` so many of the most probable ones; ``keep``: and all.
 
     Arguments and errors are those of :func:`sample_rows`.
     """
@@ -100,7 +104,8 @@ def pick_rows(logits: mx.array, rows: Sequence[Row], tops: Sequence[int]) -> Sam
             if not 0 <= token < vocab_size:  # type: ignore[operator]
                 raise ValueError(f"the sampler picked token {token}; the model knows 0 to {vocab_size - 1}")
     chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1).squeeze(-1)
-    return Sampled(rows, tokens, chosen, [_top(logprobs, number, count) for number, count in enumerate(tops)])
+    found = [_top(logprobs, number, count) for number, count in enumerate(tops)]
+    return Sampled(rows, tokens, chosen, found, logprobs if keep else None)
 
 
 def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.array]:
@@ -166,18 +171,12 @@ def _draw(logprobs: mx.array, samplers: Sequence[Sampler], keys: mx.array) -> mx
     return tokens[mx.array(sorted(range(len(order)), key=order.__getitem__))]
 
 
-def check_drawn(sampler: Sampler, processors: Sequence[Change], logprob: float) -> None:
-    """Raise a LogitsError if a token of this log-probability cannot have been drawn."""
-    if error := _no_token(sampler, processors, logprob):
-        raise error
-
-
 def _no_token(sampler: Sampler, processors: Sequence[Change], logprob: float) -> LogitsError | None:
     """Why no token was drawn: NaN, or a token that kvant's own samplers draw only if no other is possible."""
     if math.isfinite(logprob) or (logprob < 0 and not _is_ours(sampler)):
         return None
     called: list[Any] = [] if _is_ours(sampler) else [sampler]
-    called += [each for each in processors if type(each) not in KINDS and not isinstance(each, Constraint)]
+    called += [each for each in processors if type(each) not in KINDS]
     names = ", ".join(repr(getattr(each, "__name__", type(each).__name__)) for each in called)
     blamed = f"{names} made them so, or " if called else ""
     return LogitsError(

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
+from kvant.cache.single import SinglePool, SingleSequence
 from kvant.engine.batch_drafts import BatchDrafter, Found, is_drafted
 from kvant.engine.decoding import BatchDecoder, Step, pick
 from kvant.engine.drafting.choice import DraftCounts
@@ -69,7 +70,7 @@ class Scheduler:
     def __init__(
         self,
         model: LanguageModel,
-        pool: Pool,
+        pool: Pool | SinglePool,
         *,
         max_batch: int,
         max_queue: int | None = None,
@@ -132,7 +133,7 @@ class Scheduler:
         return replace(self._drafter.counts)
 
     @property
-    def held(self) -> list[tuple[Request, int, PoolSequence]]:
+    def held(self) -> list[tuple[Request, int, PoolSequence | SingleSequence]]:
         """Every answer whose pages are reserved: its request, its number and its sequence, those that run first.
 
         Another thread must not ask during a step.
@@ -148,7 +149,7 @@ class Scheduler:
         check_drafts(drafts, self._pool, deterministic=self._deterministic)
         if drafts is not None and not drafts.side_by_side:
             name, given = drafts.asked
-            raise ArgumentError(name, f"{given} for a single sequence; expected what beside_pool makes of it")
+            raise ArgumentError(name, f"{given} for a single sequence; expected what beside makes of it")
         return check_request(request, self._model, self._pool, self._max_batch)
 
     def submit(self, request: Request | CheckedRequest) -> None:
@@ -365,6 +366,7 @@ class Scheduler:
                     mx.eval(self._model.feed(mx.array([answer.tokens[-1:]]), batch))
                 batch.commit(ids=[answer.tokens[-1:]])
             self._share_all(sequence)
+            assert isinstance(sequence, PoolSequence)
             given = None if checked.cache is None else checked.cache.max_seq_len
             return sequence.to_cache(max(given or self._pool.max_seq_len, checked.reserved)), None
         except Exception as error:
@@ -372,7 +374,7 @@ class Scheduler:
         finally:
             answer.release()
 
-    def _share_all(self, sequence: PoolSequence) -> None:
+    def _share_all(self, sequence: PoolSequence | SingleSequence) -> None:
         """Let later requests begin with a text that has ended. A token at a time is not how chunks compute it."""
         if not self._deterministic:
             sequence.share_prefix(last_page=True)
@@ -389,7 +391,8 @@ class Scheduler:
                 else:
                     self._running.remove(answer)
                     answer.release()
-            self._hand_out(work, Token(work.checked.request, number, None, None, (), reason, work.cached, cache, error))
+            ended = Token(work.checked.request, number, None, finish_reason=reason, cached_tokens=work.cached)
+            self._hand_out(work, replace(ended, cache=cache, error=error))
         if not work.open:
             self._under_way.pop(work.checked.request, None)
             work.release()

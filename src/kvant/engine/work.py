@@ -1,8 +1,12 @@
 """Requests under way in a scheduler, and their answers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import mlx.core as mx
+
 from kvant.cache.pool import PoolSequence
+from kvant.cache.single import SingleSequence
 from kvant.engine.drafting.batch_choice import AnswerDrafts
 from kvant.engine.draw import Sampler
 from kvant.engine.request import CheckedRequest
@@ -17,13 +21,15 @@ class Work:
     Attributes:
         open: the numbers of the answers that have not ended.
         sequences: reserved for its answers until they run; the first is fed.
-        cached: tokens at the beginning that a shared prefix had.
+        start: tokens at the beginning that a shared prefix had, or the request's own cache.
+        cached: of these, those of the prompt.
         exact: tokens at the beginning that whole chunks of 128 computed, here or in the request they are shared with.
     """
 
     checked: CheckedRequest
     open: set[int]
-    sequences: list[PoolSequence] = field(default_factory=list)
+    sequences: list[PoolSequence | SingleSequence] = field(default_factory=list)
+    start: int = 0
     cached: int = 0
     exact: int = 0
 
@@ -52,20 +58,26 @@ class Answer:
     work: Work
     number: int
     sampler: Sampler
-    sequence: PoolSequence
+    sequence: PoolSequence | SingleSequence
     tokens: list[int]
     matcher: Matcher | None = None
     drafts: AnswerDrafts | None = None
+    _seen: mx.array | None = None  # the tokens that processors were given last
 
-    def row(self, *, ahead: int = 0, mask: bytes | None = None) -> Row:
+    def row(self, after: Sequence[int] | mx.array = (), *, mask: bytes | None = None) -> Row:
         """How its next token is sampled.
 
         Args:
-            ahead: tokens before it that are not known yet.
+            after: tokens behind those that it has; in an array they need not be known yet.
             mask: of its grammar.
         """
-        position = len(self.tokens) + ahead
-        return Row(self.sampler, self.work.checked.processors, position, self.tokens, mask)
+        tokens: Sequence[int] | mx.array = self.tokens
+        if self.work.checked.processors and isinstance(after, mx.array):
+            known = self._seen if self._seen is not None and self._seen.size == len(tokens) else mx.array(self.tokens)
+            tokens = self._seen = mx.concatenate([known, after.astype(known.dtype)])
+        elif len(after):
+            tokens = [*tokens, *after]
+        return Row(self.sampler, self.work.checked.processors, len(self.tokens) + len(after), tokens, mask)
 
     @property
     def left(self) -> int:
@@ -86,6 +98,15 @@ class Answer:
 
     @property
     def sees_tokens(self) -> bool:
-        """Whether something has to see its tokens before the next one is sampled."""
-        checked = self.work.checked
-        return checked.calls_out or bool(checked.processors) or self.matcher is not None
+        """Whether something may look at its tokens one by one: it must not see any that is taken back."""
+        return self.work.checked.calls_out or self.matcher is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether its token has to be known before the next one is sampled.
+
+        A caller's functions are called by themselves, so that their error is nobody else's: alone they may be queued.
+        """
+        return self.matcher is not None or (
+            self.work.checked.calls_out and not isinstance(self.sequence, SingleSequence)
+        )

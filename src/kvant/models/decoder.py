@@ -142,7 +142,6 @@ class Decoder:
     """
 
     all_windows: Sequence[int | None] = ()
-    always_fuses = True
     last_token_alone = False  # the logits of a prompt's last token are computed alone
 
     def __init__(
@@ -234,9 +233,6 @@ class Decoder:
             x = layer(x, rotate, cache)
         return x
 
-    def step_logits(self, tokens: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
-        return self.logits(self.states(tokens[None], offset, cache.compiled_views(offset, num_tokens)).squeeze(0))
-
     def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
         return check_cache(cache, self.config, self.identity, self.make_cache)
 
@@ -305,18 +301,6 @@ class Decoder:
         )
         pool.made_for = self.config
         return pool
-
-    def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
-        """See :class:`kvant.models.LanguageModel`. No array of the cache may change its shape.
-
-        A window with a bias split is not compiled: the angles of a new token are computed in Python. More new tokens
-        than its slack and one would overwrite rows that they, or a step in their place, need.
-        """
-        return all(
-            isinstance(layer, QuantizedKVCache)
-            and (not isinstance(layer, WindowKVCache) or (layer.bias_split is None and new_tokens <= layer.slack + 1))
-            for layer in cache
-        )
 
     def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
         """Begin a step of (B, S) ids whose logits nobody reads; see :class:`kvant.models.LanguageModel`."""

@@ -85,25 +85,6 @@ class LanguageModel(Protocol):
     def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
         """Begin a step of (B, S) ids. Returns the logits (B, S, vocab) of every position, not evaluated."""
 
-    @property
-    def always_fuses(self) -> bool:
-        """Whether every layer attends through the fused kernel where its cache uses it."""
-
-    def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
-        """Whether a step of so many tokens of one sequence through this cache can be a compiled function.
-
-        Some models are tried out, in the time of two steps, once the cache holds a token and has room; until then the
-        answer is yes. A step that was begun is gone then.
-        """
-
-    def step_logits(self, tokens: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
-        """Logits (S, vocab) of the step of tokens (S,), in operations that are the same for any offset.
-
-        Args:
-            offset: integer array (), tokens so far.
-            num_tokens: cached tokens that are read, ``offset`` + S at least.
-        """
-
     def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
         """The cache, or one made of a list of layers or of a file.
 

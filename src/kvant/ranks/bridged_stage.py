@@ -114,13 +114,6 @@ class BridgedStageModel(BridgedModel):
             self.module(inputs, cache=bridged)
             return [*bridged.state, *self._sent]
 
-    def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
-        """Say no: a step sends."""
-        return False
-
-    def step_logits(self, tokens: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> Never:
-        raise NotImplementedError("a step of several machines is not compiled")
-
     def make_pool(self, *arguments: Any, **options: Any) -> Never:
         raise ModelError(
             f"{self.config.model_type} on several machines takes one sequence at a time: mlx-lm's class computes it"

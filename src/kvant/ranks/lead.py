@@ -38,8 +38,6 @@ class Lead:
         step_traffic: what rank 0 sent, received and summed in the last step.
     """
 
-    always_fuses = False
-
     def __init__(
         self,
         part: LanguageModel,
@@ -96,13 +94,6 @@ class Lead:
 
     def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
         return self._step(self.part.every_logits, inputs, cache)
-
-    def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
-        """Say no: a step waits for other ranks."""
-        return False
-
-    def step_logits(self, tokens: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
-        raise RanksError("a step of several ranks cannot be compiled")
 
     def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
         return self.part.check_cache(cache)

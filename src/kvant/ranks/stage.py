@@ -60,10 +60,6 @@ class StageDecoder(Decoder):
         passed = self._passed(inputs, None, cache, wanted=inputs.shape[1])
         return passed if self.ranks.rank else self._logits(passed)
 
-    def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
-        """Say no: a step waits for other ranks."""
-        return False
-
     def _logits(self, stream: mx.array) -> mx.array:
         return self.logits(rms_norm(stream, self._norm, self.config.rms_norm_eps))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.cache import AttentionCache, ModelCache
+from kvant.cache import AttentionCache
 from kvant.models.bias import ProjectionBias, split_pairs
 from kvant.models.checkpoint import DecoderParts, Progress, load_part
 from kvant.models.config import ModelConfig
@@ -97,10 +97,6 @@ class TensorDecoder(Decoder):
         # (N * first, ..., widest) -> (N, first, ..., widest)
         gathered = self.ranks.all_gather(padded).reshape(self.ranks.size, *padded.shape)
         return mx.concatenate([gathered[rank, ..., :rows] for rank, rows in enumerate(self._rows)], axis=-1)
-
-    def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
-        """Say no: ranks evaluate every step by itself."""
-        return False
 
 
 def load_tensor(

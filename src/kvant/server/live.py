@@ -81,7 +81,7 @@ class Live:
         state = None
         if scheduler.idle or (now - self._asked < WATCHED_S and now - self._looked >= INTERVAL_S):
             counts, self._looked = scheduler.counts, now
-            sequences = [(self._numbers[key], sequence) for key, sequence in held.items()]
+            sequences = [(self._numbers[key], own) for key, own in held.items() if isinstance(own, PoolSequence)]
             state = self._look(sequences, counts.waiting, counts.prefilling, counts.running)
         with self._lock:
             self._tokens.extend(times)

@@ -8,15 +8,16 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Literal
 
+from kvant.cache.single import SinglePool
 from kvant.cli import terminal
 from kvant.cli.options import RunOptions
 from kvant.cli.progress import LateProgress
 from kvant.cli.session import Session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.conversation import Conversation
-from kvant.engine.drafted_run import check_drafts
 from kvant.engine.draw import for_answer
 from kvant.engine.overflow import Overflow
+from kvant.engine.request import check_drafts
 from kvant.engine.response import GenerationResponse
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ContextError, PromptError
@@ -62,7 +63,7 @@ class Talk:
             raise PromptError(
                 "the model has no chat template; kvant generate --ignore-chat-template continues a prompt"
             )
-        check_drafts(session.drafts, session.cache)
+        check_drafts(session.drafts, SinglePool(session.cache, run.prefill_step_size))
         self.run, self.wanted, self.session = run, wanted, session
         self._sampling = session.sampling(wanted)
         self.conversation = Conversation(

@@ -28,7 +28,7 @@ class AnswerDrafts:
         self.most = drafts.most
         self._drafts = drafts
         self.drafter = drafts.for_answer(salt, tokens)
-        self._choice = drafts.choice(StepCosts(), self.drafter)
+        self._choice = drafts.choice()
         self._read = 0
 
     @property
@@ -82,9 +82,8 @@ class StepKind(NamedTuple):
 class BatchChoice:
     """Decides for the answers of a batch how many tokens a step has.
 
-    As :class:`kvant.engine.drafting.choice.Choice`, for all of them at once: the number is taken with which they are
-    expected to get the most tokens in the time of a step. A step of S tokens feeds S of every answer, of one that does
-    not draft too, so the drafts of few have to pay for all.
+    The number is taken with which they are expected to get the most tokens in the time of a step. A step of S tokens
+    feeds S of every answer, of one that does not draft too, so the drafts of few have to pay for all.
 
     Attributes:
         counts: of all steps.

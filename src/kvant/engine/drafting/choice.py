@@ -45,16 +45,6 @@ class DraftCounts:
         text = f"drafts: {self.accepted} of {self.drafted} tokens accepted{share}"
         return text if self.off is None else f"drafts off: {self.off}{share}"
 
-    def __add__(self, later: "DraftCounts") -> "DraftCounts":
-        """Of two runs, one after the other."""
-        return DraftCounts(
-            self.steps + later.steps,
-            self.tokens + later.tokens,
-            self.drafted + later.drafted,
-            self.accepted + later.accepted,
-            later.off,
-        )
-
 
 class StepCosts:
     """What a step of S tokens costs in steps of one, measured while texts are generated.
@@ -151,52 +141,37 @@ def costs_of(model: object, kind: Hashable) -> StepCosts:
 
 
 class Choice:
-    """Decides for one run how many tokens are drafted.
+    """How likely a drafted token is right, by what was right before.
 
     A drafted token of which ``match`` tokens matched before it is accepted with a probability that is a decayed mean
-    over tokens whose match was about as long; a further one has a match one longer. So the tokens that a step is
-    expected to give follow, and the number with the most tokens a second is drafted: 0, or one of ``sizes``.
-
-    Nothing is assumed of costs: the first steps of each size are their measurement. The smallest size comes first, and
-    only where the text is expected to repay it if it cost no more than the next smaller; so a text that cannot be
-    drafted pays for none. For a drafter that is free every token is an observation, the prompt's too, whether anything
-    was drafted or not.
-
-    Attributes:
-        counts: of this run.
+    over tokens whose match was about as long; a further one has a match one longer. So the tokens that a draft is
+    expected to give follow. For a drafter that is free every token is an observation, the prompt's too, whether
+    anything was drafted or not; each place in the draft of another has a record of its own.
     """
 
-    def __init__(self, costs: StepCosts, sizes: Sequence[int] = SIZES, *, is_free: bool = True) -> None:
-        self.counts = DraftCounts()
-        self._costs = costs
-        self._sizes = tuple(sizes)
+    def __init__(self, *, is_free: bool = True) -> None:
         # One refusal is counted in advance; of a drafter that is not free, which is only seen at work, one acceptance.
         self._hits = [0.0 if is_free else 1.0] * CLASSES
         self._tries = [1.0] * CLASSES
         self._seen = [not is_free] * CLASSES
         self._each: list[float] | None = None  # how likely a guess of each class is, until something is learnt
         self._expected: dict[tuple[int, int], list[float]] = {}  # likewise, by the match and the most tokens
-        self._balance = Balance()
-        self._chosen: dict[int, int] = {}  # of each class, until something is learnt
 
     def saw(self, match: int, *, hit: bool) -> None:
         """A guess that rested on ``match`` tokens was right, or not."""
-        each = _class(match)
+        each = min(match.bit_length(), CLASSES - 1)
         self._hits[each] = self._hits[each] * DECAY + hit
         self._tries[each] = self._tries[each] * DECAY + 1
         self._seen[each] = True
         self._each = None
-        self._chosen.clear()
 
     def saw_draft(self, drafted: int, accepted: int) -> None:
-        """Of a draft that rested on no match so many tokens were right; each place in it has a record of its own."""
+        """Of a draft that rested on no match so many tokens were right."""
         for place in range(min(drafted, accepted + 1)):
             self.saw(place, hit=place < accepted)
 
     def learn(self, drafter: Drafter, tokens: Sequence[int]) -> None:
-        """Give a drafter tokens that are sure, while it drafts. The guesses of a free one are compared with them."""
-        if self.counts.off is not None:
-            return
+        """Give a drafter tokens that are sure. The guesses of a free one are compared with them."""
         if not drafter.is_free:
             drafter.extend(tokens)
             return
@@ -205,15 +180,6 @@ class Choice:
             if guess:
                 self.saw(drafter.match, hit=guess[0] == token)
             drafter.extend((token,))
-
-    def count(self, match: int, most: int) -> int:
-        """Tokens to draft after a match of this length: 0, or one of the sizes up to ``most``."""
-        if self.counts.off or most < 1:
-            return 0
-        each = _class(match)
-        if each not in self._chosen:
-            self._chosen[each] = self._best(match)
-        return max((size for size in self._sizes if size <= min(self._chosen[each], most)), default=0)
 
     def expected(self, match: int, most: int) -> list[float]:
         """Tokens that are expected to be accepted of none, one, two and up to ``most`` tokens drafted after a match."""
@@ -231,38 +197,6 @@ class Choice:
             self._expected[match, most] = found
         return self._expected[match, most]
 
-    def may_draft(self, longest: int) -> bool:
-        """Whether anything would be drafted after a match of 1 to ``longest`` tokens, at most."""
-        return not self.counts.off and any(self.count(1 << c >> 1, 1) for c in range(1, _class(longest) + 1))
-
-    def stepped(self, seconds: float, *, alone: bool) -> None:
-        """A step of one token took so long; ``alone``: it was not begun while the one before it ran."""
-        if alone:
-            self._costs.add(0, seconds)
-            gained = min(0.0, 1 - (self._costs.get(0) or 1.0))
-        else:
-            self._costs.add_single(seconds)
-            gained = 0.0
-        self._count_step(gained)
-        if self._balance.steps % SAMPLES == 0:
-            self._chosen.clear()
-
-    def verified(self, drafted: int, accepted: int, seconds: float) -> None:
-        """A step verified a draft, of which so many tokens were accepted; ``seconds``: with the drafting."""
-        self._costs.add(drafted + 1, seconds)
-        self._chosen.clear()
-        self._count_step(accepted + 1 - (self._costs.get(drafted + 1) or 1.0))
-
-    def _count_step(self, gained: float) -> None:
-        """A step gained so many steps of one token; where drafts lost too many, they are switched off."""
-        self._balance.add(gained)
-        self.counts.off = self.counts.off or self._balance.loss(self.counts)
-
-    def _best(self, match: int) -> int:
-        """The number of tokens that gives the most a second."""
-        added = self.expected(match, self._sizes[-1])
-        return self._costs.best(self._sizes, lambda size: 1 + added[size])
-
     def _likely(self, each: int) -> float:
         """The probability that a guess of a class is right; of one not seen, that of the next shorter matches."""
         while each and not self._seen[each]:
@@ -272,7 +206,3 @@ class Choice:
 
 def _quartile(values: Collection[float]) -> float:
     return sorted(values)[len(values) // 4]
-
-
-def _class(match: int) -> int:
-    return min(match.bit_length(), CLASSES - 1)

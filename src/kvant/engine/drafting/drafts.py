@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from kvant.cache import ModelCache
-from kvant.engine.drafting.choice import SIZES, Choice, StepCosts
+from kvant.cache.pool import Pool
+from kvant.cache.single import SinglePool
+from kvant.engine.drafting.choice import SIZES, Choice
 from kvant.engine.drafting.drafter import Drafter
 from kvant.engine.drafting.suffix import SuffixDrafter
 from kvant.errors import ArgumentError
@@ -19,7 +20,7 @@ class Drafts:
 
     Attributes:
         source: "prompt": from what the sequence holds so far; "model": from a model.
-        side_by_side: whether they are for answers of a batch.
+        side_by_side: whether answers can draft; else :meth:`beside` makes what can.
     """
 
     side_by_side: ClassVar[bool] = True
@@ -31,8 +32,8 @@ class Drafts:
         """The argument that asks for them, and its value in words; for a refusal."""
         return "draft", f"is {self.source!r}"
 
-    def beside(self, cache: ModelCache, tokens: int) -> "Drafts":
-        """For a model with this cache, whose sequence will have ``tokens`` tokens at most."""
+    def beside(self, pool: Pool | SinglePool) -> "Drafts":
+        """For the sequences of a pool."""
         return self
 
     @property
@@ -56,9 +57,9 @@ class Drafts:
     def release(self, drafter: Drafter) -> None:
         """Give back what a drafter of an answer holds; it drafts no more."""
 
-    def choice(self, costs: StepCosts, drafter: Drafter) -> Choice:
-        """What decides for one sequence how many tokens are drafted."""
-        return Choice(costs, SIZES, is_free=drafter.is_free)
+    def choice(self) -> Choice:
+        """The record of what was right, of one answer or of all."""
+        return Choice()
 
 
 def drafts_of(draft: object) -> Drafts | None:

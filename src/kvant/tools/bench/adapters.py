@@ -15,13 +15,13 @@ import mlx.core as mx
 from kvant.bridge.config import is_bridged
 from kvant.cache import ModelCache
 from kvant.cache.pages import PAGE_SIZE, pages_for
-from kvant.engine.drafted_run import make_run
 from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.drafting.drafts import Drafts, drafts_of
 from kvant.engine.draw import greedy
 from kvant.engine.load import load_model
 from kvant.engine.model_drafts import DEFAULT_DRAFT_TOKENS, ModelDrafts
 from kvant.engine.request import Request
+from kvant.engine.run import Run
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import BenchError, CheckpointError
 from kvant.files import read_json
@@ -67,16 +67,16 @@ class Kvant:
         """
         self._cache = None  # frees the last run's before the next is reserved
         cache = self._cache = self._model.make_cache(len(prompt) + max_tokens, **self._cache_options)
-        run = make_run(
-            self._drafts(),
+        run = Run(
             self._model,
             prompt,
             cache,
             max_tokens=max_tokens + ahead,
             prefill_step_size=self._prefill_step_size,
+            drafts=self._drafts(),
         )
-        self.drafts = run.drafts
         for token, _ in islice(run, max_tokens):
+            self.drafts = run.drafts
             yield token
 
     def _drafts(self) -> Drafts | None:

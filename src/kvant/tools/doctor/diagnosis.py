@@ -12,7 +12,6 @@ from typing import Any
 import mlx.core as mx
 
 from kvant import blas
-from kvant.engine.step import should_compile
 from kvant.machine import Environment, Machine, environment, this_machine
 from kvant.operators.dispatch import VARIABLE, choose, gpu_backend
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
@@ -30,7 +29,7 @@ UNFUSED = "unfused"
 
 @dataclass(frozen=True, slots=True)
 class OperatorPath:
-    """``path`` is fused or unfused; a step is compiled or not."""
+    """``path`` is fused or unfused."""
 
     operator: str
     path: str
@@ -116,17 +115,12 @@ def operator_paths() -> list[OperatorPath]:
     choice = choose()
     path, reason = UNFUSED if choice.backend is None else f"fused ({choice.backend})", choice.reason
     more = f"the kernel is for few queries; more than {MAX_NEW_TOKENS} are a product with dequantized keys and values"
-    if should_compile():
-        step = "compiled", "on a GPU the step takes less time than building it"
-    else:
-        step = "not compiled", "on a CPU it is built while the last one runs; compiled it would read more tokens"
     return [
         OperatorPath(f"MultiHeadCacheAttention, 1 to {MAX_NEW_TOKENS} new tokens", path, reason),
         OperatorPath("MultiHeadCacheAttention, more", UNFUSED, more),
         OperatorPath("KeyValueCache", UNFUSED, "it returns dequantized keys and values, which the kernel never makes"),
         OperatorPath("quantize, of appended tokens", path, "goes with attention's"),
         OperatorPath("quantize, dequantize", UNFUSED, "functions of their own have no kernel"),
-        OperatorPath("decode step", *step),
     ]
 
 

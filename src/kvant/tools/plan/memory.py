@@ -5,7 +5,7 @@ from typing import Any
 
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pages import PAGE_SIZE, pages_for
-from kvant.engine.run import PREFILL_STEP_SIZE
+from kvant.engine.request import PREFILL_STEP_SIZE
 from kvant.tools.plan.bridged import BridgedCheckpoint
 from kvant.tools.plan.stored import Checkpoint
 
