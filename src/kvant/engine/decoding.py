@@ -74,9 +74,9 @@ class BatchDecoder:
         answers = [answer for answer in running if answer.left > (answer in places)]
         if not answers or any(answer.waits for answer in answers):
             return None
-        ids, unread = step.sampled.tokens.astype(mx.int32), set(places)
+        ids, unread = step.sampled.tokens, set(places)
         if new := [answer for answer in answers if answer not in places]:
-            ids = mx.concatenate([ids, mx.array([answer.tokens[-1] for answer in new])])
+            ids = mx.concatenate([ids, mx.array([answer.tokens[-1] for answer in new], ids.dtype)])
             places |= {answer: row for row, answer in enumerate(new, len(places))}
         if (order := [places[answer] for answer in answers]) != list(range(ids.shape[0])):
             ids = ids[mx.array(order)]

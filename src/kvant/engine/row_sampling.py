@@ -53,28 +53,31 @@ class Sampled:
     Attributes:
         rows: what they were sampled by.
         tokens: (B,) ids.
-        logprobs: (B,) of these tokens.
+        logprobs: (B,) of these tokens; where they are kept, (B, vocab) of all.
         tops: of each row the ids (T,) and log-probabilities (T,) of the most probable tokens, or None.
-        all_logprobs: (B, vocab), if they are kept.
     """
 
     rows: Sequence[Row]
     tokens: mx.array
     logprobs: mx.array
     tops: Sequence[tuple[mx.array, mx.array] | None]
-    all_logprobs: mx.array | None = None
 
     @property
     def arrays(self) -> list[Any]:
         """All of it, to be evaluated. Log-probabilities kept lazily would hold the cache's buffers."""
-        return [self.tokens, self.logprobs, self.all_logprobs, *(each for each in self.tops if each is not None)]
+        return [self.tokens, self.logprobs, *(each for each in self.tops if each is not None)]
 
     def read(self) -> list[Picked | Exception]:
         """Wait for it. A row that no token can be drawn from has a LogitsError; most probable tokens come first."""
         mx.eval(self.arrays)
         tokens: list[int] = self.tokens.tolist()  # type: ignore[assignment]
-        logprobs: list[float] = self.logprobs.tolist()  # type: ignore[assignment]
-        kept = [None] * len(tokens) if self.all_logprobs is None else self.all_logprobs
+        if self.logprobs.ndim == 1:
+            logprobs: list[float] = self.logprobs.tolist()  # type: ignore[assignment]
+            kept: Sequence[mx.array | None] = [None] * len(tokens)
+        else:
+            every: Any = memoryview(self.logprobs)  # type: ignore[arg-type]
+            logprobs = [every[place] for place in enumerate(tokens)]
+            kept = list(self.logprobs)
         each = zip(self.rows, tokens, logprobs, self.tops, kept, strict=True)
         return [
             _no_token(row.sampler, row.processors, logprob) or Picked(token, logprob, _pairs(top), own)
@@ -103,9 +106,9 @@ def pick_rows(logits: mx.array, rows: Sequence[Row], tops: Sequence[int], *, kee
         for token in tokens.tolist():  # type: ignore[union-attr]
             if not 0 <= token < vocab_size:  # type: ignore[operator]
                 raise ValueError(f"the sampler picked token {token}; the model knows 0 to {vocab_size - 1}")
-    chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1).squeeze(-1)
+    chosen = logprobs if keep else mx.take_along_axis(logprobs, tokens[:, None], axis=-1).squeeze(-1)
     found = [_top(logprobs, number, count) for number, count in enumerate(tops)]
-    return Sampled(rows, tokens, chosen, found, logprobs if keep else None)
+    return Sampled(rows, tokens, chosen, found)
 
 
 def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.array]:
