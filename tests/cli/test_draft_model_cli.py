@@ -125,7 +125,7 @@ def test_the_plan(small: str, pocket_folder: Path) -> None:
     pool = plan(read_folder(pocket_folder), max_kv_size=512, settings=replace(settings, sequences=4), device="cpu")
     loaded = kvant.load(small)[0]
     beside = kvant.load("pocket")[0].make_pool(4 * 512, sequences=4, max_seq_len=512)
-    reserved = ModelDrafts(model=loaded, vocab_size=1280).beside_pool(beside).pool.nbytes
+    reserved = ModelDrafts(model=loaded, vocab_size=1280).beside(beside).pool.nbytes
     assert 0.95 * pool.draft_cache < reserved <= pool.draft_cache  # a part of the biases is a guess before it is loaded
     known = DraftModel(read_folder(Path(small)), tuple(split_pairs(loaded)))
     settings = Settings(draft_model=known, sequences=4)

@@ -10,7 +10,7 @@ import pytest
 from support.command import QUESTION, call
 
 from kvant.cli import answering, session
-from kvant.engine.batch_stream import Piece
+from kvant.engine.response import GenerationResponse
 from kvant.machine import Machine
 
 LINES: list[dict[str, Any]] = [
@@ -159,7 +159,7 @@ def test_what_has_ended_is_printed_when_it_is_interrupted(
     path: str, alone: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first answer is the longest: it is under way, and three others wait for it."""
-    plain = answering.stream_pieces
+    plain = answering.responses
 
     def interrupted(*arguments: Any) -> Iterator[Piece]:
         ended = 0
@@ -169,7 +169,7 @@ def test_what_has_ended_is_printed_when_it_is_interrupted(
             if ended == 3:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(answering, "stream_pieces", interrupted)
+    monkeypatch.setattr(answering, "responses", interrupted)
     done = call(*FLAGS, "--prompts-file", path, "--json")
     assert done.returncode == 130
     records = [json.loads(line) for line in done.stdout.splitlines()]

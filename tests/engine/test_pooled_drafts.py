@@ -38,7 +38,7 @@ def small(pocket: Pocket, pocket_folder: Path, tmp_path_factory: pytest.TempPath
 
 def _beside(pool: Any, model: LanguageModel, draft_model: LanguageModel, most: int = 7) -> PooledDrafts:
     made = ModelDrafts(model=draft_model, vocab_size=model.config.vocab_size, num_draft_tokens=most)
-    return made.beside_pool(pool)
+    return made.beside(pool)
 
 
 def _greedy(model: LanguageModel, text: list[int], count: int) -> list[int]:

@@ -84,7 +84,7 @@ def test_a_draft_model(server: Running, monkeypatch: pytest.MonkeyPatch) -> None
     pool = make_pool(settings, service.model)
     with pytest.raises(ArgumentError, match="draft is 'model'; expected it with"):
         Service(settings, service.model, service.tokenizer, pool)
-    drafts = ModelDrafts(model=service.model, vocab_size=service.model.config.vocab_size).beside_pool(pool)
+    drafts = ModelDrafts(model=service.model, vocab_size=service.model.config.vocab_size).beside(pool)
     draft_by_chance(monkeypatch, 1)
     with running(Service(settings, service.model, service.tokenizer, pool, drafts=drafts)) as found:
         expected = server.client.post("/v1/completions", json=body).json()

@@ -148,7 +148,6 @@ class KVCache(ABC):
         if self.sequence.step is None:
             self.settle()
 
-    @abstractmethod
     def fork(self) -> Self:
         """The same tokens in arrays of its own. It counts by the same sequence until it is bound to another."""
         raise NotImplementedError

@@ -83,6 +83,10 @@ class SinglePool:
         """How many of ``most`` tokens of a step can be taken back."""
         return min((limit.tokens for limit in self.layers[0].sequence.limits), default=most)
 
+    def held(self, prompt: Sequence[int]) -> int:
+        """Tokens of the cache, if the prompt begins with them all."""
+        return self.cache.offset if list(prompt[: self.cache.offset]) == self.cache.ids[0] else 0
+
     def pages_needed(self, max_tokens: int) -> int:
         """Give the one page."""
         return 1

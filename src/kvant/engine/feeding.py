@@ -4,7 +4,7 @@ import mlx.core as mx
 
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.cache.single import SinglePool
-from kvant.engine.drafting.batch_choice import AnswerDrafts
+from kvant.engine.drafting.choice import AnswerDrafts
 from kvant.engine.draw import for_answer
 from kvant.engine.request import own_tokens
 from kvant.engine.work import Answer, Work
@@ -91,7 +91,7 @@ class PromptFeeder:
                     matcher.take(token)
             drafts = None
             if (own := checked.request.drafts) is not None:
-                drafts = AnswerDrafts(own, checked.request.salt, checked.reserved)
+                drafts = AnswerDrafts(own.for_answer(checked.request.salt, checked.reserved), own.most)
             answers.append(Answer(work, number, sampler, sequences[place], list(checked.ids), matcher, drafts))
         for sequence in sequences[len(answers) :]:  # of answers that were cancelled since
             sequence.release()

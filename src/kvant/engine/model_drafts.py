@@ -10,7 +10,7 @@ from kvant.cache.options import DEFAULT_KV_GROUP_SIZE, DEFAULT_OPTIONS, CacheOpt
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool
 from kvant.cache.single import SinglePool
-from kvant.engine.drafting.choice import SIZES
+from kvant.engine.drafting.choice import MOST
 from kvant.engine.drafting.drafts import Drafts, drafts_of
 from kvant.engine.drafting.same_tokenizer import check_draft_model
 from kvant.engine.pooled_drafts import PooledDrafts
@@ -21,7 +21,7 @@ from kvant.models.caches import default_reservation
 from kvant.models.language_model import context_limit
 from kvant.text.tokenizer import Tokenizer
 
-DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 3, SIZES[-1]
+DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 3, MOST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ import mlx.core as mx
 
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.cache.single import SinglePool, SingleSequence
-from kvant.engine.drafting.choice import CLASSES, Choice
 from kvant.engine.drafting.drafter import Drafter
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.feeding import CHUNK
@@ -38,8 +37,6 @@ class PooledDrafter:
 
     def __init__(self, drafts: "PooledDrafts", salt: bytes, reserved: int) -> None:
         """``salt``: prompts are shared with sequences of the same one. ``reserved``: tokens that it can have."""
-        identity = drafts.model.identity
-        self.name = f"model {id(drafts.model) if identity is None else identity.model}"
         self.ended: str | None = None
         self.drafts, self._salt, self._reserved = drafts, salt, reserved
         self._tokens: list[int] = []
@@ -156,7 +153,6 @@ class PooledDrafts(Drafts):
         vocab_size: of the model that is drafted for. No id is proposed that it does not have.
         num_draft_tokens: a step, at most.
         drafters: of answers that have not ended.
-        record: of what was accepted, of all answers together: it says more of the two models than of a text.
     """
 
     source: str = "model"
@@ -165,7 +161,6 @@ class PooledDrafts(Drafts):
     vocab_size: int
     num_draft_tokens: int
     drafters: list[PooledDrafter] = field(default_factory=list)
-    record: Choice = field(default_factory=lambda: Choice(is_free=False))
 
     @property
     def asked(self) -> tuple[str, str]:
@@ -183,14 +178,10 @@ class PooledDrafts(Drafts):
         """Tokens that are drafted a step, at most."""
         return self.num_draft_tokens
 
-    def drafter(self) -> PooledDrafter:
-        """A drafter for one sequence. It must be released."""
-        return self.for_answer()
-
-    def for_answer(self, salt: bytes = b"", tokens: int | None = None) -> PooledDrafter:
+    def for_answer(self, salt: bytes, tokens: int) -> PooledDrafter:
         """A drafter for an answer, of as many tokens as it can have at most. It must be released."""
         longest = self.pool.max_seq_len
-        made = PooledDrafter(self, salt, min(tokens or longest, longest))
+        made = PooledDrafter(self, salt, min(tokens, longest))
         self.drafters.append(made)
         return made
 
@@ -198,12 +189,6 @@ class PooledDrafts(Drafts):
         """Give back the pages of one of :attr:`drafters`."""
         assert isinstance(drafter, PooledDrafter)
         drafter.release()
-
-    def choice(self) -> Choice:
-        """The record of all answers, to which each new one adds an acceptance: what was bad once is tried again."""
-        for each in range(CLASSES):
-            self.record.saw((1 << each) >> 1, hit=True)
-        return self.record
 
     def feed(self, drafter: PooledDrafter) -> None:
         """Feed a chunk of what a sequence is behind. Where it fails, no answer under way drafts any more."""

@@ -10,7 +10,7 @@ from kvant.cache import KVCache, ModelCache
 from kvant.cache.pool import Pool
 from kvant.cache.single import SinglePool
 from kvant.engine.constraint import apart
-from kvant.engine.drafting.choice import SIZES
+from kvant.engine.drafting.choice import MOST
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import Sampler, SeededSampler, for_a_run, greedy
 from kvant.engine.limits import check_count, limit_in_words
@@ -160,7 +160,9 @@ def check_request(request: Request, model: LanguageModel, pool: Pool | SinglePoo
     context = context_limit(model, pool.max_seq_len)
     assert context is not None
     if len(ids) > context:
-        raise ContextError(f"the prompt has {len(ids)} tokens; {limit_in_words(model, context)}")
+        begun = pool.held(ids) if isinstance(pool, SinglePool) else held
+        used = f", {begun} of them used" if begun else ""
+        raise ContextError(f"the prompt has {len(ids) - begun} tokens; {limit_in_words(model, context)}{used}")
     # One more than there is room for: the last one is sampled and not fed.
     room = context - len(ids) + 1
     limit = room if request.max_tokens == -1 else min(room, request.max_tokens)
@@ -205,7 +207,7 @@ def check_drafts(drafts: Drafts | None, pool: Pool | SinglePool, *, deterministi
         if not pool.takes_back:
             raise ArgumentError(name, f"{given}; side by side drafts are for models that kvant computes without mlx-lm")
         return
-    most = SIZES[-1] + 1  # tokens of a step
+    most = MOST + 1  # tokens of a step
     if (back := pool.takes_back(most)) < most:
         kept = f"windows take back {back}" if back else "linear or convolution layers have states that cannot"
         raise ArgumentError(name, f"{given}; up to {most} tokens of a step are taken back, this model's {kept}")

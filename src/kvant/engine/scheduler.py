@@ -299,7 +299,7 @@ class Scheduler:
         if step.drafts is None:
             step.batch.commit(ids=[answer.tokens[-1:] for answer in step.answers])
             # The answers of a prompt that is being fed are to be in the next step; a draft follows what is read.
-            if self._prompt is None and not self._drafter.may_draft(self._running, drafting):
+            if self._prompt is None and not self._drafter.may_draft(drafting):
                 following = self._decoder.begin_after(step, self._running)
         if step.sampled is None:
             mx.eval(step.logits)

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from kvant.cache.pool import PoolSequence
 from kvant.cache.single import SingleSequence
-from kvant.engine.drafting.batch_choice import AnswerDrafts
+from kvant.engine.drafting.choice import AnswerDrafts
 from kvant.engine.draw import Sampler
 from kvant.engine.request import CheckedRequest
 from kvant.engine.row_sampling import Row
@@ -93,8 +93,14 @@ class Answer:
     def release(self) -> None:
         """Give its pages back, and what it drafts with."""
         self.sequence.release()
-        if self.drafts is not None:
-            self.drafts.release()
+        self.end_drafts()
+
+    def end_drafts(self) -> None:
+        """Draft no more."""
+        drafts, asked = self.drafts, self.work.checked.request.drafts
+        self.drafts = None
+        if drafts is not None and asked is not None:
+            asked.release(drafts.drafter)
 
     @property
     def sees_tokens(self) -> bool:
@@ -105,8 +111,8 @@ class Answer:
     def waits(self) -> bool:
         """Whether its token has to be known before the next one is sampled.
 
-        A caller's functions are called by themselves, so that their error is nobody else's: alone they may be queued.
+        Of several answers a caller's functions are called apart, so that an error is nobody else's, and kvant's own
+        processors look tokens up in Python.
         """
-        return self.matcher is not None or (
-            self.work.checked.calls_out and not isinstance(self.sequence, SingleSequence)
-        )
+        alone = isinstance(self.sequence, SingleSequence)
+        return self.matcher is not None or (not alone and bool(self.sees_tokens or self.work.checked.processors))

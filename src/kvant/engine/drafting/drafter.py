@@ -8,12 +8,10 @@ class Drafter(Protocol):
     """Proposes tokens of one sequence, greedily.
 
     Attributes:
-        name: what it drafts from, for the record of costs.
-        is_free: a proposal takes next to no time, so each token is compared with the guess before it, drafted or not.
-        match: tokens that the next proposal rests on; a model's drafter: 0. It names the record of acceptance.
+        is_free: a proposal takes next to no time.
+        match: tokens that the next proposal rests on; a model's drafter: 0.
     """
 
-    name: str
     is_free: bool
     match: int
 

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, get_args
 
 from kvant.cache.pool import Pool
 from kvant.cache.single import SinglePool
-from kvant.engine.drafting.choice import SIZES, Choice
+from kvant.engine.drafting.choice import MOST
 from kvant.engine.drafting.drafter import Drafter
 from kvant.engine.drafting.suffix import SuffixDrafter
 from kvant.errors import ArgumentError
@@ -39,27 +39,19 @@ class Drafts:
     @property
     def most(self) -> int:
         """Tokens that are drafted a step, at most."""
-        return SIZES[-1]
-
-    def drafter(self) -> Drafter:
-        """A drafter for one sequence."""
-        return SuffixDrafter()
+        return MOST
 
     def for_answer(self, salt: bytes, tokens: int) -> Drafter:
-        """A drafter for an answer of many.
+        """A drafter for an answer.
 
         Args:
             salt: of its request.
             tokens: that its sequence can have.
         """
-        return self.drafter()
+        return SuffixDrafter()
 
     def release(self, drafter: Drafter) -> None:
-        """Give back what a drafter of an answer holds; it drafts no more."""
-
-    def choice(self) -> Choice:
-        """The record of what was right, of one answer or of all."""
-        return Choice()
+        """Give back what a drafter holds; it drafts no more."""
 
 
 def drafts_of(draft: object) -> Drafts | None:

@@ -13,7 +13,6 @@ class SuffixDrafter:
     newer one read again.
     """
 
-    name = "prompt"
     is_free = True
 
     def __init__(self, most_tokens: int = MOST_TOKENS) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvant.engine.drafting.choice import SIZES
+from kvant.engine.drafting.choice import MOST
 from kvant.engine.model_drafts import draft_format
 from kvant.fields import MAX_SIZE
 from kvant.machine import Device, default_device
@@ -128,7 +128,7 @@ def _draft_planner(draft: DraftModel, settings: Settings, device: Device | None)
 
 def _with_draft(made: MemoryPlan, draft: MemoryPlan, checkpoint: AnyCheckpoint) -> MemoryPlan:
     """A plan with a draft model beside. The two compute in turns; what the larger step sampled is held meanwhile."""
-    rows = (SIZES[-1] + 1) * LOGITS_COPIES * FLOAT32 * checkpoint.config.vocab_size * (made.settings.sequences or 1)
+    rows = (MOST + 1) * LOGITS_COPIES * FLOAT32 * checkpoint.config.vocab_size * (made.settings.sequences or 1)
     return replace(
         made,
         scratch=max(made.scratch, draft.scratch) + rows,
