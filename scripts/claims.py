@@ -5,7 +5,6 @@ Run: python scripts/claims.py CLAIM [rounds]
     cache       a key/value cache changes nothing but the time
     unfused     the unfused path's attention over a quantized cache, against MLX's in float32 and mlx-lm's
     bias_split  what the bias split costs in one layer's attention of a decode step
-    compiled    the decode step, compiled and not; on a CPU that needs a C++ compiler on PATH
     append      a decode step's time and memory do not depend on how much is reserved
     experts     a step and a prefill through experts: native, bridged, and mlx-lm
     command     the whole command from start to exit: kvant generate and mlx_lm.generate. Run it where torch is not
@@ -240,24 +239,6 @@ def _latencies(steps: Iterable[Any]) -> list[float]:
     return times
 
 
-def compiled(rounds: int = 6, tokens: int = 80, first: int = 10) -> None:
-    """The embedded model, 8 bits. The first steps compile: they are left out, and the longest is printed."""
-    model, _ = kvant.load(POCKET)
-    heading("context", "not compiled, ms", "compiled", "longest of the first steps, ms")
-    for context in (128, 512, 1500):
-        prompt = [(7 * i) % 1000 for i in range(context)]
-        longest = [0.0]
-
-        def run(is_compiled: bool, prompt: list[int] = prompt, longest: list[float] = longest) -> float:
-            cache = model.make_cache(len(prompt) + tokens)
-            times = _latencies(Run(model, prompt, cache, max_tokens=tokens, compiled=is_compiled))
-            longest[0] = max(longest[0], *times[:first]) if is_compiled else longest[0]
-            return median(times[first:])
-
-        found = in_turns({"no": lambda: run(False), "yes": lambda: run(True)}, rounds, warm_ups=0)
-        row(context, *compared(found), f"{longest[0]:.0f}")
-
-
 def append(rounds: int = 5, tokens: int = 100) -> None:
     """A short context that stays the same; the reservation grows. The memory is that above the resting state."""
     model, _ = kvant.load(POCKET)
@@ -382,7 +363,7 @@ def ranks(rounds: int = 3) -> None:
     row(*compared(in_turns(ways, rounds)))
 
 
-CLAIMS = {each.__name__: each for each in (cache, unfused, bias_split, compiled, append, experts, command, ranks)}
+CLAIMS = {each.__name__: each for each in (cache, unfused, bias_split, append, experts, command, ranks)}
 
 
 def main() -> None:

@@ -108,7 +108,8 @@ class BatchDrafter:
         ``following``: the step that was begun meanwhile. Over several ranks a step is computed where it is begun.
         """
         if not is_counted:
-            return self.paused()
+            self.paused()
+            return
         self.counts.steps += len(step.answers)
         self.counts.tokens += len(step.answers) if step.drafts is None else 0  # of drafts as many as are accepted
         now, before = time.perf_counter(), self._read_at

@@ -1,7 +1,7 @@
 """How many tokens are drafted: as many as matched, while that pays."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvant.engine.drafting.drafter import Drafter
@@ -11,7 +11,7 @@ START, LAST = 2, 6  # levels: at level n a draft needs a match of 2^n tokens; at
 LOSS = 2.0  # steps of one token that drafts may cost before they need a longer match
 RETRY = 128  # steps times 2^level, after which a match half as long is tried again
 READ_AT_ONCE = 2048  # tokens that a drafter reads in a step: a long prompt holds nobody up
-SAMPLES = 9  # of the time of a step of one token, of which the lower quartile counts
+SAMPLES = 9  # of the time of a step, of which the lower quartile counts
 
 
 @dataclass(slots=True)
@@ -60,7 +60,8 @@ class DraftChoice:
     def __init__(self) -> None:
         self.counts = DraftCounts()
         self._level, self._balance, self._steps = START, 0.0, 0
-        self._plain: deque[float] = deque(maxlen=SAMPLES)  # seconds
+        # Seconds of steps: of one token begun while the one before ran, of one token not so begun, with drafts.
+        self._plain, self._alone, self._drafted = (deque[float](maxlen=SAMPLES) for _ in range(3))
 
     def count(self, drafter: Drafter, most: int, *, longer: int = 0) -> int:
         """Tokens to draft, at most ``most``.
@@ -83,16 +84,19 @@ class DraftChoice:
         """
         if ahead:
             self._plain.append(seconds)
-        self._count(0.0 if ahead else min(0.0, 1 - self._cost(seconds)))
+            self._count(0.0)
+        else:
+            self._count(min(0.0, 1 - self._cost(self._alone, seconds)))
 
     def verified(self, tokens: float, seconds: float | None) -> None:
         """A step with drafts gave so many tokens an answer, in so many seconds; None: they are not known."""
         if seconds is not None:
-            self._count(tokens - self._cost(seconds))
+            self._count(tokens - self._cost(self._drafted, seconds))
 
-    def _cost(self, seconds: float) -> float:
-        """In steps of one token."""
-        return seconds / sorted(self._plain)[len(self._plain) // 4] if self._plain else 1.0
+    def _cost(self, times: deque[float], seconds: float) -> float:
+        """A step's time in steps of one token, by the last ones of its kind: first steps take longer, others wait."""
+        times.append(seconds)
+        return _quartile(times) / _quartile(self._plain) if self._plain else 1.0
 
     def _count(self, gained: float) -> None:
         self._steps += 1
@@ -121,3 +125,7 @@ class AnswerDrafts:
         self.drafter.extend(new)
         self._read += len(new)
         return self._read == len(tokens)
+
+
+def _quartile(times: Collection[float]) -> float:
+    return sorted(times)[len(times) // 4]
