@@ -72,7 +72,7 @@ def test_a_word_wins_over_the_device(checked_gpu: None, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"head_dim": 72, "quant_group": 8}, "head_dim 72"), ({"head_dim": 64, "quant_group": 4}, "groups of 4")],
+    [({"head_dim": 72, "kv_group_size": 8}, "head_dim 72"), ({"head_dim": 64, "kv_group_size": 4}, "groups of 4")],
 )
 def test_a_format_it_does_not_take(checked_gpu: None, options: dict[str, Any], said: str) -> None:
     cache = QuantizedKVCache(8, 2, **options)
@@ -163,12 +163,12 @@ def test_generation_is_the_same_either_way(
     prompt = heldout_ids[:100]
 
     def eager(kernels: str | None) -> list[int]:
-        cache = model.make_cache(300, quant_bit=bits, bias_split=split, kernels=kernels)
+        cache = model.make_cache(300, kv_bits=bits, bias_split=split, kernels=kernels)
         tokens = Run(model, prompt, cache, prefill_step_size=97, max_tokens=6, compiled=False)
         return [token for token, _ in tokens]
 
     def static(tokens: list[int]) -> list[int]:
-        cache = model.make_cache(300, quant_bit=bits, bias_split=split)
+        cache = model.make_cache(300, kv_bits=bits, bias_split=split)
         prefill(model, prompt, cache, step_size=512)
         found = [tokens[0]]
         for position, token in enumerate(tokens[:-1], start=len(prompt)):

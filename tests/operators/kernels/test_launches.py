@@ -64,7 +64,7 @@ def _tokens(heads: int, tokens: int = 1, batch: int = 1) -> mx.array:
 
 
 def _cache(quant_bit: int) -> list[mx.array]:
-    return QuantizedKVCache(ROWS, K, D, quant_bit=quant_bit, dtype=mx.bfloat16).arrays
+    return QuantizedKVCache(ROWS, K, D, kv_bits=quant_bit, dtype=mx.bfloat16).arrays
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ def test_every_shape_of_a_threadgroup_is_tried(launched: Launches) -> None:
 @pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 64), (0, 32)])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_it_is_tried_in_the_format_of_the_cache(launched: Launches, bits: int, group: int, dtype: mx.Dtype) -> None:
-    QuantizedKVCache(4, 2, 128, quant_bit=bits, quant_group=group, dtype=dtype, num_heads=8, scale_dtype=mx.float32)
+    QuantizedKVCache(4, 2, 128, kv_bits=bits, kv_group_size=group, dtype=dtype, num_heads=8, scale_dtype=mx.float32)
     assert launched.of("attend", "DIM", "T", "BITS", "MASK") == {(128, dtype, bits, False)}
     appended = {(dtype, mx.float32, bits, group)} if bits else set()
     assert launched.of("append", "T", "SCALE", "BITS", "GROUP") == appended
@@ -146,7 +146,7 @@ def test_layers_that_are_alike_are_tried_once(
 
 def test_what_is_not_fused_is_not_tried(launched: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     assert QuantizedKVCache(4, 2, 64, kernels="unfused").backend is None
-    assert QuantizedKVCache(4, 2, 48, quant_group=16).backend is None  # a width that the kernel does not take
+    assert QuantizedKVCache(4, 2, 48, kv_group_size=16).backend is None  # a width that the kernel does not take
     monkeypatch.setenv(dispatch.VARIABLE, "unfused")
     assert QuantizedKVCache(4, 2, 64).backend is None
     assert not launched
@@ -172,7 +172,7 @@ SAID = (
 def test_one_that_does_not_run_is_told_of_once(launched: Launches) -> None:
     launched.fails = _too_large
     with pytest.warns(RuntimeWarning, match=f"^{SAID}; attention is computed by the unfused operator") as caught:
-        caches = [QuantizedKVCache(4, 2, 64, quant_bit=bits) for bits in (8, 8, 4, 0)]
+        caches = [QuantizedKVCache(4, 2, 64, kv_bits=bits) for bits in (8, 8, 4, 0)]
     assert len(caught) == 1
     assert [cache.backend for cache in caches] == [None, None, None, "metal"]
     with warnings.catch_warnings():
