@@ -4,7 +4,7 @@ B batch, S new tokens, T cached tokens read, H query heads, K kv heads, D head_d
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -165,18 +165,18 @@ class Drawn:
 def draw(case: KernelCase) -> Drawn:
     rng = np.random.default_rng(case.seed)
     spec, (B, K, T) = case.spec._replace(dtype="float32"), (case.batch, case.num_kv_heads, case.num_keys)
-    exact = spec._replace(scale_dtype="float32")
+    wide = spec._replace(scale_dtype="float32")
     stored, scales, floats = [], [], []
     for width in (case.head_dim, case.values):
         x = oracle.cast(rng.standard_normal((B, T, K, width)), "float32")
         if case.quant_bit:
             values, scale = oracle.quantize(x, spec)
             scales.append(scale)
-            floats.append(oracle.dequantize(values, scale.astype(np.float32), exact))
         else:
             values = oracle.cast(x, case.cache_dtype)
-            floats.append(values.astype(np.float32))
         stored.append(values)
+        exact = values if not case.quant_bit else oracle.dequantize(values, scale.astype(np.float32), wide)
+        floats.append(exact.astype(np.float32))
     pages = None
     if case.layout == "pages":
         counts = [-(-(end - first) // PAGE_SIZE) for end, first in zip(case.ends, case.firsts, strict=True)]
@@ -203,21 +203,25 @@ def draw(case: KernelCase) -> Drawn:
     )
 
 
+def rows_in(array: Array, pages: Array | None, b: int, rows: Iterable[int]) -> tuple[Array, Array]:
+    """The view (2, K, rows, last) of a cache or a pool in which sequence b's rows are, and where in it."""
+    at = np.array(list(rows), int)
+    if pages is None:
+        return array[0, b], at
+    return array, pages[b, at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
+
+
 def place(case: KernelCase, sides: Sequence[Array], dtype: str, pages: Array | None) -> Array:
     """Stored keys and values (B, T, K, last) of every position in the rows where the kernel finds them."""
-    beside = case.head_dim != case.values
-    parts = [np.concatenate(sides, axis=-1)] if beside else list(sides)
-    heads, last = parts[0].shape[2:]
-    rows = case.max_tokens if pages is None else (case.batch * (-(-case.num_keys // PAGE_SIZE)) + 2) * PAGE_SIZE
-    shape = (len(parts), heads, rows, last)
-    array = poisoned((case.batch, *shape) if pages is None else shape, dtype)
+    parts = np.stack(sides, axis=1) if case.head_dim == case.values else np.concatenate(sides, axis=-1)[:, None]
+    num_sides, K, last = parts.shape[1], *parts.shape[3:]
+    pool = num_sides, K, (case.batch * (-(-case.num_keys // PAGE_SIZE)) + 2) * PAGE_SIZE, last
+    array = poisoned((1, case.batch, num_sides, K, case.max_tokens, last) if pages is None else pool, dtype)
     for b in range(case.batch):
-        for row, position in case.positions(b).items():
-            own = array[b] if pages is None else array
-            at = row if pages is None else pages[b, row // PAGE_SIZE] * PAGE_SIZE + row % PAGE_SIZE
-            for side, part in enumerate(parts):
-                own[side, :, at] = part[b, position]
-    return array[None] if pages is None else array
+        held = case.positions(b)
+        own, at = rows_in(array, pages, b, held)
+        own[:, :, at] = parts[b][:, list(held.values())].swapaxes(1, 2)
+    return array
 
 
 def rotations(case: KernelCase, angle: Array) -> Array:
@@ -258,32 +262,31 @@ def expected(case: KernelCase, drawn: Drawn) -> Array:
         key[..., first] += b1 * cosine - b2 * sine
         key[..., second] += b1 * sine + b2 * cosine
         value += drawn.value_bias
-    slopes = oracle.alibi_slopes(case.num_heads)
-    scale = case.head_dim**-0.5 if case.score_scale is None else case.score_scale
-    output = np.zeros((case.batch, case.num_heads, case.new_tokens, case.values))
-    held = [np.array(sorted(case.positions(b).items())).T for b in range(case.batch)]
-    for b, h, s in product(range(case.batch), range(case.num_heads), range(case.new_tokens)):
-        at = case.offsets[b] + s
-        rows, position = held[b]
-        k, v = (x[b, position, h // case.ratio] for x in (key, value))
-        scores = k @ drawn.query[b, h, s].astype(np.float64) * scale
-        if case.softcap:
-            scores = case.softcap * np.tanh(scores / case.softcap)
-        if case.is_alibi:
-            scores = scores + slopes[h] * (position - at)
-        if drawn.mask is not None:
-            own = drawn.mask.reshape(*[1] * (4 - drawn.mask.ndim), *drawn.mask.shape)
-            own = own[b % own.shape[0], h % own.shape[1], s, rows]
-            scores = np.where(own, scores, -np.inf) if case.mask == "bool" else scores + own
-        if case.is_causal or case.is_alibi:
-            scores = np.where(position > at, -np.inf, scores)
-        if case.window is not None:
-            scores = np.where((position > at - case.window) | (position < case.keep), scores, -np.inf)
-        sink = -np.inf if drawn.sinks is None else float(drawn.sinks[h])
-        if (top := max(scores.max(), sink)) > -np.inf:
-            weights = np.exp(scores - top)
-            output[b, h, s] = weights @ v / (weights.sum() + np.exp(sink - top))
-    return output
+    output = []
+    for b, end in enumerate(case.ends):
+        mask = drawn.mask
+        if mask is not None:  # from rows to positions; those that have no row are outside of the window
+            mask = mask[b % len(mask)] if mask.ndim == 4 else mask
+            held = case.positions(b)
+            by_position = np.zeros((*mask.shape[:-1], end), mask.dtype)
+            by_position[..., list(held.values())] = mask[..., list(held)]
+            mask = by_position
+        output.append(
+            oracle.attend(
+                drawn.query[b : b + 1].swapaxes(1, 2),
+                key[b : b + 1, :end],
+                value[b : b + 1, :end],
+                is_causal=case.is_causal,
+                is_alibi=case.is_alibi,
+                attn_mask=mask,
+                scale=case.score_scale,
+                softcap=case.softcap,
+                window=case.window,
+                keep=case.keep,
+                sinks=drawn.sinks,
+            )
+        )
+    return np.concatenate(output).swapaxes(1, 2)
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -362,25 +365,19 @@ def run(
 
 def forbidden(case: KernelCase, drawn: Drawn) -> dict[str, Array]:
     """Where inputs of the first pass must not be read: True."""
-    if drawn.pages is None:
-        dead = np.ones((case.batch, 1, 1, case.max_tokens), bool)
-        for b in range(case.batch):
-            dead[b, ..., case.readable(b)] = False
-    else:
-        dead = np.ones((1, 1, drawn.cache.shape[2]), bool)
-        for b in range(case.batch):
-            for row in case.readable(b):
-                dead[..., drawn.pages[b, row // PAGE_SIZE] * PAGE_SIZE + row % PAGE_SIZE] = False
-    found = {"cache": dead[..., None]}
+    dead = np.ones((*drawn.cache.shape[:-1], 1), bool)
+    for b in range(case.batch):
+        own, at = rows_in(dead, drawn.pages, b, case.readable(b))
+        own[:, :, at] = False
+    found = {"cache": dead}
     if case.quant_bit:
-        found["scale"] = dead[..., None]
+        found["scale"] = dead
     if drawn.pairs:
         found["rotation"] = np.isnan(drawn.rotation)
     if drawn.mask is not None:
-        own = drawn.mask.ndim == 4 and drawn.mask.shape[0] > 1
-        counts = [len(case.positions(b)) for b in range(case.batch)]
-        held = np.array(counts).reshape(-1, 1, 1, 1) if own else max(counts)
-        found["mask"] = np.arange(drawn.mask.shape[-1]) >= held
+        own_mask = drawn.mask.ndim == 4 and len(drawn.mask) > 1
+        counts = np.array([len(case.positions(b)) for b in range(case.batch)]).reshape(-1, 1, 1, 1)
+        found["mask"] = np.arange(drawn.mask.shape[-1]) >= (counts if own_mask else counts.max())
     return found
 
 

@@ -139,7 +139,7 @@ def test_new_tokens_share_a_mask(mask: str) -> None:
     drawn = draw(case)
     assert drawn.mask is not None
     shared = drawn.mask[:, :1, :1]
-    own = np.repeat(shared, case.new_tokens, axis=2)
+    own = np.broadcast_to(shared, (len(shared), case.num_heads, case.new_tokens, shared.shape[-1]))
     output = run(case, replace(drawn, mask=shared))
     check_output(output, expected(case, replace(drawn, mask=own)), case.dtype)
 
