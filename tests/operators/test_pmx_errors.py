@@ -96,26 +96,17 @@ DEFECTS = [
     value("query", resized(-1, 37), 37, operators=(ATTENTION,)),
     value("current_key", resized(0, 0), 0, "at least 1", bits=(0, 8)),
     value("cache", resized(-1, 40), 40, "8|4"),
-    *(
-        value("cache", resized(axis, 37), 37, packed=(packed,), layouts=(layout,))
-        for packed, axes in ((False, ((2, 4), (2, 3))), (True, ((2, 3), (2, 3), (1, 3), (1, 2))))
-        for layout, own in enumerate(axes)
-        for axis in own
-    ),
+    *(value("cache", resized(axis, 37), 37, packed=(packed,), layouts=(layout,))
+      for packed, axes in ((False, ((2, 4), (2, 3))), (True, ((2, 3), (2, 3), (1, 3), (1, 2))))
+      for layout, own in enumerate(axes) for axis in own),
     *(value("scale", resized(axis, 37), 37, "expected", bits=QUANTIZED) for axis in range(5)),
     *(value("scale", resized(-1, width), width, D // 4, bits=QUANTIZED) for width in (D, 1)),
     value("cache", resized(-1, 4), 4, 8, bits=(8,)),
     value("cache", resized(-1, 8), 8, 4, bits=(4,)),
     # dtypes and quantization
-    *(
-        value("cache", retyped(dtype), str(dtype).rpartition(".")[2], wanted, bits=(bit,))
-        for bit, wanted, dtypes in (
-            (0, "float32", (mx.int8, mx.uint8, mx.int32)),
-            (8, "int8", (mx.uint8, mx.float16)),
-            (4, "uint8", (mx.int8, mx.uint32)),
-        )
-        for dtype in dtypes
-    ),
+    *(value("cache", retyped(dtype), str(dtype).rpartition(".")[2], wanted, bits=(bit,)) for bit, wanted, dtypes in (
+      (0, "float32", (mx.int8, mx.uint8, mx.int32)), (8, "int8", (mx.uint8, mx.float16)),
+      (4, "uint8", (mx.int8, mx.uint32))) for dtype in dtypes),
     value("scale", retyped(mx.bfloat16), "bfloat16", "float32 or float16", bits=QUANTIZED),
     value("scale", None, "None", "quant_bit", bits=QUANTIZED),
     value("scale", mx.ones((1,)), "none", bits=(0,)),
@@ -141,31 +132,19 @@ DEFECTS = [
     value("num_repeat", 2**31, 2**31, (2**31 - 1) // (T * K * D), operators=(CACHE,), packed=(True,)),
     value("num_repeat", 2**31, 2**31, (2**31 - 1) // (B * 7 * K * D), operators=(CACHE,), packed=(False,)),
     # the static call's batch, positions and mask
-    *(
-        Defect(("batch of current_key", 37, "1 to 5"), dict.fromkeys(names, resized(0, 37)), only, packed=(False,))
-        for only, names in (((CACHE,), KEYS), ((ATTENTION,), ("query", *KEYS)))
-    ),
-    *(
-        value("start_pos", given, word, packed=(False,))
-        for given, word in (
-            *((x, x) for x in (-1, MAX_S - S + 1, 2**31, 2**64)),
-            *((mx.array([-1]), -1), (mx.array(MAX_S - S + 1), MAX_S - S + 1)),
-            *((4.0, r"4\.0"), (True, "True")),
-            *((mx.array([4.0]), "float32"), (mx.array([True]), "bool")),
-            *((mx.array([4, 4]), r"\(2,\)"), (mx.array([], mx.int32), r"\(0,\)")),
-        )
-    ),
-    *(
-        value("attn_mask", mx.zeros(shape), *shape, f">={START + S}", operators=(ATTENTION,), packed=(False,))
-        for shape in (
-            *((37,), (), (1, B, H, S, 37), (S, 6), (H, S, 6), (B, H, S, 1), (13, 7), (1, 7), (H, 13, 7), (B, H, 1, 7)),
-            *((13, S, 7), (K, S, 7), (1, S, 7), (B, 13, S, 7), (B, 1, S, 7), (13, H, S, 7), (5, H, S, 7)),
-        )
-    ),
-    *(
-        value("attn_mask", mx.zeros(shape), *shape, f">={T}", operators=(ATTENTION,), packed=(True,))
-        for shape in ((37,), (N, T - 1), (1, T), (N + 1, T), (H, N, T - 1), (K, N, T), (1, N, T), (1, H, N, T))
-    ),
+    *(Defect(("batch of current_key", 37, "1 to 5"), dict.fromkeys(names, resized(0, 37)), only, packed=(False,))
+      for only, names in (((CACHE,), KEYS), ((ATTENTION,), ("query", *KEYS)))),
+    *(value("start_pos", given, word, packed=(False,)) for given, word in (
+      *((x, x) for x in (-1, MAX_S - S + 1, 2**31, 2**64)),
+      *((mx.array([-1]), -1), (mx.array(MAX_S - S + 1), MAX_S - S + 1)), *((4.0, r"4\.0"), (True, "True")),
+      *((mx.array([4.0]), "float32"), (mx.array([True]), "bool")),
+      *((mx.array([4, 4]), r"\(2,\)"), (mx.array([], mx.int32), r"\(0,\)")))),
+    *(value("attn_mask", mx.zeros(shape), *shape, f">={START + S}", operators=(ATTENTION,), packed=(False,))
+      for shape in (
+      *((37,), (), (1, B, H, S, 37), (S, 6), (H, S, 6), (B, H, S, 1), (13, 7), (1, 7), (H, 13, 7), (B, H, 1, 7)),
+      *((13, S, 7), (K, S, 7), (1, S, 7), (B, 13, S, 7), (B, 1, S, 7), (13, H, S, 7), (5, H, S, 7)))),
+    *(value("attn_mask", mx.zeros(shape), *shape, f">={T}", operators=(ATTENTION,), packed=(True,))
+      for shape in ((37,), (N, T - 1), (1, T), (N + 1, T), (H, N, T - 1), (K, N, T), (1, N, T), (1, H, N, T))),
     value("attn_mask", mx.zeros((S, 7), mx.int32), "int32", "bool", operators=(ATTENTION,), packed=(False,)),
     # the packed call's index arguments: those that do not add up
     Defect(("seqstarts", N, 37), dict.fromkeys(KEYS, resized(0, 37)), (CACHE,), packed=(True,)),
@@ -176,13 +155,9 @@ DEFECTS = [
     *(index(r"seqstarts\[0\]", x, x[0], 0) for x in ([1, 1, 5, 7], [-1, 1, 5, 7])),
     index(r"seqstarts\[2\]", [0, 1, 0, 7], 0, 1),
     *(index("seqstarts", x, x[-1], N) for x in ([0, 1, 5, 8], [0, 1, 5, 6], [0, 1, 5, LARGE])),
-    *(
-        index("kvstarts", x, *words)
-        for x, *words in (
-            *(([0, 10, 21], 3, 4), ([2, 12, 16, 23], 2, 0), ([0, 10, 9, 21], 9, 10)),
-            *(([0, 10, 15, 22], 15, 14), ([0, 10, 14, 20], 20, 21), ([0, 10, 14, 2**70], 2**70, 21)),
-        )
-    ),
+    *(index("kvstarts", x, *words) for x, *words in (
+      *(([0, 10, 21], 3, 4), ([2, 12, 16, 23], 2, 0), ([0, 10, 9, 21], 9, 10)),
+      *(([0, 10, 15, 22], 15, 14), ([0, 10, 14, 20], 20, 21), ([0, 10, 14, 2**70], 2**70, 21)))),
     *(index("start_pos", x, *words) for x, *words in (([9, -1, 5], -1, 0), ([10, 0, 5], 10, 11), ([LARGE, 0, 5], 10))),
     Defect(("entries of seqstarts", 4, 3), {"start_pos": [9, 0]}, packed=(True,)),
     *(index("max_seqlen", x, x, 4) for x in (3, 5, 0, -1, LARGE)),
@@ -313,16 +288,6 @@ def test_a_result_that_mlx_cannot_count() -> None:
     assert not any(x.any().item() for x in arrays)
 
 
-@pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="a GPU refuses the call, not the device")
-def test_a_forced_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, operator = good_call(ATTENTION, True, 8, 1)
-    before = bits_of(given)
-    monkeypatch.setenv("KVANT_KERNELS", "fused")
-    with pytest.raises(ValueError, match="KVANT_KERNELS is 'fused'"):
-        operator(**given)
-    assert unchanged(given, before)
-
-
 FORM = "num_layer=1, layer_idx=0, quant_bit=0, quant_group=8, "
 INDEX = "seqstarts, kvstarts, cachestarts, start_pos, "
 HEADS = "num_heads, head_dim, is_causal{}, is_alibi=False, num_kv_heads=0, "
@@ -349,22 +314,19 @@ def test_signature(packed: bool, name: str, expected: str) -> None:
 
 
 X, Q = mx.ones((2, 8)), quantize(mx.ones((2, 8)))
+QUANTIZER = [
+    (lambda: quantize(X, quant_bit=0), r"quant_bit\D*0"),
+    (lambda: quantize(X, quant_group=3), r"quant_group\D*3"),
+    (lambda: quantize(mx.ones((2, 3)), quant_bit=4, quant_group=3), "3.*odd|odd.*3"),
+    (lambda: quantize(X.astype(mx.int32)), "int32.*float32"),
+    (lambda: quantize(mx.array(1.0)), "quant_group.*0|0.*quant_group"),
+    (lambda: dequantize(*Q, quant_bit=16), r"quant_bit\D*16"),
+    (lambda: dequantize(Q[0], Q[1][:, :0]), r"scale.*\(2, 0\).*\(2, 1\)"),
+    (lambda: dequantize(Q[0], Q[1], quant_bit=4), "int8.*uint8|uint8.*int8"),
+]
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: quantize(X, quant_bit=0), ("quant_bit", 0)),
-        (lambda: quantize(X, quant_group=3), ("quant_group", 3)),
-        (lambda: quantize(mx.ones((2, 3)), quant_bit=4, quant_group=3), (3, "odd")),
-        (lambda: quantize(X.astype(mx.int32)), ("int32", "float32")),
-        (lambda: quantize(mx.array(1.0)), ("quant_group", 0)),
-        (lambda: dequantize(*Q, quant_bit=16), ("quant_bit", 16)),
-        (lambda: dequantize(Q[0], Q[1][:, :0]), ("scale", r"\(2, 0\)", r"\(2, 1\)")),
-        (lambda: dequantize(Q[0], Q[1], quant_bit=4), ("int8", "uint8")),
-    ],
-)  # fmt: skip
-def test_the_quantizer_refuses(call: Callable[[], Any], words: tuple[object, ...]) -> None:
-    with pytest.raises(ValueError, match=r"expected|needs|takes|odd|divide") as caught:
+@pytest.mark.parametrize(("call", "words"), QUANTIZER)
+def test_the_quantizer_refuses(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         call()
-    assert all(re.search(str(word), str(caught.value)) for word in words), str(caught.value)
