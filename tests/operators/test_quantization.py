@@ -22,20 +22,18 @@ def _quantized(x: mx.array, quant_bit: int, quant_group: int) -> Array:
 
 @pytest.mark.parametrize("quant_bit", BITS)
 def test_float32_needs_no_clip(quant_bit: int) -> None:
-    """A value past the top would wrap to the negative end."""
-    rng = np.random.default_rng(quant_bit)
+    """A value past the top would wrap to the negative end.
+
+    Of groups of any size, and of groups of one, whose quotient is the top value but for rounding: every fraction.
+    """
+    rng, top = np.random.default_rng(quant_bit), oracle.max_quantized(quant_bit)
     x = rng.standard_normal((100_000, 8)) * 10.0 ** rng.uniform(-8, 30, (100_000, 1))
     quantized = _quantized(mx.array(x.astype(np.float32)), quant_bit, 8)
-    assert np.abs(quantized.astype(np.int16)).max() == oracle.max_quantized(quant_bit)
+    assert np.abs(quantized.astype(np.int16)).max() == top
     assert (np.sign(quantized) * np.sign(x) >= 0).all()
-
-
-@pytest.mark.parametrize("quant_bit", BITS)
-def test_float32_needs_no_clip_whatever_the_fraction(quant_bit: int) -> None:
-    """Groups of one, whose quotient is the top value but for rounding: float32 numbers from 1 to 2, and larger."""
-    top = oracle.max_quantized(quant_bit)
     one_to_two = np.arange(0x3F800000, 0x40000000, 128, np.uint32).view(np.float32)
-    for x in (one_to_two, one_to_two * np.float32(2.0**126), one_to_two * np.float32(2.0**-9)):
+    for size in (1.0, 2.0**126, 2.0**-9):
+        x = one_to_two * np.float32(size)
         quantized = _quantized(mx.array(np.stack([x, -x], axis=-1)), quant_bit, 1)
         np.testing.assert_array_equal(quantized, np.broadcast_to([top, -top], quantized.shape))
 
