@@ -108,19 +108,14 @@ class KernelCase:
         return threadgroup_shape(self.ratio * self.new_tokens, self.pairs or 0, self.backend, width)
 
     @property
-    def lanes(self) -> int:
-        """That share a row."""
-        chunks = max(self.head_dim, self.values) // 8
-        return next(lanes for lanes in (8, 16, 32) if chunks <= lanes or lanes == 32)
-
-    @property
     def step(self) -> int:
         """Rows that a threadgroup reads between two updates of the maximum."""
         _, _, simdgroups, queries = self.shape
+        lanes = next(x for x in (8, 16, 32) if max(self.head_dim, self.values) // 8 <= x or x == 32)  # share a row
         bits = self.quant_bit or {"float32": 32}.get(self.cache_dtype, 16)
-        words = -(-self.head_dim // 8 // self.lanes) * bits // 4
+        words = -(-self.head_dim // 8 // lanes) * bits // 4
         unroll = 1 if words > 8 else 2 if words > 4 or queries > 4 else 4
-        return simdgroups * (32 // self.lanes) * unroll
+        return simdgroups * (32 // lanes) * unroll
 
     def row(self, b: int, position: int) -> int:
         """The row of a position of sequence b; below 0: there is none."""
@@ -168,14 +163,12 @@ def draw(case: KernelCase) -> Drawn:
     wide = spec._replace(scale_dtype="float32")
     stored, scales, floats = [], [], []
     for width in (case.head_dim, case.values):
-        x = oracle.cast(rng.standard_normal((B, T, K, width)), "float32")
+        x = oracle.cast(rng.standard_normal((B, T, K, width)), "float32" if case.quant_bit else case.cache_dtype)
         if case.quant_bit:
-            values, scale = oracle.quantize(x, spec)
+            x, scale = oracle.quantize(x, spec)
             scales.append(scale)
-        else:
-            values = oracle.cast(x, case.cache_dtype)
-        stored.append(values)
-        exact = values if not case.quant_bit else oracle.dequantize(values, scale.astype(np.float32), wide)
+        stored.append(x)
+        exact = oracle.dequantize(x, scale.astype(np.float32), wide) if case.quant_bit else x
         floats.append(exact.astype(np.float32))
     pages = None
     if case.layout == "pages":
@@ -262,30 +255,17 @@ def expected(case: KernelCase, drawn: Drawn) -> Array:
         key[..., first] += b1 * cosine - b2 * sine
         key[..., second] += b1 * sine + b2 * cosine
         value += drawn.value_bias
+    options = {name: getattr(case, name) for name in ("is_causal", "is_alibi", "softcap", "window", "keep")}
     output = []
     for b, end in enumerate(case.ends):
         mask = drawn.mask
         if mask is not None:  # from rows to positions; those that have no row are outside of the window
-            mask = mask[b % len(mask)] if mask.ndim == 4 else mask
-            held = case.positions(b)
-            by_position = np.zeros((*mask.shape[:-1], end), mask.dtype)
-            by_position[..., list(held.values())] = mask[..., list(held)]
-            mask = by_position
-        output.append(
-            oracle.attend(
-                drawn.query[b : b + 1].swapaxes(1, 2),
-                key[b : b + 1, :end],
-                value[b : b + 1, :end],
-                is_causal=case.is_causal,
-                is_alibi=case.is_alibi,
-                attn_mask=mask,
-                scale=case.score_scale,
-                softcap=case.softcap,
-                window=case.window,
-                keep=case.keep,
-                sinks=drawn.sinks,
-            )
-        )
+            held, own = case.positions(b), mask[b % len(mask)] if mask.ndim == 4 else mask
+            mask = np.zeros((*own.shape[:-1], end), own.dtype)
+            mask[..., list(held.values())] = own[..., list(held)]
+        query = drawn.query[b : b + 1].swapaxes(1, 2)
+        both = [x[b : b + 1, :end] for x in (key, value)]
+        output.append(oracle.attend(query, *both, **options, attn_mask=mask, scale=case.score_scale, sinks=drawn.sinks))
     return np.concatenate(output).swapaxes(1, 2)
 
 
@@ -310,14 +290,9 @@ def kernels_on_host(
         own = (texts or {}).get(file) or text(file)
         return re.sub(r"(#define KVANT_UNROLL\w*) .*", r"\1", own)
 
-    def kernel(name: str, backend: str) -> Any:
-        make = make_kernel(name, "metal")  # anew: the text may be another
-
-        def run(*, inputs: list[mx.array], **launch: Any) -> list[mx.array]:
-            unreadable = dict(forbidden or {}) if name == "attend" else {}
-            return on_host(make, orders=orders, unreadable=unreadable)(inputs=inputs, **launch)
-
-        return run
+    def kernel(name: str, backend: str) -> Any:  # anew: the text may be another
+        unreadable = dict(forbidden or {}) if name == "attend" else {}
+        return on_host(make_kernel(name, "metal"), orders=orders, unreadable=unreadable)
 
     make_kernel, text = launch_module._kernel.__wrapped__, launch_module._text
     with pytest.MonkeyPatch.context() as patch:
@@ -326,17 +301,14 @@ def kernels_on_host(
         yield
 
 
-def run(
-    case: KernelCase,
-    drawn: Drawn,
-    texts: Mapping[str, str] | None = None,
-    orders: Sequence[int] = (FORWARD, REVERSE),
-) -> mx.array:
-    """The kernel's output. Raises a HostError where it does what it must not."""
+def run(case: KernelCase, drawn: Drawn, **how: Any) -> mx.array:
+    """The kernel's output; how: texts and orders of kernels_on_host. Raises a HostError."""
     spec, split = case.spec, None
     if case.pairs is not None:
         split = BiasSplit(mx.array(drawn.key_bias), drawn.pairs, mx.array(drawn.rotation), mx.array(drawn.value_bias))
-    with kernels_on_host(forbidden(case, drawn), texts, orders), pytest.MonkeyPatch.context() as patch:
+    names = ("quant_bit", "quant_group", "is_causal", "is_alibi", "window", "keep", "softcap", "score_scale", "backend")
+    given = {name: getattr(drawn, name) for name in ("mask", "sinks", "pages")}
+    with kernels_on_host(forbidden(case, drawn), **how), pytest.MonkeyPatch.context() as patch:
         if case.splits is not None:
             patch.setattr(attend_module, "num_splits", lambda *_: case.splits)
         return attend_fused(
@@ -344,22 +316,12 @@ def run(
             to_mx(drawn.cache, spec.cache_dtype),
             None if drawn.scale is None else mx.array(drawn.scale),
             mx.array(case.offsets) if case.shorter else mx.array(case.offset),
-            quant_bit=case.quant_bit,
-            quant_group=case.quant_group,
             value_dim=case.value_dim or None,
-            is_causal=case.is_causal,
-            is_alibi=case.is_alibi,
-            mask=None if drawn.mask is None else mx.array(drawn.mask),
-            window=case.window,
-            keep=case.keep,
-            sinks=None if drawn.sinks is None else mx.array(drawn.sinks),
-            softcap=case.softcap,
-            score_scale=case.score_scale,
-            pages=None if drawn.pages is None else mx.array(drawn.pages),
             first=None if drawn.pages is None else mx.array(case.firsts, mx.int32),
             rows=max(len(case.positions(b)) for b in range(case.batch)) if case.knows_rows else None,
             bias_split=split,
-            backend=case.backend,
+            **{name: getattr(case, name) for name in names},
+            **{name: None if x is None else mx.array(x) for name, x in given.items()},
         )
 
 
@@ -381,10 +343,10 @@ def forbidden(case: KernelCase, drawn: Drawn) -> dict[str, Array]:
     return found
 
 
-def check(case: KernelCase, texts: Mapping[str, str] | None = None, orders: Sequence[int] = (FORWARD, REVERSE)) -> None:
+def check(case: KernelCase, **how: Any) -> None:
     """The kernel's output is float64's, to the dtype's tolerance."""
     drawn = draw(case)
-    check_output(run(case, drawn, texts, orders), expected(case, drawn), case.dtype)
+    check_output(run(case, drawn, **how), expected(case, drawn), case.dtype)
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
@@ -419,12 +381,8 @@ def instances(seed: int = 6) -> list[KernelCase]:
     def pairs_of(values: Mapping[str, Any]) -> set[tuple[str, Any, str, Any]]:
         return {(a, values[a], b, values[b]) for a, b in combinations(names, 2)}
 
-    missing = {
-        (a, x, b, y)
-        for a, b in combinations(names, 2)
-        for x, y in product(OPTIONS[a], OPTIONS[b])
-        if fits({a: x, b: y})
-    }
+    every = ((a, x, b, y) for a, b in combinations(names, 2) for x, y in product(OPTIONS[a], OPTIONS[b]))
+    missing = {(a, x, b, y) for a, x, b, y in every if fits({a: x, b: y})}
     chosen: list[dict[str, Any]] = []
     while missing:
         a, x, b, y = min(missing, key=repr)
@@ -486,17 +444,9 @@ def runs(case: KernelCase) -> list[KernelCase]:
             batch = max(1, MOST_WORK // work // num_kv_heads)
             num_kv_heads = min(num_kv_heads, max(1, MOST_WORK // work))
         tokens = offset + case.new_tokens
-        cases.append(
-            replace(
-                case,
-                seed=1000 * case.seed + offset,
-                offset=offset,
-                knows_rows=offset % 2 == 1,
-                shorter=0 if len(cases) % 2 else offset // 2 + 1,
-                max_tokens=min(tokens, ring) if is_ring else tokens + int(rng.choice([0, 1, 6])),
-                batch=batch,
-                num_kv_heads=num_kv_heads,
-                mask_rank=int(rng.integers(2, 5)),
-            )
-        )
+        own = replace(case, seed=1000 * case.seed + offset, offset=offset, knows_rows=offset % 2 == 1)
+        most = min(tokens, ring) if is_ring else tokens + int(rng.choice([0, 1, 6]))
+        shorter, rank = 0 if len(cases) % 2 else offset // 2 + 1, int(rng.integers(2, 5))
+        sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "max_tokens": most}
+        cases.append(replace(own, **sizes, shorter=shorter, mask_rank=rank))
     return cases

@@ -91,7 +91,7 @@ def run(case: KernelCase | Check, texts: dict[str, str]) -> None:
     """Without AddressSanitizer some mistakes show in one order of the threads alone. Races are found in any."""
     for order in (FORWARD, REVERSE):
         if isinstance(case, KernelCase):
-            check(case, texts, (order,))
+            check(case, texts=texts, orders=(order,))
         else:
             case(texts, order)
 
