@@ -22,15 +22,10 @@ from kvant.operators.kernels import launch
 pytestmark = host_pytest_skip
 
 
-@pytest.mark.parametrize(
-    ("device", "metal", "cuda", "expected"),
-    [
-        (mx.cpu, True, True, None),
-        (mx.gpu, True, False, "metal"),
-        (mx.gpu, False, True, "cuda"),
-        (mx.gpu, False, False, None),
-    ],
-)
+DEVICES = [(mx.cpu, True, True, None), (mx.gpu, True, False, "metal"), (mx.gpu, False, True, "cuda")]
+
+
+@pytest.mark.parametrize(("device", "metal", "cuda", "expected"), [*DEVICES, (mx.gpu, False, False, None)])
 def test_the_device_decides(
     monkeypatch: pytest.MonkeyPatch, device: mx.DeviceType, metal: bool, cuda: bool, expected: str | None
 ) -> None:

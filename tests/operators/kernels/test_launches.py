@@ -72,14 +72,15 @@ def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 APPEND = ["CustomKernel"]
 ATTEND = ["CustomKernel", "CustomKernel"]
 PUT = ["ScatterAxis", "ScatterAxis"]
+QUANTIZED: dict[str, Any] = {"quant_bit": 8, "quant_group": 32, "backend": "metal"}
 
 
 @pytest.mark.parametrize("bits", [8, 4, 0])
 def test_a_compiled_step_is_five_launches_a_layer(bits: int) -> None:
     """Floats are copied side by side, in two launches that overlap, and put there by one."""
+    options: dict[str, Any] = {"quant_bit": bits, "quant_group": 32, "bias_split": None, "backend": "metal"}
 
     def step(query: mx.array, key: mx.array, value: mx.array, offset: mx.array, *arrays: mx.array) -> Any:
-        options: dict[str, Any] = {"quant_bit": bits, "quant_group": 32, "bias_split": None, "backend": "metal"}
         return append_and_attend_static(query, key, value, offset, *[*arrays, None][:2], tokens=ROWS, **options)
 
     traced = _traced(step, _tokens(H), _tokens(K), _tokens(K), mx.array(7), *_cache(bits))
@@ -89,9 +90,8 @@ def test_a_compiled_step_is_five_launches_a_layer(bits: int) -> None:
 
 @pytest.mark.parametrize("new_tokens", [1, 4])
 def test_a_step_is_five_launches_a_layer(new_tokens: int) -> None:
-    def step(query: mx.array, key: mx.array, value: mx.array, cache: mx.array, scale: mx.array) -> Any:
-        output = append_and_attend(query, key, value, 7, cache, scale, quant_bit=8, quant_group=32, backend="metal")
-        return output, cache, scale
+    def step(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> Any:
+        return append_and_attend(query, key, value, 7, *arrays, **QUANTIZED), *arrays
 
     traced = _traced(step, *(_tokens(heads, new_tokens) for heads in (H, K, K)), *_cache(8))
     assert traced == [*APPEND, "SliceUpdate", "SliceUpdate", *ATTEND]
@@ -127,8 +127,7 @@ def test_a_step_of_a_pool_s_sequences_is_five_launches_a_layer(new_tokens: int) 
 
     def step(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> list[mx.array]:
         held = list(arrays)
-        options: dict[str, Any] = {"quant_bit": 8, "quant_group": 32, "backend": "metal"}
-        return [append_and_attend_paged(query, key, value, held, rows, **options), *held]
+        return [append_and_attend_paged(query, key, value, held, rows, **QUANTIZED), *held]
 
     arrays = [mx.zeros((2, K, ROWS, D), mx.int8), mx.zeros((2, K, ROWS, D // 32), mx.float16)]
     traced = _traced(step, *(_tokens(heads, new_tokens, 2) for heads in (H, K, K)), *arrays)
