@@ -108,38 +108,6 @@ def test_simd_functions_match_numpy(dtype: mx.Dtype) -> None:
     np.testing.assert_allclose(np.array(launch(source, x)).reshape(2, 32), expected + 31 * 16, rtol=1e-6)
 
 
-def test_a_grid_of_three_dimensions_that_threadgroups_do_not_divide() -> None:
-    source = """
-      uint3 at = thread_position_in_grid, size = threads_per_grid;
-      uint3 local = thread_position_in_threadgroup, group = threadgroup_position_in_grid;
-      uint flat = (local.z * threads_per_threadgroup.y + local.y) * threads_per_threadgroup.x + local.x;
-      bool right = flat == thread_index_in_threadgroup;
-      right = right && at.x == group.x * 4 + local.x && at.z == group.z * 2 + local.z;
-      uint place = (at.z * size.y + at.y) * size.x + at.x;
-      out[place] = right ? int(place) : -1;
-    """
-    given = launch(source, mx.zeros(8), grid=(10, 7, 3), threadgroup=(4, 3, 2), shape=(210,), dtype=mx.int32)
-    same(given, mx.arange(210, dtype=mx.int32))
-
-
-def test_helpers_of_the_header_and_words_of_bytes() -> None:
-    header = """
-      template <typename P> float first(P p) { return float(p[0]); }
-      inline float byte_sum(const device uint* words, uint i) {
-        float sum = 0;
-        for (uint b = 0; b < 4; b++) sum += float(int8_t((words[i] >> (8 * b)) & 255u));
-        return sum;
-      }
-    """
-    source = """
-      threadgroup float mine[64];
-      mine[i] = byte_sum(reinterpret_cast<const device uint*>(x), i);
-      out[i] = first(&mine[i]) + 0 * first(x);
-    """
-    x = mx.array(np.random.default_rng(0).integers(-128, 128, 256).astype(np.int8))
-    same(launch(source, x, header=header), x.reshape(64, 4).astype(mx.float32).sum(1))
-
-
 def test_simdgroup_barrier_orders_its_own_simdgroup() -> None:
     source = """
       threadgroup float tile[64];
