@@ -44,11 +44,8 @@ class _Operands:
             return
         self.value_bias = rng.uniform(-3, 3, (K, 1, D)).astype(np.float32)
         bias = rng.uniform(-2, 2, (K, 2, D // 2)).astype(np.float32)
-        for p in pairs:
-            angle = np.arange(tokens) * THETA ** (-2 * p / D)
-            first, second = bias[:, 0, p, None], bias[:, 1, p, None]
-            self.key_bias[..., p] = first * np.cos(angle) - second * np.sin(angle)
-            self.key_bias[..., p + D // 2] = first * np.sin(angle) + second * np.cos(angle)
+        angle = np.arange(tokens)[:, None] * THETA ** (-2 * np.array(pairs, float) / D)
+        self.key_bias = oracle.key_bias(bias[..., list(pairs)], pairs, angle, D).swapaxes(0, 1)
         self.split = BiasSplit(
             key_bias=mx.array(bias[..., list(pairs)]),
             pairs=pairs,

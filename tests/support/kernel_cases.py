@@ -247,13 +247,8 @@ def expected(case: KernelCase, drawn: Drawn) -> Array:
     """(B, H, S, Dv) in float64. The kernel multiplies by scales in float32 and rounds no key or value to the dtype."""
     key, value = drawn.key.astype(np.float64), drawn.value.astype(np.float64)
     if case.pairs is not None:
-        turn = np.arange(case.num_keys)[:, None, None] * drawn.angle  # (T, 1, P)
-        cosine, sine = (f(turn).astype(np.float32).astype(np.float64) for f in (np.cos, np.sin))
-        first = list(drawn.pairs)
-        second = [p + case.head_dim // 2 for p in drawn.pairs]
-        b1, b2 = drawn.key_bias.astype(np.float64).swapaxes(0, 1)  # (K, P)
-        key[..., first] += b1 * cosine - b2 * sine
-        key[..., second] += b1 * sine + b2 * cosine
+        angle = np.arange(case.num_keys)[:, None] * drawn.angle  # (T, P)
+        key += oracle.key_bias(drawn.key_bias, drawn.pairs, angle, case.head_dim)
         value += drawn.value_bias
     options = {name: getattr(case, name) for name in ("is_causal", "is_alibi", "softcap", "window", "keep")}
     output = []

@@ -8,6 +8,7 @@ dequantizing happen in the dtypes the specification names, so that quantized val
 float64 from end to end. Nothing is changed in place: a cache and a scale go in, new ones come out.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -189,6 +190,16 @@ def softmax(scores: Array) -> Array:
     weights = np.exp(scores - np.where(np.isneginf(peak), 0.0, peak))
     total = weights.sum(axis=-1, keepdims=True)
     return np.divide(weights, total, out=np.zeros_like(weights), where=total != 0)
+
+
+def key_bias(bias: Array, pairs: Sequence[int], angle: Array, D: int) -> Array:
+    """A bias (K, 2, P) of some rotary pairs, turned by the angles (T, P): what it adds to keys (T, K, D)."""
+    cosine, sine = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    b1, b2 = bias.astype(np.float64).swapaxes(0, 1)
+    output = np.zeros((len(angle), len(bias), D))
+    output[..., list(pairs)] = b1 * cosine - b2 * sine
+    output[..., [p + D // 2 for p in pairs]] = b1 * sine + b2 * cosine
+    return output
 
 
 def attend(
