@@ -202,8 +202,10 @@ def test_the_packed_call_with_one_run_is_the_static_one(quant_bit: int, dtype: s
     packed = [mx.zeros(x.shape[1:], x.dtype) for x in arrays]
     start = 0
     for S in (5, 1, 3, 1):
-        new = [mx.random.normal((S, n, 16), key=mx.random.key(start + n)).astype(getattr(mx, dtype)) for n in (4, 2, 2)]
-        end = start + S
+        drawn = (
+            mx.random.normal((S, heads, 16), key=mx.random.key(10 * start + i)) for i, heads in enumerate((4, 2, 2))
+        )
+        new, end = [x.astype(getattr(mx, dtype)) for x in drawn], start + S
         one = operators.multi_head_cache_attention(
             *(x[None] for x in new), start, *arrays, **options, cache_layout=1, kernels="unfused"
         )

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.cached_attention import stored_tokens
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels import attend as attend_module
 from kvant.operators.kernels import launch as launch_module
 from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, PAGE_SIZE, SPLIT_ROWS, threadgroup_shape
+from kvant.operators.quantization import quantize, quantized_dtype
 from support import oracle
 from support.counts import count
 from support.metal_host import FORWARD, REVERSE, on_host
@@ -342,6 +344,25 @@ def check(case: KernelCase, **how: Any) -> None:
     """The kernel's output is float64's, to the dtype's tolerance."""
     drawn = draw(case)
     check_output(run(case, drawn, **how), expected(case, drawn), case.dtype)
+
+
+def check_append(
+    key: mx.array, value: mx.array, scale_dtype: str = "float16", *, quant_bit: int, quant_group: int, **how: Any
+) -> tuple[mx.array, mx.array]:
+    """What the kernel stores is the operator's to the bit. Values beside a NaN or an infinity are anything."""
+    form, dtype = {"quant_bit": quant_bit, "quant_group": quant_group}, getattr(mx, scale_dtype)
+    with kernels_on_host(**how):
+        arrays = [mx.zeros(0, quantized_dtype(quant_bit)), mx.zeros(0, dtype)]
+        stored = stored_tokens(key, value, arrays, **form, backend="metal")
+    alike = key.shape == value.shape  # (B, 2, K, S, D), or (B, 1, K, S, D + Dv)
+    both = mx.stack([key, value], axis=1) if alike else mx.concatenate([key, value], axis=-1)[:, None]
+    wanted = quantize(both, **form, scale_dtype=dtype)
+    assert [(x.shape, x.dtype) for x in stored] == [(x.shape, x.dtype) for x in wanted]
+    np.testing.assert_array_equal(np.array(stored[1]), np.array(wanted[1]))
+    if np.isfinite(np.array(wanted[1])).all():
+        np.testing.assert_array_equal(np.array(stored[0]), np.array(wanted[0]))
+    quantized, scale = stored
+    return quantized, scale
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------

@@ -6,18 +6,17 @@ outside of a function must be in Metal's address space `constant`.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from support.counts import count
-from support.kernel_cases import KernelCase, check, kernels_on_host
+from support.kernel_cases import KernelCase, check, check_append
 from support.metal_host import FORWARD, REVERSE, HostError, host_pytest_skip
 
 from kvant.operators.kernels import launch
-from kvant.operators.kernels.attend import quantize_tokens
-from kvant.operators.quantization import quantize
 
 pytestmark = host_pytest_skip
 
@@ -46,28 +45,16 @@ BESIDE = KernelCase(ratio=2, head_dim=192, value_dim=128, offset=70, max_tokens=
 CASES = [ALONE, EMPTY, RAGGED, MASKED, NIBBLES, PAGES, WIDE, WINDOW, RING, SEVEN, BESIDE]
 
 
-Check = Callable[[dict[str, str], int], None]  # of the kernels with these texts, in an order of the threads
+Check = Callable[..., Any]
 
 
 def quantized(dtype: mx.Dtype, quant_bit: int = 8, *, nan: bool = False) -> Check:
-    """Keys and values, quantized by the text and by the operator, are the same to the bit.
-
-    20 words of a token's key at 8 bits, 10 at 4: a simdgroup is not full.
-    """
-
-    def run(texts: dict[str, str], order: int) -> None:
-        x = np.random.default_rng(7).standard_normal((2, 2, 5, 3, 80)).astype(np.float32)
-        if nan:
-            x[0, 0, 1, 1, 9] = np.nan
-        both, options = mx.array(x).astype(dtype), {"quant_bit": quant_bit, "quant_group": 8, "scale_dtype": mx.float16}
-        with kernels_on_host(texts=texts, orders=(order,)):
-            words, scale = quantize_tokens(both[:, 0], both[:, 1], **options, backend="metal")
-        wanted, wanted_scale = quantize(both, **options)
-        np.testing.assert_array_equal(np.array(scale[0]), np.array(wanted_scale))
-        if not nan:
-            np.testing.assert_array_equal(np.array(words[0]), np.array(mx.view(wanted, mx.uint32)))
-
-    return run
+    """The append's check. 20 words of a token's key at 8 bits, 10 at 4: a simdgroup is not full."""
+    x = np.random.default_rng(7).standard_normal((2, 2, 5, 3, 80)).astype(np.float32)
+    if nan:
+        x[0, 0, 1, 1, 9] = np.nan
+    key, value = (mx.array(side).astype(dtype) for side in x)
+    return partial(check_append, key, value, quant_bit=quant_bit, quant_group=8)
 
 
 class Mutant(NamedTuple):
@@ -89,11 +76,9 @@ class Mutant(NamedTuple):
 
 def run(case: KernelCase | Check, texts: dict[str, str]) -> None:
     """Without AddressSanitizer some mistakes show in one order of the threads alone. Races are found in any."""
+    call = partial(check, case) if isinstance(case, KernelCase) else case
     for order in (FORWARD, REVERSE):
-        if isinstance(case, KernelCase):
-            check(case, texts=texts, orders=(order,))
-        else:
-            case(texts, order)
+        call(texts=texts, orders=(order,))
 
 
 MUTANTS = [

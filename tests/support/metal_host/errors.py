@@ -1,27 +1,13 @@
-"""What the host finds wrong with a kernel: docs/kernels.md says of each kind when."""
-
-from typing import Literal
-
-Kind = Literal[
-    "NoCompiler",  # neither clang with AddressSanitizer nor the ziglang package
-    "NotOneKernel",  # the call does something besides one kernel
-    "CompileFailed",  # not Metal: a missing address space, a double, an unknown function
-    "OutOfBounds",
-    "WriteToInput",
-    "Unreadable",
-    "Uninitialised",
-    "Race",
-    "Divergence",
-    "ThreadgroupMemory",
-    "Undefined",  # misaligned pointer, shift too far, division by zero, a float no integer holds
-    "Hang",
-    "WorkerEnded",
-]
+"""What the host finds wrong with a kernel."""
 
 
 class HostError(Exception):
-    """A mistake in a kernel; the message names its kind, and kernel, thread and line where they are known."""
+    """A mistake in a kernel; the message names its kind, and kernel, thread and line where they are known.
 
-    def __init__(self, kind: Kind, message: str) -> None:
+    Kinds are those of docs/kernels.md, and NoCompiler; NotOneKernel (the call does something else besides);
+    CompileFailed; Undefined (misaligned pointer, shift too far, division by zero, a float no integer holds); Hang;
+    WorkerEnded.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
-        self.kind = kind

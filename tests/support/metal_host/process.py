@@ -77,7 +77,7 @@ class Worker:
             message = process.stdout.read(int(size)).decode()
             at = _line_of(library, int(offset))
             shown = _shown(call, at) if at else _shown(call, int(line), "" if offset == "0" else "after ")
-            raise HostError(kind, f"{call.name}, {message}{shown}")  # type: ignore[arg-type]
+            raise HostError(kind, f"{call.name}, {message}{shown}")
         finally:
             self.close()
 
