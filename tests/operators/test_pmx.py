@@ -5,7 +5,6 @@ A failure names the case with its seed; `draw_case(seed)` makes it again. Refuse
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +14,8 @@ import pytest
 from support import oracle
 from support.counts import count
 from support.operator_cases import FLOATS, QuantizedTally, check_output, same_bits, to_numpy
-from support.oracle import Array, Sequences, Spec
-from support.pmx_cases import FORMS, MASKS, PAGE_SIZES, START_FORMS, Call, Case, check_cases, draw_case
+from support.oracle import Array
+from support.pmx_cases import FORMS, MASKS, PAGE_SIZES, START_FORMS, Call, check_cases, draw_case, plain_case
 from support.pmx_errors import good_call
 
 from kvant import operators
@@ -61,19 +60,6 @@ def test_the_cases_cover_the_parameter_space() -> None:
         assert {c.mask_dtype for c in attention if c.mask == "float"} == set(FLOATS)
         assert {(c.is_causal, c.is_alibi) for c in attention} == {(a, b) for a in (True, False) for b in (True, False)}
         assert {c.num_heads for c in attention if c.is_alibi} >= {1, 2, 3, 4, 6, 8, 9, 12}
-
-
-SEED = next(s for s in range(1, 99, 2) if not draw_case(s).packed)
-
-
-def plain_case(quant_bit: int, past: int, new_tokens: int, **changes: Any) -> Case:
-    """One sequence of float32 in a cache that has three rows more."""
-    spec = Spec(cache_dtype={8: "int8", 4: "uint8", 0: "float32"}[quant_bit], quant_bit=quant_bit, cache_layout=1)
-    case = replace(
-        draw_case(SEED), sequences=Sequences([past], [new_tokens]), max_rows=(1, past + new_tokens + 3), num_kv_heads=2,
-        head_dim=16, ratio=2, data="unit", spec=spec, is_causal=True, is_alibi=False, mask="none", mask_batch=1,
-    )  # fmt: skip
-    return replace(case, **changes)
 
 
 @pytest.mark.parametrize("how", [{}, {"is_alibi": True}, {"is_causal": False, "mask": "float", "mask_padding": 7}])

@@ -3,7 +3,7 @@
 B batch, N new tokens and T tokens of all sequences, H query heads, K kv heads, D head_dim, MaxT rows of a packed cache.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -169,6 +169,14 @@ def draw_case(seed: int) -> Case:
         mask_padding=int(rng.choice([0, 1, 7])),
         mask_dtype="bool_" if mask == "bool" else str(rng.choice(["float32", "float16", "bfloat16"])),
     )
+
+
+def plain_case(quant_bit: int, past: int, new_tokens: int, batch: int = 1, **changes: Any) -> Case:
+    """A static call of attention in float32, causal, with a cache that has three rows more."""
+    spec = Spec(cache_dtype={8: "int8", 4: "uint8", 0: "float32"}[quant_bit], quant_bit=quant_bit, cache_layout=1)
+    sequences, max_rows = Sequences([past] * batch, [new_tokens] * batch), (batch, past + new_tokens + 3)
+    case = Case(1, True, sequences, max_rows, num_kv_heads=2, head_dim=16, data="unit", spec=spec, forms=("int",))
+    return replace(case, **({"ratio": 2, "is_causal": True} | changes))
 
 
 def draw_spec(rng: np.random.Generator, layout: int) -> tuple[Spec, int]:

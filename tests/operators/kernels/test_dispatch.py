@@ -10,8 +10,7 @@ import mlx.core as mx
 import pytest
 from support.metal_host import host_pytest_skip
 from support.operator_cases import QuantizedTally
-from support.oracle import Sequences, Spec
-from support.pmx_cases import Call, draw_case
+from support.pmx_cases import Call, plain_case
 
 from kvant.cache import QuantizedKVCache
 from kvant.engine.run import Run, prefill
@@ -70,18 +69,12 @@ def test_a_format_it_does_not_take(checked_gpu: None, head_dim: int, group: int,
 
 # ---- PMX's operator --------------------------------------------------------------------------------------------------
 
-SEED = next(s for s in range(1, 99, 2) if not draw_case(s).packed)
-
 
 def pmx_call(bits: int, kernels: str | None, *, S: int = 2, layout: int = 1, layers: int = 1, **changes: Any) -> Call:
     """Two sequences of 37 cached tokens in a cache for three, poisoned elsewhere. Products are rounded to float32."""
-    stored = {8: "int8", 4: "uint8", 0: "float32"}[bits]
-    spec = Spec("float32", stored, "float32", layers, 0, bits, quant_group=16, cache_layout=layout)
-    case = replace(
-        draw_case(SEED), sequences=Sequences([37] * 2, [S] * 2), max_rows=(3, 50), num_kv_heads=2, head_dim=64,
-        spec=spec, data="unit", ratio=3, is_causal=True, is_alibi=False, mask="none",
-    )  # fmt: skip
-    call = Call(replace(case, **changes))
+    case = plain_case(bits, 37, S, batch=2, max_rows=(3, 50), head_dim=64, ratio=3, **changes)
+    spec = case.spec._replace(quant_group=16, num_layer=layers, cache_layout=layout)
+    call = Call(replace(case, spec=spec))
     call.more = {} if kernels is None else {"kernels": kernels}
     return call
 
