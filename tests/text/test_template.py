@@ -25,6 +25,8 @@ from kvant.text.template import MAX_TEMPLATE, plain_data, render
 
 MESSAGES = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi <there>", "reasoning": "why"}]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+ITSELF: list[Any] = []
+ITSELF.append(ITSELF)
 GROW = "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
 
 
@@ -255,9 +257,10 @@ def test_options_that_are_not_supported(pocket: tuple[Any, Any], name: str) -> N
 @pytest.mark.parametrize(
     ("conversation", "options", "message"),
     [
-        ([], {}, "the conversation is empty"),
-        ("hello", {}, "the conversation is empty; expected a list of messages"),
-        (["hello"], {}, "a message is a str; expected an object"),
+        ([], {}, "conversation is empty"),
+        ("hello", {}, "conversation is empty; expected a list of messages"),
+        (["hello"], {}, "conversation has a str; expected messages"),
+        (ITSELF, {}, "conversation has a list; expected messages"),
         ([MESSAGES[0] | {"content": None}], {"continue_final_message": True}, "no text to continue"),
         (MESSAGES, {"continue_final_message": True, "add_generation_prompt": True}, "expected one of them"),
         (MESSAGES, {"continue_final_message": True, "chat_template": "x"}, "does not keep the last message"),
