@@ -1,20 +1,16 @@
 """OpenAI's completions over HTTP: prompts as text and ids, one or several, in the older shape."""
 
-import json
 from typing import Any
 
 import pytest
-from support.server import Running
+from support.interfaces import CHAT, COMPLETIONS
+from support.server import Running, sse_events
 
-PATH = "/v1/completions"
 TEXT = "Once upon a time there was a fox"
 
 
-def ask(server: Running, prompt: Any = TEXT, **fields: Any) -> dict[str, Any]:
-    body = {"model": "pocket", "prompt": prompt, "max_tokens": 12, "temperature": 0} | fields
-    answered = server.client.post(PATH, json=body)
-    assert answered.status_code == 200, answered.text
-    return dict(answered.json())
+def ask(server: Running, prompt: Any = TEXT, tokens: int | None = 12, **fields: Any) -> dict[str, Any]:
+    return COMPLETIONS.ask(server, prompt, tokens, **fields)
 
 
 def texts_of(answer: dict[str, Any]) -> list[str]:
@@ -33,7 +29,7 @@ def test_prompts_in_every_form(server: Running) -> None:
     assert texts_of(answer) == [*alone, *alone, *other_alone * 4]
     assert answer["usage"]["prompt_tokens"] == len(ids) + 2 * len(other_ids)
     assert texts_of(ask(server, [TEXT, ids], echo=True)) == [TEXT + alone[0]] * 2
-    assert ask(server, max_tokens=None)["usage"]["completion_tokens"] <= 16  # OpenAI's default
+    assert ask(server, tokens=None)["usage"]["completion_tokens"] <= 16  # OpenAI's default
     assert answer["object"] == "text_completion"
     assert {choice["finish_reason"] for choice in answer["choices"]} <= {"length", "stop"}
 
@@ -41,7 +37,7 @@ def test_prompts_in_every_form(server: Running) -> None:
 def test_many_prompts_are_more_than_run_at_once(server: Running) -> None:
     """Twice as many as the queue has places: they wait here, and not all in the queue."""
     prompts = [f"A fox and {number} bears" for number in range(2 * server.service.settings.max_queue)]
-    answer = ask(server, prompts, max_tokens=2, echo=True)
+    answer = ask(server, prompts, 2, echo=True)
     assert all(text.startswith(prompt) for text, prompt in zip(texts_of(answer), prompts, strict=True))
 
 
@@ -50,9 +46,7 @@ def test_log_probabilities_are_those_of_chat(server: Running) -> None:
     tokenizer = server.service.tokenizer
     messages = [{"role": "user", "content": "Tell me a story."}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    fields = {"model": "pocket", "max_tokens": 12, "temperature": 0}
-    body = {"messages": messages, "logprobs": True, "top_logprobs": 3} | fields
-    chat = server.client.post("/v1/chat/completions", json=body).json()["choices"][0]
+    chat = CHAT.ask(server, messages, 12, logprobs=True, top_logprobs=3)["choices"][0]
     choice = ask(server, prompt, logprobs=3)["choices"][0]
     assert choice["text"] == chat["message"]["content"]
     told, content = choice["logprobs"], chat["logprobs"]["content"]
@@ -73,11 +67,8 @@ def test_log_probabilities_are_those_of_chat(server: Running) -> None:
 def test_a_stream_is_the_whole(server: Running) -> None:
     fields = {"prompt": [TEXT, "The bear"], "n": 2, "seed": 3, "temperature": 1.1, "logprobs": 1, "stop": "the"}
     whole = ask(server, **fields)
-    body = {"model": "pocket", "max_tokens": 12, "stream": True, "stream_options": {"include_usage": True}, **fields}
-    with server.client.stream("POST", PATH, json=body) as answered:
-        lines = [line for line in answered.iter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    body = COMPLETIONS.body(tokens=12, stream_options={"include_usage": True}, **fields)
+    chunks = sse_events(server, COMPLETIONS.path, body)
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
@@ -114,8 +105,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
 
 def test_what_is_wrong_is_refused_by_name(server: Running) -> None:
     for fields, param, part in REFUSED:
-        body = {"model": "pocket", "prompt": TEXT, "max_tokens": 2} | fields
-        answered = server.client.post(PATH, json=body)
+        answered = server.client.post(COMPLETIONS.path, json=COMPLETIONS.body(TEXT, 2) | fields)
         assert answered.status_code == 400, fields
         error = answered.json()["error"]
         assert (error["type"], error["param"]) == ("invalid_request_error", param), error

@@ -72,6 +72,18 @@ def test_the_default_of_a_server(server: Running, monkeypatch: pytest.MonkeyPatc
     assert answer["choices"] == expected["choices"]
 
 
+def test_a_deterministic_server_refuses_them(server: Running) -> None:
+    """Asked for, or its default, by every interface."""
+    service = server.service
+    settings = replace(service.settings, deterministic=True, max_kv_size=256, sequences=1)
+    with running(Service(settings, service.model, service.tokenizer, make_pool(settings, service.model))) as found:
+        for path, body in BODIES.items():
+            refused = found.client.post(path, json=LIMITS | body | {"draft": "prompt"})
+            assert refused.status_code == 400
+            assert "refused with deterministic" in refused.json()["error"]["message"]
+            found.client.post(path, json=LIMITS | body).raise_for_status()
+
+
 def test_a_draft_model(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the server's default; a request may want none, or another source. Without one it is refused."""
     service = server.service

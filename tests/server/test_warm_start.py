@@ -60,7 +60,7 @@ def test_what_cannot_be_begun_with(pocket: Any, tmp_path: Path) -> None:
 
     fails(f"holds {count} tokens; expected 1 to 64, a sequence's", max_kv_size=64)
     fails("3 pages are needed; the pool has 2", max_kv_size=256, api_keys=("a", "b", "c"))
-    fails("of another format: kv_bits is 8; expected 4", kv_bits=4)
+    fails("of another format: kv_bits is 8; expected 4", cache=CacheOptions(kv_bits=4))
     saved(tmp_path, pocket, 9)
     fails("nothing of its 9 tokens can be shared")
 
