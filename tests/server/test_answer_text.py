@@ -55,7 +55,6 @@ def places(event: Text) -> list[int]:
 
 
 def test_a_character_of_several_tokens(pocket: Pocket) -> None:
-    """Its text comes when it is whole, with the tokens of all its bytes."""
     known = bytes_to_ids(pocket[1])
     pieces = [b"a", b"\xe2", b"\x82", b"\xac", b"b", b"\xe2", b"\x82"]
     text, events = read(pocket[1], [known[piece] for piece in pieces])
@@ -89,7 +88,6 @@ def test_stop_texts_by_chance(pocket: Pocket) -> None:
 
 @pytest.mark.parametrize("stop", [(), ("hm",), ("</think>",), ("es",)])
 def test_thinking(pocket: Pocket, stop: Sequence[str]) -> None:
-    """Marks are nobody's text, and stop texts are looked for in the answer alone."""
     tokenizer = with_marks(pocket[1], "<think>", "</think>")
     pieces = ["<think>", "\n", "hm", "\n", "</think>", "\n\n", "Yes", ", fox"]
     ids = [tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]

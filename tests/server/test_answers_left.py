@@ -68,7 +68,6 @@ def send(server: Running, path: str = PATH, **fields: Any) -> socket.socket:
     ],
 )
 def test_a_client_that_goes_away(narrow: Running, path: str, fields: dict[str, Any]) -> None:
-    """Its pages are free at once, whether it had read something or not: no answer goes on to its end."""
     wait(lambda: is_free(narrow))
     before = ended(narrow)
     for reads in (True, False):
@@ -98,7 +97,6 @@ def test_a_client_that_goes_away_while_it_waits(narrow: Running) -> None:
 
 
 def test_a_slow_reader_holds_nobody_up(narrow: Running) -> None:
-    """It reads nothing of a long answer with more text than its socket takes; another answer comes meanwhile."""
     fields = {"stream": True, "logprobs": True, "top_logprobs": 20, "temperature": 0, "max_tokens": 200}
     for listening in narrow.server.servers[0].sockets:  # what is accepted from it buffers little
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

@@ -78,7 +78,6 @@ def test_every_answer_has_a_seed_of_its_own(server: Running) -> None:
 
 
 def test_defaults_are_the_models(exact: Running) -> None:
-    """pocket's generation_config.json has temperature 0.7 and top-p 0.95."""
     assert text_of(ask(exact, seed=3)) == text_of(ask(exact, seed=3, temperature=0.7, top_p=0.95))
     assert text_of(ask(exact, seed=3, top_p=1e-9)) == text_of(ask(exact, top_p=0)) == text_of(ask(exact, temperature=0))
     assert text_of(ask(exact, temperature=0, seed=1, top_k=5, min_p=0.1)) == text_of(ask(exact, temperature=1e-8))
@@ -160,22 +159,6 @@ def test_what_is_wrong_is_refused_by_name(server: Running) -> None:
             assert "\n" not in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("content", "part"),
-    [
-        (b"", "truncated"),
-        (b"[]", "Expected `object`"),
-        (b'{"model": NaN}', "malformed"),
-        (b"\xff", "malformed"),
-        (b'{"model": "pocket", "messages": [], "top_p": 1e999}', "out of range - at `$.top_p`"),
-    ],
-)
-def test_what_is_no_body(server: Running, content: bytes, part: str) -> None:
-    answered = server.client.post(CHAT.path, content=content, headers={"content-type": "application/json"})
-    assert answered.status_code == 400
-    assert part in answered.json()["error"]["message"]
-
-
 def test_without_a_limit_an_answer_fills_the_context(server: Running) -> None:
     answer = CHAT.ask(server, "a " * 450, None, ignore_eos=True)
     # The last token is sampled and not fed.
@@ -184,7 +167,6 @@ def test_without_a_limit_an_answer_fills_the_context(server: Running) -> None:
 
 
 def test_a_stream_in_pieces(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first piece comes while the engine still waits to make the rest."""
     scheduler = server.service.engine._scheduler
     real, go, steps = scheduler.step, threading.Event(), count(1)
 

@@ -35,14 +35,12 @@ def test_prompts_in_every_form(server: Running) -> None:
 
 
 def test_many_prompts_are_more_than_run_at_once(server: Running) -> None:
-    """Twice as many as the queue has places: they wait here, and not all in the queue."""
     prompts = [f"A fox and {number} bears" for number in range(2 * server.service.settings.max_queue)]
     answer = ask(server, prompts, 2, echo=True)
     assert all(text.startswith(prompt) for text, prompt in zip(texts_of(answer), prompts, strict=True))
 
 
 def test_log_probabilities_are_those_of_chat(server: Running) -> None:
-    """The numbers are held against the model's own in chat's tests: here they are the same in the older shape."""
     tokenizer = server.service.tokenizer
     messages = [{"role": "user", "content": "Tell me a story."}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)

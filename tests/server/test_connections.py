@@ -87,14 +87,12 @@ def _read_answers(connection: socket.socket, number: int) -> None:
     ids=["silent", "a byte", "slow headers", "slow headers of a second request", "idle", "a slow body nobody reads"],
 )
 def test_a_connection_cannot_be_held(strict: Running, first: bytes, pieces: list[bytes]) -> None:
-    """Bytes that keep coming, one at a time, do not put its end off."""
     with strict.connect() as connection:
         connection.sendall(first)
         assert _closed_after(connection, iter(pieces)) < 4
 
 
 def test_one_connection_for_many_requests(strict: Running) -> None:
-    """A timer of one request does not end the next."""
     with strict.connect() as connection:
         for _ in range(8):
             connection.sendall(ASK)
@@ -105,7 +103,6 @@ def test_one_connection_for_many_requests(strict: Running) -> None:
 
 
 def test_too_many_connections(strict: Running) -> None:
-    """One more is told so at once. Those that hold them lose them soon."""
     with ExitStack() as held:
         for _ in range(6):
             held.enter_context(strict.connect())
@@ -122,7 +119,6 @@ def test_too_many_connections(strict: Running) -> None:
 
 
 def test_a_client_that_does_not_read(strict: Running) -> None:
-    """What is written for it stays bounded, and it is left."""
     SENT.clear()
     ENDED.clear()
     with strict.connect() as connection:
@@ -142,7 +138,6 @@ def test_headers_that_are_too_long(server: Running) -> None:
 
 
 def test_bytes_that_are_no_http(pocket: Any) -> None:
-    """A request with some of its bytes changed is answered with an error or closed; the server goes on."""
     rng = random.Random(0)
     whole = (
         b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 17\r\n"

@@ -119,7 +119,6 @@ def test_calls_that_are_asked_for(server: Running) -> None:
 
 
 def test_a_format_beside_tools(server: Running) -> None:
-    """An answer is a call, or text of the format; logit_bias tells pocket which."""
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     fields = {"tools": [LOOK], "response_format": wanted, "tokens": 150, "parallel_tool_calls": False}
     detokenizer = server.service.tokenizer.detokenizer

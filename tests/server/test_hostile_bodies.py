@@ -1,10 +1,8 @@
 """Requests that once froze the server, filled its log, or were told too much: the smallest case of each."""
 
 import json
-import logging
 import math
 import os
-import resource
 import signal
 import socket
 import sys
@@ -21,8 +19,6 @@ import httpx2
 import pytest
 from support.server import SOON, Running, read_all, running, start, started
 
-from kvant.errors import EngineError
-from kvant.server import run
 from kvant.server.settings import Settings
 from kvant.text.process import TextProcess
 from kvant.text.tool_forms import tool_format
@@ -62,7 +58,6 @@ FREEZING: Mapping[str, Mapping[str, Any]] = {
 
 @pytest.mark.parametrize("fields", FREEZING.values(), ids=FREEZING)
 def test_no_body_holds_the_server(server: Running, fields: dict[str, Any]) -> None:
-    """It is refused in a short answer, while a thread of this process goes on."""
     body = json.dumps({"model": "pocket", "messages": ASKED, "max_tokens": 1} | fields).encode()
     longest, ended = [0.0], threading.Event()
 
@@ -86,7 +81,6 @@ def test_no_body_holds_the_server(server: Running, fields: dict[str, Any]) -> No
 
 
 def test_a_call_against_a_schema_of_references(server: Running) -> None:
-    """A schema is not followed: only the names that it requires count."""
     form = tool_format(server.service.tokenizer)
     assert form is not None
     (call,) = form.calls('<tool_call>\n{"name": "t", "arguments": {"x": 1}}\n</tool_call>', {"t": REFERENCES})
@@ -102,7 +96,6 @@ def test_two_lengths_of_one_body(server: Running) -> None:
 
 
 def test_damaged_weights_are_an_error(pocket: Any) -> None:
-    """No text that looks like an answer, and no log-probability that is null."""
     model = copy(pocket[0])
     *layers, last = model.layers
     model.layers = (*layers, replace(last, norms={role: weight * math.nan for role, weight in last.norms.items()}))
@@ -120,14 +113,6 @@ def test_damaged_weights_are_an_error(pocket: Any) -> None:
         assert found.client.get("/health").status_code == 200
 
 
-def test_connections_follow_the_number_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
-    monkeypatch.setattr(os, "listdir", lambda _: ["0"] * 20)
-    for files, found in ((2_000, 1_000), (256, 256 - 44), (40, 1), (resource.RLIM_INFINITY, 1_000)):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
-        assert run._allowed_connections(1_000) == found
-
-
 SERVE_FEW = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96))
@@ -143,7 +128,6 @@ def _address(client: httpx2.Client) -> tuple[str, int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it counts the files of a process by Linux's limits")
 def test_more_connections_than_files(tmp_path: Path) -> None:
-    """Those that are too many are told so, and the log says little."""
     with started(tmp_path, command=[sys.executable, "-c", SERVE_FEW]) as (_, client, lines), ExitStack() as held:
         before = len(lines)
         connections = [held.enter_context(socket.create_connection(_address(client), SOON)) for _ in range(300)]
@@ -157,7 +141,6 @@ def test_more_connections_than_files(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks for children in Linux's /proc")
 def test_an_end_leaves_no_stopped_process(tmp_path: Path) -> None:
-    """Nor does a body of which half came hold it up. A terminal that goes ends a server as SIGTERM does."""
     with started(tmp_path) as (process, client, _):
         body = {"model": "pocket", "messages": ASKED, "max_tokens": 1, "response_format": {"type": "json_object"}}
         assert client.post("/v1/chat/completions", json=body).status_code == 200
@@ -196,12 +179,3 @@ def test_a_process_of_the_tokenizer_that_dies(pocket: Any, monkeypatch: pytest.M
         answered = found.client.post("/v1/chat/completions", json=body)
         assert (answered.status_code, answered.json()["error"]["type"]) == (503, "server_error")
         assert kills == [0]
-
-
-def test_the_same_message_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    server = object.__new__(run.Server)
-    server._logged = {}
-    with caplog.at_level(logging.ERROR, "kvant.server"):
-        for message in ("a", "a", "b", "a"):
-            server._log(None, {"message": message, "exception": EngineError("a secret")})  # type: ignore[arg-type]
-    assert [record.getMessage() for record in caplog.records] == ["a: EngineError", "b: EngineError"]

@@ -121,7 +121,6 @@ def test_a_second_turn_reads_only_what_is_new(server: Running, to: Interface) ->
 
 @chats
 def test_a_call_and_its_result(server: Running, to: Interface) -> None:
-    """The call is forced, and keeps to the schema; what comes back goes to the template as a tool's answer."""
     fields: Any = {"tool_choice": "required", "parallel_tool_calls": False}
     tools: Any = [{"type": "function", "strict": True, **FUNCTION}]
     if to is MESSAGES:

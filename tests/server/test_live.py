@@ -41,7 +41,6 @@ def check(state: dict[str, Any], pool: Pool, scheduler: Scheduler) -> None:
 
 
 def test_the_state_is_the_pools_and_no_text_is_in_it(pocket: Any) -> None:
-    """Step by step: prompts that share pages, several answers of one, one that is cancelled."""
     model = pocket[0]
     pool = model.make_pool(PAGE * 24, sequences=5)
     scheduler, live = Scheduler(model, pool, max_batch=5), Live(pool)

@@ -18,7 +18,6 @@ SOUND: dict[str, Any] = {
 
 
 def test_only_answers_that_are_allowed_and_every_page_is_free_afterwards(server: Running) -> None:
-    """Times are loose here: this process is the server, its clients and the tests' at once."""
     figures = load_test.load(server.url, os.getpid(), count(1.5, 20.0), count(60, 200))
     assert load_test.judge(figures, health_ms=5000) == []
     assert figures["health_asked"] > 3

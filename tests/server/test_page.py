@@ -43,7 +43,6 @@ def test_the_policy_lets_in_nothing_but_the_servers_own() -> None:
 
 
 def test_nothing_is_absolute() -> None:
-    """No address of another server, none from the root of this one, no markup from text."""
     for path in FILES:
         text = path.read_text()
         found = set(re.findall(r"\b(?:https?|wss?):/*[\w.]+", text))

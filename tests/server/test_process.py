@@ -33,7 +33,6 @@ def _resident(pid: int) -> int:
 
 
 def test_sigterm_lets_what_is_under_way_end(tmp_path: Path) -> None:
-    """Then the exit code is 0. Nothing was printed of prompts and keys, and the memory was the one that was."""
     keys = tmp_path / "keys"
     keys.write_text(f"other-key\n{KEY}\n")
     with started(tmp_path, "--api-key-file", "keys") as (process, client, lines):
@@ -66,7 +65,6 @@ def test_sigterm_lets_what_is_under_way_end(tmp_path: Path) -> None:
 
 
 def test_sigkill_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Nothing is written, so nothing is half-written. The port is free at once."""
     with started(tmp_path) as (process, client, _):
         with client.stream("POST", "/v1/completions", json=ASK | {"max_tokens": 400}) as stream:
             events = stream.iter_lines()
@@ -87,7 +85,6 @@ def _written(folder: Path) -> list[Path]:
 @pytest.mark.skipif(sys.platform == "win32", reason="its signals are others")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once(pocket: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
-    """In this process, whose main thread serves."""
     left: list[int] = []
     service = start(Settings(port=0, sequences=1, max_kv_size=512), *pocket)
     said: list[str] = []

@@ -59,7 +59,6 @@ def _fail() -> None:
 
 @pytest.mark.parametrize("stalls", [False, True])
 def test_an_engine_that_fails(pocket: Any, step: Any, stalls: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever waits is told at once, and so is everybody who comes. The server answers, and says that it is ill."""
     go = threading.Event()
     with running(_start(pocket, stall_s=0.4 if stalls else 120.0)) as found:
         client = found.client
@@ -119,7 +118,6 @@ def test_what_is_under_way_is_answered_before_the_end(pocket: Any, step: Any) ->
 
 
 def test_what_takes_too_long_is_cut(pocket: Any, step: Any) -> None:
-    """Who is cut is told."""
     with running(_start(pocket, drain_s=0.3)) as found:
         with found.client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream:
             lines = stream.iter_lines()

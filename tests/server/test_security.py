@@ -92,7 +92,6 @@ def test_its_own_page_may_ask_and_gets_no_cors(server: Running) -> None:
 
 
 def test_a_page_that_was_allowed(locked: Running) -> None:
-    """Its browser asks first, without a key. A wrong key's answer can be read by it, too."""
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, x-api-key"}
     first = locked.client.options("/v1/models", headers={"origin": PAGE, **asked})
     assert first.status_code == 200
@@ -111,7 +110,6 @@ def _ways(key: str) -> list[dict[str, str]]:
 
 
 def test_a_key_is_needed_on_every_route(locked: Running) -> None:
-    """Also where there is none, and for methods that a route does not have. The page's own files are no secret."""
     paths = {getattr(route, "path", "") for route in locked.server.config.app.routes}  # type: ignore[union-attr]
     assert paths >= {"/health", "/metrics", "/props", "/live", "/v1/models", "/tokenize", "/", "/page/{name}"}
     for path in [*(paths - {"/", "/page/{name}"}), "/nothing", "/v1/messages/batches", "/pages", "/page"]:
@@ -137,7 +135,6 @@ def test_wrong_keys(locked: Running, key: str) -> None:
 
 
 def test_how_a_missing_key_is_told(locked: Running) -> None:
-    """In the shape of each interface."""
     answer = locked.client.get("/v1/models")
     assert answer.headers["www-authenticate"] == "Bearer"
     assert answer.json()["error"]["message"].startswith("there is no key; expected Authorization: Bearer KEY")
@@ -227,7 +224,6 @@ def test_keys_are_not_shown() -> None:
 
 @pytest.mark.parametrize("path", ["//health", "/./health", "/page/../health", "/page/%2e%2e/health", "/%2fhealth", "*"])
 def test_no_spelling_of_a_path_passes_the_key(locked: Running, path: str) -> None:
-    """Nor is it the page's file."""
     answer = locked.exchange(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
     assert answer.split(b" ", 2)[1] in (b"401", b"404")
     assert b"waiting" not in answer

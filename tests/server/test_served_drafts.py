@@ -51,7 +51,6 @@ def test_a_field_of_every_body(server: Running) -> None:
 
 
 def test_the_default_of_a_server(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It drafts where a request says nothing, and both counters say what came of it."""
     service = server.service
     settings = replace(service.settings, draft="prompt", max_kv_size=256, sequences=1)
     draft_by_chance(monkeypatch, 1)  # whatever steps cost on this machine
@@ -73,7 +72,6 @@ def test_the_default_of_a_server(server: Running, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_deterministic_server_refuses_them(server: Running) -> None:
-    """Asked for, or its default, by every interface."""
     service = server.service
     settings = replace(service.settings, deterministic=True, max_kv_size=256, sequences=1)
     with running(Service(settings, service.model, service.tokenizer, make_pool(settings, service.model))) as found:
@@ -85,7 +83,6 @@ def test_a_deterministic_server_refuses_them(server: Running) -> None:
 
 
 def test_a_draft_model(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the server's default; a request may want none, or another source. Without one it is refused."""
     service = server.service
     body = LIMITS | BODIES["/v1/completions"]
     refused = server.client.post("/v1/completions", json=body | {"draft": "model"})

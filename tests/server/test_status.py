@@ -8,8 +8,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.server import Running, start
 
-from kvant.cache import CacheOptions
-from kvant.server.service import make_pool
 from kvant.server.settings import Settings
 
 ASK = {"model": "pocket", "prompt": "The bear " * 80, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
@@ -68,7 +66,6 @@ def test_paths_that_are_none_have_one_counter(server: Running) -> None:
 
 
 def test_models(server: Running) -> None:
-    """With the fields of OpenAI's list, of Anthropic's, and vLLM's length."""
     found = server.client.get("/v1/models").json()
     assert (found["object"], found["has_more"], found["first_id"]) == ("list", False, "pocket")
     (only,) = found["data"]
@@ -98,15 +95,6 @@ def test_props_say_what_is_in_force(server: Running) -> None:
     assert found["environment"]["versions"]["mlx"] == mx.__version__
     assert found["memory"]["active"] > service.pool.nbytes + service.model.nbytes
     assert found["key_required"] is False
-
-
-@pytest.mark.parametrize(("kernels", "backend"), [(None, "metal"), ("fused", "metal"), ("unfused", None)])
-def test_kernels_are_the_pools(pocket: Any, fused_calls: list[Any], kernels: str | None, backend: str | None) -> None:
-    """On a GPU."""
-    assert (
-        make_pool(Settings(sequences=1, max_kv_size=128, cache=CacheOptions(kernels=kernels)), pocket[0]).backend
-        == backend
-    )
 
 
 def test_tokenize(server: Running, pocket: Any) -> None:
@@ -142,7 +130,6 @@ def test_what_cannot_be_tokenized(server: Running, body: dict[str, Any], status:
 
 
 def test_wrong_methods_and_paths(server: Running) -> None:
-    """In the shape of the interface."""
     for method, path, status in (("GET", "/v1/completions", 405), ("POST", "/health", 405), ("GET", "/nothing", 404)):
         answer = server.client.request(method, path)
         assert answer.status_code == status
@@ -152,7 +139,6 @@ def test_wrong_methods_and_paths(server: Running) -> None:
 
 
 def test_names_of_a_model(pocket: Any, pocket_folder: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path is a name too, and no client is told it."""
     folder = tmp_path / "my-model"
     folder.symlink_to(pocket_folder)
     monkeypatch.chdir(tmp_path)

@@ -155,7 +155,6 @@ def test_pieces_of_any_size(tokenizer: Tokenizer, form: ToolFormat, text: str, e
     "form", [Hermes(), QwenCoder(), Llama3(), Mistral(), MistralArgs()], ids=lambda form: form.name
 )
 def test_random_answers(tokenizer: Tokenizer, form: ToolFormat) -> None:
-    """Of thinking, words, marks, halves of calls, wrong calls and calls: a split answer has the parts of the whole."""
     rng = random.Random(form.name)
     calls = {"hermes": HERMES_ROME, "qwen3_coder": CODER_ROME, "llama3": f"<|python_tag|>{LLAMA_ROME}",
              "mistral": f"[TOOL_CALLS] [{MISTRAL_ROME}]",
@@ -208,7 +207,6 @@ def test_what_is_certain_comes_at_once(tokenizer: Tokenizer) -> None:
 
 
 def test_a_text_that_is_no_call_comes_before_it_ends(tokenizer: Tokenizer) -> None:
-    """JSON that a client asked for is not held back until it is whole."""
     splitter = AnswerParts(tokenizer, "assistant\n", TOOLS, Llama3())
     assert splitter.add('{"nam') == []
     assert joined(splitter.add('es": ["An')) == ['{"names": ["An']
@@ -240,7 +238,6 @@ def test_without_marks_of_thinking(pocket: tuple[object, Tokenizer]) -> None:
 def test_marks_that_are_special_tokens(
     tmp_path: Path, family: str, form: ToolFormat, tokens: list[str], text: str
 ) -> None:
-    """They are in the text of a stream, which is that of ``decode``; other special tokens are as they were."""
     made = load_tokenizer(write_tokenizer(tmp_path, family, extra_special_tokens=tokens))
     ids = made.encode(text, add_special_tokens=False)
     assert made.convert_tokens_to_ids(form.starts[0]) in ids

@@ -107,7 +107,6 @@ def test_text_and_ids_are_transformers(pair: tuple[Tokenizer, Any]) -> None:
 
 
 def test_what_the_switches_do(pair: tuple[Tokenizer, Any]) -> None:
-    """That the comparison compares something: tools, system and thinking are in the text where the family has them."""
     ours, reference = pair
     family = next(name for name, source in SOURCES.items() if source == ours.chat_template)
     assert reference.chat_template == ours.chat_template
@@ -126,7 +125,6 @@ def test_what_the_switches_do(pair: tuple[Tokenizer, Any]) -> None:
 
 
 def test_roles_of_the_models_own_are_variables(tmp_path: Path) -> None:
-    """As transformers does it: a token's name in the settings is a name in the template."""
     source = "{{ image_token }}{{ boi_token }}{{ eos_token }}{{ video_token is defined }}"
     extra = {"boi_token": "<boi>"}
     folder = write_tokenizer(tmp_path, "qwen2", chat_template=source, image_token="<image>", extra_special_tokens=extra)
@@ -137,7 +135,6 @@ def test_roles_of_the_models_own_are_variables(tmp_path: Path) -> None:
 
 
 def test_the_embedded_models_text_without_tools(pocket: tuple[Any, Tokenizer]) -> None:
-    """ChatML, as it was before the template took tools."""
     text = pocket[1].apply_chat_template([SYSTEM, USER, ANSWER, USER], tokenize=False, add_generation_prompt=True)
     said = [SYSTEM, USER, ANSWER, USER]
     chatml = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in said)

@@ -63,7 +63,6 @@ def test_segments_of_a_text(made: dict[str, Tokenizer], family: str) -> None:
 
 @pytest.mark.parametrize("family", [*BYTE_LEVEL, "wordpiece"])
 def test_segments_of_any_ids(made: dict[str, Tokenizer], family: str) -> None:
-    """The same text, and none of it is taken back: an incomplete character is held until it is certain."""
     tokenizer, rng = made[family], random.Random(6)
     for _ in range(count(60, 10_000)):
         ids = any_ids(tokenizer, rng, list(range(5, 260)))

@@ -66,7 +66,6 @@ def test_random_schemas(pocket: tuple[Any, Tokenizer], pocket_grammars: Grammars
 
 @pytest.mark.parametrize("family", ["qwen2", "llama3", "mistral", "llama2"])
 def test_random_schemas_with_other_vocabularies(tmp_path: Path, family: str) -> None:
-    """Bytes, and texts that fall back to bytes; some ids belong to no token."""
     tokenizer = _made(tmp_path, family, MARKS)
     grammars = Grammars(tokenizer, len(tokenizer) + PADDING)
     for seed in range(count(6, 300)):
@@ -75,7 +74,6 @@ def test_random_schemas_with_other_vocabularies(tmp_path: Path, family: str) -> 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
 def test_tokens_that_are_no_text(tmp_path: Path, family: str) -> None:
-    """None of them comes inside a string, nor does an id without a token; only the end comes at the end."""
     tokenizer = _made(tmp_path, family, MARKS)
     tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, 1}
     grammars = Grammars(tokenizer, len(tokenizer) + PADDING)
@@ -138,7 +136,6 @@ def test_spaces_that_were_added_are_text(tmp_path: Path) -> None:
 def test_what_it_lets_through(
     pocket: tuple[Any, Tokenizer], pocket_grammars: Grammars, kind: Any, source: Any, texts: Any, refused: Any
 ) -> None:
-    """However a text is split into tokens: as the tokenizer does, and byte by byte."""
     tokenizer = pocket[1]
     grammar = pocket_grammars.compile(kind, source)
     for text in [*texts, *refused]:
@@ -262,7 +259,6 @@ def _parts(tokenizer: Tokenizer, form: ToolFormat, text: str) -> list[Any]:
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.name}{len(form.writing.begin)}")
 def test_calls_that_have_to_be_made(calling: tuple[Tokenizer, Grammars], form: ToolFormat) -> None:
-    """Every answer is calls of these tools and nothing else, as the parser of the form reads it."""
     tokenizer, grammars = calling
     rng = random.Random(0)
     for parallel in (False, True):
@@ -325,7 +321,6 @@ def test_tool_grammars_that_are_refused() -> None:
 
 @pytest.mark.parametrize("prompt", ["<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"])
 def test_thinking_is_free(tmp_path: Path, prompt: str) -> None:
-    """What follows the thoughts keeps to the schema; where the prompt has begun them, they have to end first."""
     tokenizer = _made(tmp_path, "qwen2", MARKS)
     grammar = Grammars(tokenizer, len(tokenizer)).compile("json_schema", {"type": "integer"}, prompt)
     begin, end = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])

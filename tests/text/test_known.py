@@ -30,7 +30,6 @@ assert set(FORMS) <= set(FAMILIES)
 
 @pytest.mark.parametrize("family", FORMS)
 def test_it_is_the_encoding_of_the_whole(family: str, tmp_path: Path) -> None:
-    """Where the answer's tokens are those of the whole text, so is everything after it."""
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, family))
     asks, answers = FORMS[family]
     words = strings(60, 3, [])

@@ -79,7 +79,6 @@ def test_a_hostile_template(process: TextProcess, source: str, message: str) -> 
 
 @pytest.mark.parametrize("source", [LOOP, "{{ 9 ** (9 ** (9 ** 9)) }}", "{{ lipsum(n=10**9) }}"])
 def test_a_template_that_does_not_end(monkeypatch: pytest.MonkeyPatch, process: TextProcess, source: str) -> None:
-    """Neither in Jinja's loops nor in one of Python's own operations, which nothing in its process could stop."""
     monkeypatch.setattr(bounded, "TIME_LIMIT_S", 0.5)
     started = time.monotonic()
     with pytest.raises(PromptError, match=r"it takes longer than 0\.5 s|too much memory"):

@@ -64,7 +64,6 @@ def test_ids_and_text(pair: tuple[Tokenizer, Any]) -> None:
 
 
 def test_any_ids(pair: tuple[Tokenizer, Any]) -> None:
-    """Those that no text has, and those that no token has."""
     ours, reference = pair
     rng = random.Random(2)
     for _ in range(count(60, 10_000)):

@@ -121,7 +121,6 @@ def test_ends_can_be_added_and_set(fresh: tuple[Decoder, Tokenizer]) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2", "llama2"])
 def test_an_end_that_is_no_token(tmp_path: Path, family: str) -> None:
-    """Not even where the vocabulary has a token for what it does not know."""
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, family))
     with pytest.raises(ValueError, match="'<no token>' is not a token of this tokenizer"):
         tokenizer.add_eos_token("<no token>")

@@ -127,7 +127,6 @@ def test_a_template_that_writes_a_long_text(llama3: Tokenizer) -> None:
 
 
 def test_a_decoder_that_grows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pocket: tuple[Any, Tokenizer]) -> None:
-    """In decode, and in what is generated."""
     grow = {"type": "Sequence", "decoders": [replace("a", "aa")] * 40}
     tokenizer = load_tokenizer(spoiled(tmp_path, "llama3", lambda raw: raw.update(decoder=grow)))
     letter = tokenizer.convert_tokens_to_ids("a")
@@ -200,7 +199,6 @@ def test_ctrl_c_while_a_tokenizer_loads(tmp_path: Path) -> None:
 
 
 def test_long_texts_that_are_none_the_worse(pocket: tuple[Any, Tokenizer], llama3: Tokenizer) -> None:
-    """A text of a million characters, a hundred times pocket's context."""
     text = "The quick brown fox jumps over the lazy dog, isn't it? \n" * 18_000
     for tokenizer in (pocket[1], llama3):
         ids = tokenizer.encode(text, add_special_tokens=False)
