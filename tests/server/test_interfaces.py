@@ -176,6 +176,7 @@ def test_an_answer_that_fails(server: Running, monkeypatch: pytest.MonkeyPatch, 
     events = sse_events(server, to.path, to.body())
     if to is RESPONSES:
         assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
         assert events.pop()["response"]["error"]["message"] == "the engine failed"
     assert events[-1]["error"]["message"] == "the engine failed"
     if to is MESSAGES:
