@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.interfaces import COMPLETIONS, INTERFACES
 from support.server import SOON, Running, running, start
 
 from kvant.engine.request import Token
@@ -18,13 +19,7 @@ from kvant.server.run import bind
 from kvant.server.service import Service
 from kvant.server.settings import Limits, Settings
 
-LONG = {"model": "pocket", "prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
-PATHS = {
-    "/v1/completions": LONG,
-    "/v1/chat/completions": {"model": "pocket", "messages": [{"role": "user", "content": "Hello!"}]},
-    "/v1/responses": {"model": "pocket", "input": "Hello!"},
-    "/v1/messages": {"model": "pocket", "max_tokens": 5, "messages": [{"role": "user", "content": "Hello!"}]},
-}
+LONG = COMPLETIONS.body("Once upon a time", 400, ignore_eos=True)
 
 
 @pytest.fixture
@@ -73,9 +68,9 @@ def test_an_engine_that_fails(pocket: Any, step: Any, stalls: bool, caplog: pyte
         began = time.monotonic()
         health = client.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "failed")
-        for path, body in PATHS.items():
-            refused = client.post(path, json=body)
-            assert refused.status_code == 503, path
+        for to in INTERFACES:
+            refused = to.post(found)
+            assert refused.status_code == 503, to
             assert "secret" not in refused.text
         assert client.get("/live").status_code == 503
         assert client.get("/v1/models").status_code == 200
@@ -104,8 +99,8 @@ def test_what_is_under_way_is_answered_before_the_end(pocket: Any, step: Any) ->
             _end(found)
             while not found.service.draining:
                 time.sleep(0.005)
-            for path, body in PATHS.items():
-                refused = found.client.post(path, json=body)
+            for to in INTERFACES:
+                refused = to.post(found)
                 assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
             health = found.client.get("/health")
             assert (health.status_code, health.json()) == (503, {"status": "ending", "waiting": 0, "running": 1})
