@@ -4,9 +4,9 @@ import copy
 import gc
 import json
 import os
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,12 +21,13 @@ from kvant.text import process as bounded
 from kvant.text import rendering
 from kvant.text.process import TextProcess
 from kvant.text.prompt import render_chat
-from kvant.text.template import MAX_TEMPLATE, plain_data, render
+from kvant.text.template import MAX_TEMPLATE, render
 
 MESSAGES = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi <there>", "reasoning": "why"}]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 ITSELF: list[Any] = []
 ITSELF.append(ITSELF)
+HOLDER: dict[str, Any] = {"role": "user", "content": ITSELF}
 GROW = "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
 
 
@@ -35,13 +36,6 @@ def process() -> Iterator[TextProcess]:
     made = TextProcess()
     yield made
     made._end()
-
-
-def test_a_message_that_holds_itself() -> None:
-    message: dict[str, Any] = {"role": "user"}
-    message["content"] = [message]
-    with pytest.raises(PromptError, match="holds itself"):
-        plain_data(message)
 
 
 HOSTILE = [
@@ -99,20 +93,17 @@ def test_memory_where_the_system_does_not_limit_it(monkeypatch: pytest.MonkeyPat
     assert render(process, "{{ a }}", {"a": 1}) == "1"
 
 
-def test_the_process_ends_with_its_object() -> None:
+def test_the_process_ends_with_its_object_and_comes_again_when_killed() -> None:
     process = TextProcess()
     assert render(process, "a", {}) == "a"
+    process._process.kill()
+    process._process.wait()
+    assert render(process, "{{ a }}", {"a": 1}) == "1"
     pid = process._process.pid
     del process
     gc.collect()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-
-
-def test_a_process_that_was_killed_is_started_again(process: TextProcess) -> None:
-    process._process.kill()
-    process._process.wait()
-    assert render(process, "{{ a }}", {"a": 1}) == "1"
 
 
 def test_an_interrupted_answer_is_not_the_next_one(monkeypatch: pytest.MonkeyPatch, process: TextProcess) -> None:
@@ -141,17 +132,9 @@ def test_a_fork_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_threads(process: TextProcess) -> None:
-    answers: dict[int, str] = {}
-
-    def answer(number: int) -> None:
-        answers[number] = render(process, "{{ a }}", {"a": "x" * 100_000 + str(number)})
-
-    threads = [threading.Thread(target=answer, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers == {number: "x" * 100_000 + str(number) for number in range(8)}
+    texts = ["x" * 100_000 + str(number) for number in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(lambda text: render(process, "{{ a }}", {"a": text}), texts)) == texts
 
 
 def test_no_modules_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +143,6 @@ def test_no_modules_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     assert render(TextProcess(), "{{ a }}", {"a": 1}) == "1"
     assert not (tmp_path / "executed").exists()
-
-
-# What it otherwise does: what transformers does.
 
 
 def test_the_environment_is_transformers() -> None:
@@ -202,9 +182,6 @@ def weather(city: str, days: int = 1, units: Literal["C", "F"] | None = None, wh
         days: how many (choices: [1, 2])
         units: of temperature
         where: more places
-
-    Returns:
-        It.
     """
     return city
 
@@ -215,20 +192,18 @@ def reference() -> Any:
     return AutoTokenizer.from_pretrained(find_model("pocket"))
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"add_generation_prompt": True, "custom": {"a": [1, 2.5, None]}},
+    {"tools": [weather], "documents": [{"a": 1}]},
+]
+
+
 @pytest.mark.parametrize("source", TEMPLATES)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"add_generation_prompt": True, "custom": {"a": [1, 2.5, None]}},
-        {"tools": [weather], "documents": [{"a": 1}]},
-    ],
-)
-def test_every_option_is_transformers(
-    pocket: tuple[Any, Any], reference: Any, source: str, options: dict[str, Any]
-) -> None:
-    options = {"chat_template": source, "custom": {}, "tokenize": False} | options
-    assert pocket[1].apply_chat_template(MESSAGES, **options) == reference.apply_chat_template(MESSAGES, **options)
+def test_every_option_is_transformers(pocket: tuple[Any, Any], reference: Any, source: str) -> None:
+    for given in OPTIONS:
+        options = {"chat_template": source, "custom": {}, "tokenize": False} | given
+        assert pocket[1].apply_chat_template(MESSAGES, **options) == reference.apply_chat_template(MESSAGES, **options)
 
 
 def test_conversations_tokens_and_beginnings_of_answers(pocket: tuple[Any, Any], reference: Any) -> None:
@@ -260,6 +235,7 @@ def test_options_that_are_not_supported(pocket: tuple[Any, Any], name: str) -> N
         ("hello", {}, "conversation is empty; expected a list of messages"),
         (["hello"], {}, "conversation has a str; expected messages"),
         (ITSELF, {}, "conversation has a list; expected messages"),
+        ([HOLDER], {}, "holds itself"),
         ([MESSAGES[0] | {"content": None}], {"continue_final_message": True}, "no text to continue"),
         (MESSAGES, {"continue_final_message": True, "add_generation_prompt": True}, "expected one of them"),
         (MESSAGES, {"continue_final_message": True, "chat_template": "x"}, "does not keep the last message"),

@@ -28,15 +28,10 @@ CASES = [
     (THINK, "assistant\n", "<think>a</think>\n<think>b</think>\nSunny.", "ab", "Sunny."),
     (THINK, "assistant\n", "", "", ""),
     (CHANNEL, "<|turn>model\n", "<|channel>thought\nhm\n<channel|>Sunny.", "hm", "Sunny."),
-    (
-        HARMONY,
-        "<|start|>assistant",
-        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Sunny.",
-        "hm",
-        "Sunny.",
-    ),
+    (HARMONY, "<|start|>assistant",
+     "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Sunny.", "hm", "Sunny."),
     (HARMONY, "<|start|>assistant", "<|channel|>final<|message|>Sunny.", "", "Sunny."),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("marks", "prompt", "text", "thinking", "answer"), CASES)
@@ -66,12 +61,7 @@ def test_what_is_certain_comes_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "marks"),
-    [
-        (["<think>", "</think>"], THINK),
-        ([], None),
-        (list(HARMONY_TOKENS), HARMONY),
-    ],
+    ("tokens", "marks"), [(["<think>", "</think>"], THINK), ([], None), (list(HARMONY_TOKENS), HARMONY)]
 )
 def test_marks_are_those_of_the_vocabulary(tmp_path: Path, tokens: list[str], marks: Marks | None) -> None:
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, "qwen3", extra_special_tokens=tokens))

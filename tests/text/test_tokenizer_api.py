@@ -60,11 +60,8 @@ def test_mlx_lms_wrapper(fresh: tuple[Decoder, Tokenizer], pocket_mlx_lm: nn.Mod
     assert prompt == tokenizer.apply_chat_template(STORY, add_generation_prompt=True)
     given = texts(pocket_mlx_lm, wrapped, prompt, mlx_lm.stream_generate)
     whole = "".join(text for _, text in given)
-    assert (
-        whole
-        == tokenizer.decode([token for token, _ in given])
-        == kvant.generate(model, tokenizer, prompt, max_tokens=40)
-    )
+    assert whole == tokenizer.decode([token for token, _ in given])
+    assert whole == kvant.generate(model, tokenizer, prompt, max_tokens=40)
 
 
 @pytest.mark.parametrize(
@@ -83,22 +80,16 @@ def test_marks_of_thinking(tmp_path: Path, marks: list[str], found: bool) -> Non
     assert (tokenizer.think_start, tokenizer.think_end) == (wrapped.think_start, wrapped.think_end)
 
 
-# Where a text ends.
-
-
 def test_an_empty_set_never_stops(fresh: tuple[Decoder, Tokenizer], pocket_mlx_lm: nn.Module) -> None:
     model, tokenizer = fresh
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hi!"}], add_generation_prompt=True)
     stopped = list(kvant.stream_generate(model, tokenizer, prompt, max_tokens=60))
     assert stopped[-1].finish_reason == "stop"
-    assert len(stopped) < 50
     tokenizer.eos_token_ids = set()
     going_on = list(kvant.stream_generate(model, tokenizer, prompt, max_tokens=60))
-    assert len(going_on) == 60
-    assert going_on[-1].finish_reason == "length"
+    assert (len(going_on), going_on[-1].finish_reason) == (60, "length")
     tokens = [response.token for response in going_on]
     assert tokens[: len(stopped)] == [response.token for response in stopped]
-    assert stopped[-1].token in tokens
     wrapped = TokenizerWrapper(tokenizer, BPEStreamingDetokenizer)
     wrapped.eos_token_ids = None
     assert tokens[:50] == [token for token, _ in texts(pocket_mlx_lm, wrapped, prompt, mlx_lm.stream_generate, 50)]
@@ -119,10 +110,10 @@ def test_ends_can_be_added_and_set(fresh: tuple[Decoder, Tokenizer]) -> None:
     assert tokenizer.eos_token_ids == set()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama2"])
+@pytest.mark.parametrize("family", ["qwen2", "llama2"])  # the latter has a token for what it does not know
 def test_an_end_that_is_no_token(tmp_path: Path, family: str) -> None:
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, family))
-    with pytest.raises(ValueError, match="'<no token>' is not a token of this tokenizer"):
+    with pytest.raises(ValueError, match="'<no token>' is not a token"):
         tokenizer.add_eos_token("<no token>")
 
 
@@ -141,9 +132,6 @@ def test_no_end_in_the_models_configuration(tmp_path: Path) -> None:
     assert tokenizer.eos_token is tokenizer.eos_token_id is None
     assert tokenizer.eos_token_ids == set()
     assert len(list(kvant.stream_generate(model, tokenizer, prompt, max_tokens=4))) == 4
-
-
-# Arguments.
 
 
 def test_ids_of_other_types(pocket: tuple[Decoder, Tokenizer]) -> None:
@@ -174,8 +162,6 @@ def test_a_folder_without_tokenizer_json(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-# What is imported.
-
 IN_PROCESS = """
 import json, sys
 {body}
@@ -184,7 +170,7 @@ open({path!r}, "w").write(json.dumps(foreign))
 """
 COMMAND = """
 from kvant.cli import main
-sys.argv = ["kvant", *{arguments}]
+sys.argv = ["kvant", "chat", "-m", "5", "--temp", "0.8", "--seed", "3"]
 try:
     main()
 except SystemExit as ended:
@@ -201,16 +187,7 @@ for response in kvant.stream_generate(model, tokenizer, prompt, max_tokens=5, sa
 """
 
 
-@pytest.mark.parametrize(
-    ("body", "stdin"),
-    [
-        (COMMAND.format(arguments=["generate", "-p", "Hello!", "-m", "5"]), ""),
-        (COMMAND.format(arguments=["generate", "-p", "Hello!", "-m", "5", "--temp", "0.8", "--seed", "3"]), ""),
-        (COMMAND.format(arguments=["chat", "-m", "5"]), "Hello!\n"),
-        (LIBRARY, ""),
-    ],
-    ids=["generate", "generate at a temperature", "chat", "stream_generate"],
-)
+@pytest.mark.parametrize(("body", "stdin"), [(COMMAND, "Hello!\n"), (LIBRARY, "")], ids=["chat", "stream_generate"])
 def test_no_other_library_comes_along(tmp_path: Path, body: str, stdin: str) -> None:
     path = tmp_path / "imported"
     code = IN_PROCESS.format(body=body, path=str(path))
