@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from support.tokenizers_made import write_tokenizer
 from kvant.text.answer_parts import AnswerParts, CallPart, Part, TextPart
 from kvant.text.call_form import ToolFormat
 from kvant.text.stream import TextStream
+from kvant.text.thinking import HARMONY, HARMONY_TOKENS, Marks, marks_of
 from kvant.text.tokenizer import Tokenizer, load_tokenizer
 from kvant.text.tool_forms import Hermes, Llama3, Mistral, MistralArgs, QwenCoder
 
@@ -101,6 +103,31 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
 ]  # fmt: skip
 
 
+THINK = Marks(("<think>",), "</think>")
+CHANNEL = Marks(("<|channel>thought",), "<channel|>")
+# Marks, the end of the prompt, the model's text, its thinking, its answer.
+THINKING = [
+    (THINK, "assistant\n", "<think>\nlet me see\n\nyes\n</think>\n\nSunny.\n", "let me see\n\nyes", "Sunny.\n"),
+    (THINK, "assistant\n", "\n <think>a</think>b", "a", "b"),
+    (THINK, "assistant\n<think>\n", "let me see\n</think>\n\nSunny.", "let me see", "Sunny."),
+    (THINK, "assistant\n<think>\n\n</think>\n\n", "Sunny.", "", "Sunny."),
+    (THINK, "assistant\n", "Sunny.", "", "Sunny."),
+    (THINK, "assistant\n", "  Sunny <think> and </think>.", "", "  Sunny <think> and </think>."),
+    (THINK, "<think> in the question\nassistant\n", "No.", "", "No."),
+    (THINK, "assistant\n", "<think>a < b </thin k\n", "a < b </thin k", ""),
+    (THINK, "assistant\n", " \n", "", " \n"),
+    (THINK, "assistant\n", "<think>a</thi", "a</thi", ""),
+    (THINK, "assistant\n", "<thin", "", "<thin"),
+    (THINK, "assistant\n", "<think>\n\n</think>\n\nSunny.", "", "Sunny."),
+    (THINK, "assistant\n", "<think>a</think>\n<think>b</think>\nSunny.", "ab", "Sunny."),
+    (THINK, "assistant\n", "", "", ""),
+    (CHANNEL, "<|turn>model\n", "<|channel>thought\nhm\n<channel|>Sunny.", "hm", "Sunny."),
+    (HARMONY, "<|start|>assistant",
+     "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Sunny.", "hm", "Sunny."),
+    (HARMONY, "<|start|>assistant", "<|channel|>final<|message|>Sunny.", "", "Sunny."),
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """One with marks of thinking."""
@@ -108,24 +135,29 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(write_tokenizer(folder, "qwen3", extra_special_tokens=["<think>", "</think>"]))
 
 
+@pytest.fixture(scope="module")
+def thinkers(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[Marks, Tokenizer]:
+    """Tokenizers with each family's marks of thinking."""
+    made = {THINK: tokenizer}
+    for marks, tokens in ((CHANNEL, ["<|channel>", "<channel|>"]), (HARMONY, list(HARMONY_TOKENS))):
+        folder = tmp_path_factory.mktemp("thinker")
+        made[marks] = load_tokenizer(write_tokenizer(folder, "qwen3", extra_special_tokens=tokens))
+        assert marks_of(made[marks]) == marks
+    return made
+
+
 def joined(parts: list[Part]) -> list[Any]:
     """Parts, with the pieces of a text put together, in the form of CASES."""
     found: list[Any] = []
-    for part in parts:
-        if isinstance(part, CallPart):
-            found.append(part)
+    for is_text, run in groupby(parts, lambda part: (isinstance(part, TextPart), getattr(part, "thinking", False))):
+        pieces = list(run)
+        if not is_text[0]:
+            found += pieces
             continue
-        assert part.text
-        kind = "thinking" if part.thinking else "text"
-        if found and isinstance(found[-1], list) and found[-1][0] == kind:
-            found[-1][1] += part.text
-        else:
-            found.append([kind, part.text])
-    return [tuple(each) if isinstance(each, list) and each[0] == "thinking" else _text(each) for each in found]
-
-
-def _text(each: Any) -> Any:
-    return each[1] if isinstance(each, list) else each
+        assert all(part.text for part in pieces)
+        text = "".join(part.text for part in pieces)
+        found.append(("thinking", text) if is_text[1] else text)
+    return found
 
 
 def split(splitter: AnswerParts, text: str, sizes: random.Random | None) -> list[Part]:
@@ -149,6 +181,17 @@ def test_pieces_of_any_size(tokenizer: Tokenizer, form: ToolFormat, text: str, e
         assert joined(split(splitter, text, pieces)) == expected, seed
     whole = AnswerParts(tokenizer, "assistant\n", TOOLS, form)
     assert joined([*whole.add(text), *whole.finish()]) == expected
+
+
+@pytest.mark.parametrize(("marks", "prompt", "text", "thinking", "answer"), THINKING)
+def test_thinking_in_pieces_of_any_size(
+    thinkers: dict[Marks, Tokenizer], marks: Marks, prompt: str, text: str, thinking: str, answer: str
+) -> None:
+    for seed in range(30):
+        parts = split(AnswerParts(thinkers[marks], prompt), text, random.Random(seed) if seed else None)
+        found = [part for part in parts if isinstance(part, TextPart)]
+        assert "".join(part.text for part in found if part.thinking) == thinking
+        assert "".join(part.text for part in found if not part.thinking) == answer
 
 
 @pytest.mark.parametrize(
@@ -204,6 +247,12 @@ def test_what_is_certain_comes_at_once(tokenizer: Tokenizer) -> None:
     assert splitter.add('\n<tool_call>\n{"nam') == []
     assert splitter.add("ing") == [TextPart("\n<tool_call>\n{"), TextPart('"naming')]
     assert splitter.finish() == []
+    splitter = AnswerParts(tokenizer, "assistant\n")
+    assert splitter.add("<think>") == []
+    assert splitter.add("one") == [TextPart("one", True)]
+    assert splitter.add("\n") == []
+    assert splitter.add("two </") == [TextPart("\ntwo ", True)]
+    assert splitter.add("think>\n\nSun") == [TextPart("Sun")]
 
 
 def test_a_text_that_is_no_call_comes_before_it_ends(tokenizer: Tokenizer) -> None:
@@ -222,6 +271,7 @@ def test_without_tools_all_is_text_at_once(tokenizer: Tokenizer, form: ToolForma
 
 
 def test_without_marks_of_thinking(pocket: tuple[object, Tokenizer]) -> None:
+    assert marks_of(pocket[1]) is None
     splitter = AnswerParts(pocket[1], "assistant\n", TOOLS, Hermes())
     assert joined([*splitter.add(f"<think>a</think>{HERMES_ROME}"), *splitter.finish()]) == ["<think>a</think>", ROME]
 

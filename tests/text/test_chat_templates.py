@@ -106,24 +106,6 @@ def test_text_and_ids_are_transformers(pair: tuple[Tokenizer, Any]) -> None:
     assert refused > 0
 
 
-def test_what_the_switches_do(pair: tuple[Tokenizer, Any]) -> None:
-    ours, reference = pair
-    family = next(name for name, source in SOURCES.items() if source == ours.chat_template)
-    assert reference.chat_template == ours.chat_template
-    plain = ours.apply_chat_template([USER], tokenize=False)
-    assert "Zürich" in plain
-    assert "kind" in ours.apply_chat_template([SYSTEM, USER], tokenize=False)
-    tools = ours.apply_chat_template([USER], tokenize=False, tools=[TOOL])
-    assert ('["city"]' in tools or '"city"\n' in tools) is (family != "smollm2")
-    off = ours.apply_chat_template([USER], tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    on = ours.apply_chat_template([USER], tokenize=False, add_generation_prompt=True, enable_thinking=True)
-    assert (off != on) is (family == "qwen3")
-    continued = ours.apply_chat_template(
-        [USER, WRITTEN | {"content": "Sun"}], tokenize=False, continue_final_message=True
-    )
-    assert continued.endswith("Sun")
-
-
 def test_roles_of_the_models_own_are_variables(tmp_path: Path) -> None:
     source = "{{ image_token }}{{ boi_token }}{{ eos_token }}{{ video_token is defined }}"
     extra = {"boi_token": "<boi>"}
@@ -132,11 +114,3 @@ def test_roles_of_the_models_own_are_variables(tmp_path: Path) -> None:
     assert (
         load_tokenizer(folder).apply_chat_template([USER], tokenize=False) == expected == "<image><boi><|im_end|>False"
     )
-
-
-def test_the_embedded_models_text_without_tools(pocket: tuple[Any, Tokenizer]) -> None:
-    text = pocket[1].apply_chat_template([SYSTEM, USER, ANSWER, USER], tokenize=False, add_generation_prompt=True)
-    said = [SYSTEM, USER, ANSWER, USER]
-    chatml = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in said)
-    assert text == chatml + "<|im_start|>assistant\n"
-    assert pocket[1].apply_chat_template(said, tools=[], tokenize=False) == chatml

@@ -25,27 +25,16 @@ def _write(folder: Path, raw: dict[str, Any], *, indent: int | None = None) -> P
 def _raw() -> dict[str, Any]:
     """A byte pair encoding of a few letters."""
     vocabulary = {letter: place for place, letter in enumerate("abcdefgh")} | {"ab": 8, "cd": 9, "abcd": 10}
+    by_bytes = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": ["a b", "c d", "ab cd"], "continuing_subword_prefix": None}
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [{"id": 11, "content": "<end>", "special": True, **FLAGS}],
         "normalizer": {"type": "NFC"},
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "pre_tokenizer": {**by_bytes, "add_prefix_space": False},
         "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocabulary,
-            "merges": ["a b", "c d", "ab cd"],
-        },
+        "decoder": {**by_bytes, "add_prefix_space": True},
+        "model": {**model, "ignore_merges": False},
     }
 
 
