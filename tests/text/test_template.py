@@ -135,6 +135,8 @@ def test_threads(process: TextProcess) -> None:
     texts = ["x" * 100_000 + str(number) for number in range(8)]
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(lambda text: render(process, "{{ a }}", {"a": text}), texts)) == texts
+    broken = json.loads('"\\ud800 a\\u2028b\\n"')
+    assert render(process, "{{ a }}", {"a": broken}) == broken
 
 
 def test_no_modules_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +190,6 @@ def weather(city: str, days: int = 1, units: Literal["C", "F"] | None = None, wh
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    """Pocket's tokenizer as transformers loads it."""
     return AutoTokenizer.from_pretrained(find_model("pocket"))
 
 
@@ -222,12 +223,6 @@ def test_conversations_tokens_and_beginnings_of_answers(pocket: tuple[Any, Any],
         assert pocket[1].apply_chat_template(conversation, **options) == expected, options
 
 
-@pytest.mark.parametrize("name", ["sanitize_control_tokens", "return_assistant_tokens_mask", "return_dict", "padding"])
-def test_options_that_are_not_supported(pocket: tuple[Any, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is not supported"):
-        pocket[1].apply_chat_template(MESSAGES, **{name: True})
-
-
 @pytest.mark.parametrize(
     ("conversation", "options", "message"),
     [
@@ -240,9 +235,11 @@ def test_options_that_are_not_supported(pocket: tuple[Any, Any], name: str) -> N
         (MESSAGES, {"continue_final_message": True, "add_generation_prompt": True}, "expected one of them"),
         (MESSAGES, {"continue_final_message": True, "chat_template": "x"}, "does not keep the last message"),
         (MESSAGES, {"tools": [3]}, "a tool is a int"),
+        *[(MESSAGES, {name: True}, f"{name} is not supported")
+          for name in ("sanitize_control_tokens", "return_assistant_tokens_mask", "return_dict", "padding")],
         (MESSAGES, {"tools": [lambda a: a]}, "tool '<lambda>': .*it has no docstring"),
     ],
-)
+)  # fmt: skip
 def test_arguments_that_cannot_be_applied(
     pocket: tuple[Any, Any], conversation: Any, options: dict[str, Any], message: str
 ) -> None:
@@ -253,13 +250,5 @@ def test_arguments_that_cannot_be_applied(
 def test_copies_are_bounded_too(pocket: tuple[Any, Any]) -> None:
     tokenizer = copy.deepcopy(pocket[1])
     tokenizer.chat_template = "{{ 'a' * 10**10 }}"
-    with pytest.raises(PromptError, match="too much memory"):
-        tokenizer.apply_chat_template(MESSAGES, tokenize=False)
     with pytest.raises(PromptError, match=r"^the chat template failed: it needs too much memory$"):
         render_chat(tokenizer, MESSAGES)
-    assert "Hello!" in render_chat(pocket[1], MESSAGES)
-
-
-def test_text_that_is_no_unicode_comes_back(process: TextProcess) -> None:
-    text = json.loads('"\\ud800 a\\u2028b\\n"')
-    assert render(process, "{{ a }}", {"a": text}) == text
