@@ -8,22 +8,22 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from support.interfaces import CHAT, MESSAGES
 from support.server import SOON, Running, read_all, running, start, started
 
 from kvant.server.settings import Settings
 from kvant.text.process import TextProcess
 from kvant.text.tool_forms import tool_format
 
-ASKED = [{"role": "user", "content": "Hi"}]
 MANY = [f"property_{number}" for number in range(99_000)]
 WIDE = {"type": "object", "properties": dict.fromkeys(MANY, True), "required": MANY}
 REFERENCES = {
@@ -36,7 +36,7 @@ def _tool(parameters: Any, **fields: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": {"name": "t", "parameters": parameters} | fields}]}
 
 
-FREEZING: Mapping[str, Mapping[str, Any]] = {
+FREEZING: dict[str, dict[str, Any]] = {
     "newlines": {"structured_outputs": {"grammar": "\n" * 1_000_000}},
     "newlines of the largest grammar": {"structured_outputs": {"grammar": "\n" * 60_000}},
     "brackets": {"structured_outputs": {"grammar": "a[\n" * 20_000}},
@@ -58,25 +58,25 @@ FREEZING: Mapping[str, Mapping[str, Any]] = {
 
 @pytest.mark.parametrize("fields", FREEZING.values(), ids=FREEZING)
 def test_no_body_holds_the_server(server: Running, fields: dict[str, Any]) -> None:
-    body = json.dumps({"model": "pocket", "messages": ASKED, "max_tokens": 1} | fields).encode()
-    longest, ended = [0.0], threading.Event()
+    """It is refused in a short answer, while a thread of this process goes on."""
+    body = json.dumps(CHAT.body(tokens=1) | fields).encode()
+    ticks, ended = [time.monotonic()], threading.Event()
 
     def watch() -> None:
-        last = time.monotonic()
         while not ended.wait(0.002):
-            last, before = time.monotonic(), last
-            longest[0] = max(longest[0], last - before)
+            ticks.append(time.monotonic())
 
     watching = threading.Thread(target=watch)
     watching.start()
     try:
-        answered = server.client.post("/v1/chat/completions", content=body)
+        answered = server.client.post(CHAT.path, content=body)
     finally:
         ended.set()
         watching.join()
+        ticks.append(time.monotonic())
     assert answered.status_code == 400, answered.text[:300]
     assert len(answered.content) < 4_000
-    assert longest[0] < 1  # 0.05 of a machine that does nothing else; it was minutes
+    assert max(after - before for before, after in pairwise(ticks)) < 1  # it was minutes
     assert server.client.get("/health").status_code == 200
 
 
@@ -99,17 +99,12 @@ def test_damaged_weights_are_an_error(pocket: Any) -> None:
     model = copy(pocket[0])
     *layers, last = model.layers
     model.layers = (*layers, replace(last, norms={role: weight * math.nan for role, weight in last.norms.items()}))
-    asked = {"model": "pocket", "messages": ASKED, "max_tokens": 9}
     with running(start(Settings(port=0, sequences=1, max_kv_size=128), model, pocket[1])) as found:
-        for path, fields in {
-            "/v1/chat/completions": {"response_format": {"type": "json_object"}, "logprobs": True},
-            "/v1/messages": {},
-        }.items():
-            answered = found.client.post(path, json=asked | fields)
+        for to, fields in ((CHAT, {"response_format": {"type": "json_object"}, "logprobs": True}), (MESSAGES, {})):
+            answered = to.post(found, tokens=9, **fields)
             assert answered.status_code == 500
             assert "NaN" in answered.json()["error"]["message"]
-        answered = found.client.post("/v1/chat/completions", json=asked | {"stream": True})
-        assert "NaN" in answered.text
+        assert "NaN" in CHAT.post(found, stream=True).text
         assert found.client.get("/health").status_code == 200
 
 
@@ -142,8 +137,8 @@ def test_more_connections_than_files(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks for children in Linux's /proc")
 def test_an_end_leaves_no_stopped_process(tmp_path: Path) -> None:
     with started(tmp_path) as (process, client, _):
-        body = {"model": "pocket", "messages": ASKED, "max_tokens": 1, "response_format": {"type": "json_object"}}
-        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        body = CHAT.body(tokens=1, response_format={"type": "json_object"})
+        assert client.post(CHAT.path, json=body).status_code == 200
         threads = Path(f"/proc/{process.pid}/task").iterdir()
         children = [int(pid) for task in threads for pid in (task / "children").read_text().split()]
         assert len(children) == 2
@@ -172,10 +167,9 @@ def test_a_process_of_the_tokenizer_that_dies(pocket: Any, monkeypatch: pytest.M
             send(process, *parts)
 
         monkeypatch.setattr(TextProcess, "_send", dying)
-        body = {"model": "pocket", "messages": ASKED, "max_tokens": 1}
-        assert found.client.post("/v1/chat/completions", json=body).status_code == 200
+        CHAT.ask(found, tokens=1)
         assert kills == [0]
         kills[0] = 2
-        answered = found.client.post("/v1/chat/completions", json=body)
+        answered = CHAT.post(found)
         assert (answered.status_code, answered.json()["error"]["type"]) == (503, "server_error")
         assert kills == [0]

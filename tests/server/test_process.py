@@ -24,7 +24,7 @@ ASK = {"model": "pocket", "prompt": SECRET, "ignore_eos": True, "stream": True}
 
 
 def _resident(pid: int) -> int:
-    """The most bytes of memory that a process and those it started had; 0 where the system does not say."""
+    """The most bytes that a process and those it started had; 0 where the system does not say."""
     if sys.platform != "linux":
         return 0
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
