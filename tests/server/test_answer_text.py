@@ -25,7 +25,6 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 
 
 def with_marks(tokenizer: Tokenizer, start: str, end: str) -> Tokenizer:
-    """The tokenizer of a model that thinks between marks."""
     thinker = copy.copy(tokenizer)
     thinker.think_start, thinker.think_end = start, end
     return thinker
@@ -45,17 +44,12 @@ def read(
     return text, events
 
 
-def bytes_to_ids(tokenizer: Tokenizer) -> dict[bytes, int]:
-    detokenizer = tokenizer.detokenizer
-    return {detokenizer.token_bytes(token): token for token in range(len(tokenizer))}
-
-
 def places(event: Text) -> list[int]:
     return [-int(token.logprob) for token in event.logprobs]
 
 
 def test_a_character_of_several_tokens(pocket: Pocket) -> None:
-    known = bytes_to_ids(pocket[1])
+    known = {pocket[1].detokenizer.token_bytes(token): token for token in range(len(pocket[1]))}
     pieces = [b"a", b"\xe2", b"\x82", b"\xac", b"b", b"\xe2", b"\x82"]
     text, events = read(pocket[1], [known[piece] for piece in pieces])
     assert [event.text for event in events[:3]] == ["a", "€", "b"]

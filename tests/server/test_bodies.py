@@ -85,16 +85,6 @@ def test_a_slow_body(short: Running) -> None:
     assert short.client.get("/health").status_code == 200
 
 
-def test_a_client_that_goes_while_it_sends(short: Running) -> None:
-    for _ in range(20):
-        with short.connect() as connection:
-            connection.sendall(f"{HEAD}Content-Length: 1000\r\n\r\nhalf".encode())
-    end = time.monotonic() + 20
-    while short.service.active:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_many_bodies_together(short: Running) -> None:
     head = f"{HEAD}Content-Length: {LONG}\r\n\r\n".encode()
     with ExitStack() as held:

@@ -1,16 +1,14 @@
 """OpenAI's chat completions over HTTP: the numbers and shapes that mlx-lm and OpenAI's API have."""
 
-import threading
 from functools import partial
-from itertools import count
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from support.interfaces import CHAT, FOX
-from support.server import SOON, Running, sse_events
+from support.interfaces import CHAT, COMPLETIONS, FOX, Interface
+from support.server import Running, sse_events
 
 from kvant.models import Decoder
 
@@ -141,18 +139,37 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
 ]
 
 
-def test_what_is_wrong_is_refused_by_name(server: Running) -> None:
-    for fields, param, part in REFUSED:
-        for stream in ({}, {"stream": True}):
-            if "stream_options" in fields and stream:
-                continue
-            body = {"model": "pocket", "messages": ASKED, "max_tokens": 2} | stream | fields
-            answered = server.client.post(CHAT.path, json=body)
-            assert answered.status_code == 400, fields
-            error = answered.json()["error"]
-            assert (error["type"], error["param"]) == ("invalid_request_error", param), error
-            assert part in error["message"], error
-            assert "\n" not in error["message"]
+REFUSED_PROMPTS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"suffix": "end"}, "suffix", "only continues text"),
+    ({"best_of": 2}, "best_of", "is 2; expected 1, which is n"),
+    ({"logprobs": 6}, "logprobs", "is 6; expected 0 to 5"),
+    ({"logprobs": 1, "echo": True}, "echo", "expected echo or logprobs"),
+    ({"prompt": []}, "prompt", "has 0 prompts; expected 1 to 128"),
+    ({"prompt": ["a"] * 129}, "prompt", "has 129 prompts"),
+    ({"prompt": [1, "a"]}, "prompt", "numbers beside prompts"),
+    ({"prompt": ""}, "prompt", "the prompt is empty"),
+    ({"prompt": ["fox", ""]}, "prompt", "the prompt is empty"),
+    ({"prompt": [1280]}, "prompt", "token id 1280; the model knows 0 to 1279"),
+    ({"prompt": ["fox", "a " * 600]}, "prompt", "512 are reserved"),
+    ({"messages": []}, "messages", "unknown field"),
+    ({"n": 5}, "n", "expected 1 to 4"),
+    ({"stream_options": {}}, "stream_options", "no effect without stream"),
+]
+
+
+@pytest.mark.parametrize(
+    ("to", "stream"), [(CHAT, False), (CHAT, True), (COMPLETIONS, False)], ids=["chat", "stream", "completions"]
+)
+def test_what_is_wrong_is_refused_by_name(server: Running, to: Interface, stream: bool) -> None:
+    for fields, param, part in REFUSED if to is CHAT else REFUSED_PROMPTS:
+        if stream and "stream_options" in fields:
+            continue
+        answered = server.client.post(to.path, json=to.body(tokens=2, stream=stream) | fields)
+        assert answered.status_code == 400, fields
+        error = answered.json()["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", param), error
+        assert part in error["message"], error
+        assert "\n" not in error["message"]
 
 
 def test_without_a_limit_an_answer_fills_the_context(server: Running) -> None:
@@ -160,23 +177,3 @@ def test_without_a_limit_an_answer_fills_the_context(server: Running) -> None:
     # The last token is sampled and not fed.
     assert answer["usage"]["total_tokens"] == 513
     assert answer["choices"][0]["finish_reason"] == "length"
-
-
-def test_a_stream_in_pieces(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = server.service.engine._scheduler
-    real, go, steps = scheduler.step, threading.Event(), count(1)
-
-    def step() -> Any:
-        if next(steps) > 5:
-            assert go.wait(SOON)
-        return real()
-
-    monkeypatch.setattr(scheduler, "step", step)
-    body = CHAT.body(tokens=30, ignore_eos=True, stream=True)
-    with server.client.stream("POST", CHAT.path, json=body) as answered:
-        lines = answered.iter_lines()
-        while '"content":"' not in (line := next(lines)) or '"content":""' in line:
-            pass
-        assert not go.is_set()
-        go.set()
-        assert [line for line in lines if line][-1] == "data: [DONE]"

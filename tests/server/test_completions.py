@@ -41,18 +41,16 @@ def test_many_prompts_are_more_than_run_at_once(server: Running) -> None:
 
 
 def test_log_probabilities_are_those_of_chat(server: Running) -> None:
-    tokenizer = server.service.tokenizer
     messages = [{"role": "user", "content": "Tell me a story."}]
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    prompt = server.service.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     chat = CHAT.ask(server, messages, 12, logprobs=True, top_logprobs=3)["choices"][0]
     choice = ask(server, prompt, logprobs=3)["choices"][0]
     assert choice["text"] == chat["message"]["content"]
     told, content = choice["logprobs"], chat["logprobs"]["content"]
     assert told["tokens"] == [each["token"] for each in content]
     assert told["token_logprobs"] == pytest.approx([each["logprob"] for each in content], abs=1e-4)
-    assert [list(each) for each in told["top_logprobs"]] == [
-        [other["token"] for other in each["top_logprobs"]] for each in content
-    ]
+    tops = [[other["token"] for other in each["top_logprobs"]] for each in content]
+    assert [list(each) for each in told["top_logprobs"]] == tops
     at = 0
     for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
         assert offset == at
@@ -81,30 +79,3 @@ def test_a_stream_is_the_whole(server: Running) -> None:
         for found, expected in zip(told.pop("top_logprobs"), whole_told.pop("top_logprobs"), strict=True):
             assert found == pytest.approx(expected, abs=1e-3)
         assert told == whole_told
-
-
-REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
-    ({"suffix": "end"}, "suffix", "only continues text"),
-    ({"best_of": 2}, "best_of", "is 2; expected 1, which is n"),
-    ({"logprobs": 6}, "logprobs", "is 6; expected 0 to 5"),
-    ({"logprobs": 1, "echo": True}, "echo", "expected echo or logprobs"),
-    ({"prompt": []}, "prompt", "has 0 prompts; expected 1 to 128"),
-    ({"prompt": ["a"] * 129}, "prompt", "has 129 prompts"),
-    ({"prompt": [1, "a"]}, "prompt", "numbers beside prompts"),
-    ({"prompt": ""}, "prompt", "the prompt is empty"),
-    ({"prompt": ["fox", ""]}, "prompt", "the prompt is empty"),
-    ({"prompt": [1280]}, "prompt", "token id 1280; the model knows 0 to 1279"),
-    ({"prompt": ["fox", "a " * 600]}, "prompt", "512 are reserved"),
-    ({"messages": []}, "messages", "unknown field"),
-    ({"n": 5}, "n", "expected 1 to 4"),
-    ({"stream_options": {}}, "stream_options", "no effect without stream"),
-]
-
-
-def test_what_is_wrong_is_refused_by_name(server: Running) -> None:
-    for fields, param, part in REFUSED:
-        answered = server.client.post(COMPLETIONS.path, json=COMPLETIONS.body(TEXT, 2) | fields)
-        assert answered.status_code == 400, fields
-        error = answered.json()["error"]
-        assert (error["type"], error["param"]) == ("invalid_request_error", param), error
-        assert part in error["message"], error

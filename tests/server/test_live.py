@@ -75,6 +75,7 @@ def test_the_state_is_the_pools_and_no_text_is_in_it(pocket: Any) -> None:
     assert numbers <= {1, 2, 3, 4, 5}
     assert state["sequences"] == []
     assert spread(state["parts"][0]["kept"])
+    assert live.read()["tokens"] == live.read(99)["tokens"] == []  # only of who says how many it knows
     state = live.read(0)
     assert sum(ms is None for _, _, ms in state["tokens"]) == 4  # of four answers
     assert all(ms > 0 for _, _, ms in state["tokens"] if ms is not None)
@@ -96,21 +97,6 @@ def test_pages_that_move_with_a_window(tmp_path: Path) -> None:
         state, _ = step(scheduler, live, pool, 0)
         starts |= {each["start"] for each in state["parts"][1]["sequences"]}
     assert starts >= {0, PAGE}
-
-
-def test_if_nobody_asks_it_looks_when_all_is_done(pocket: Any) -> None:
-    model = pocket[0]
-    pool = model.make_pool(PAGE * 4, sequences=1)
-    scheduler, live = Scheduler(model, pool, max_batch=1), Live(pool)
-    scheduler.submit(Request([5] * 200, max_tokens=20))
-    looked = set()
-    while not scheduler.idle:
-        live.observe(scheduler, scheduler.step())
-        looked.add(live._looked)
-    assert len(looked) == 2
-    assert live.read()["generated"] == 20
-    assert live.read()["tokens"] == []  # only of who says how many it knows
-    assert live.read(99)["tokens"] == []
 
 
 def test_who_asks_seldom_misses_times_and_nothing_grows(pocket: Any) -> None:

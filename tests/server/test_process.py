@@ -85,8 +85,8 @@ def _written(folder: Path) -> list[Path]:
 @pytest.mark.skipif(sys.platform == "win32", reason="its signals are others")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once(pocket: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
-    left: list[int] = []
     service = start(Settings(port=0, sequences=1, max_kv_size=512), *pocket)
+    left: list[int] = []
     said: list[str] = []
     asking: list[threading.Thread] = []
 

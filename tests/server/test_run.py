@@ -23,21 +23,16 @@ LONG = COMPLETIONS.body("Once upon a time", 400, ignore_eos=True)
 
 
 @pytest.fixture
-def step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
-    """Sets what the engine does before each of its steps."""
-    real = Scheduler.step
-    before: list[Callable[[], None]] = [lambda: time.sleep(0.005)]
+def before(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """What the engine does before each of its steps."""
+    real, acts = Scheduler.step, [lambda: time.sleep(0.005)]
 
     def doing(self: Scheduler) -> list[Token]:
-        before[0]()
+        acts[0]()
         return real(self)
 
     monkeypatch.setattr(Scheduler, "step", doing)
-
-    def change(act: Callable[[], None]) -> None:
-        before[0] = act
-
-    return change
+    return acts  # type: ignore[return-value]
 
 
 def _start(pocket: Any, **limits: Any) -> Service:
@@ -53,19 +48,17 @@ def _fail() -> None:
 
 
 @pytest.mark.parametrize("stalls", [False, True])
-def test_an_engine_that_fails(pocket: Any, step: Any, stalls: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_fails(pocket: Any, before: Any, stalls: bool, caplog: pytest.LogCaptureFixture) -> None:
     go = threading.Event()
     with running(_start(pocket, stall_s=0.4 if stalls else 120.0)) as found:
         client = found.client
         with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream:
             lines = stream.iter_lines()
             assert _data(next(lines))["choices"]
-            step((lambda: bool(go.wait(SOON))) if stalls else _fail)
+            before[0] = (lambda: go.wait(SOON)) if stalls else _fail
             began = time.monotonic()
             last = [line for line in lines if line][-1]
         assert "the server's log" in _data(last)["error"]["message"]
-        assert time.monotonic() - began < 10
-        began = time.monotonic()
         health = client.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "failed")
         for to in INTERFACES:
@@ -89,7 +82,7 @@ def _end(found: Running) -> None:
     asyncio.run_coroutine_threadsafe(found.server.end(), loop)
 
 
-def test_what_is_under_way_is_answered_before_the_end(pocket: Any, step: Any) -> None:
+def test_what_is_under_way_is_answered_before_the_end(pocket: Any, before: Any) -> None:
     asked = LONG | {"max_tokens": 80}
     with running(_start(pocket)) as found:
         whole = found.client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
@@ -112,7 +105,7 @@ def test_what_is_under_way_is_answered_before_the_end(pocket: Any, step: Any) ->
             found.connect()
 
 
-def test_what_takes_too_long_is_cut(pocket: Any, step: Any) -> None:
+def test_what_takes_too_long_is_cut(pocket: Any, before: Any) -> None:
     with running(_start(pocket, drain_s=0.3)) as found:
         with found.client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream:
             lines = stream.iter_lines()
@@ -124,13 +117,10 @@ def test_what_takes_too_long_is_cut(pocket: Any, step: Any) -> None:
         assert not found.thread.is_alive()
 
 
-def test_a_port_that_is_taken(server: Running) -> None:
+def test_where_it_cannot_listen(server: Running) -> None:
     port = int(server.url.rpartition(":")[2])
-    with pytest.raises(KvantError, match=f"cannot listen on 127.0.0.1 port {port}: .*; another process listens there"):
+    with pytest.raises(KvantError, match=f"port {port}: .*; another process listens there"):
         bind(Settings(port=port))
-
-
-@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
-def test_an_address_that_is_not_this_machines(host: str) -> None:
-    with pytest.raises(KvantError, match=f"cannot listen on {host} port 8080: "):
-        bind(Settings(host=host, api_keys=("k",)))
+    for host in ("192.0.2.1", "no.such.host.invalid"):
+        with pytest.raises(KvantError, match=f"cannot listen on {host} port 8080: "):
+            bind(Settings(host=host, api_keys=("k",)))
