@@ -29,11 +29,7 @@ SOON = 30  # seconds until which a test waits for what should be immediate
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A server that answers.
-
-    Attributes:
-        client: of this server; it keeps no environment's proxies.
-    """
+    """A server that answers, and a client of it."""
 
     url: str
     client: httpx2.Client
@@ -94,11 +90,12 @@ def running(service: Service, routes: Sequence[BaseRoute] = ()) -> Iterator[Runn
             service.close()
 
 
+Started = tuple[Any, httpx2.Client, list[str]]  # a process, a client of it, its lines on standard error as they come
+
+
 @contextmanager
-def started(
-    folder: Path, *arguments: str, command: Sequence[str] = ()
-) -> Iterator[tuple[Any, httpx2.Client, list[str]]]:
-    """``kvant serve`` as a process in a folder, a client of it, and its lines on standard error as they come."""
+def started(folder: Path, *arguments: str, command: Sequence[str] = ()) -> Iterator[Started]:
+    """``kvant serve`` as a process in a folder."""
     places = {name: str(folder) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")}
     process = subprocess.Popen(
         command or [*COMMAND, "serve", "--port", "0", "--sequences", "2", "--max-kv-size", "512", *arguments],
