@@ -4,18 +4,17 @@ import json
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.interfaces import CHAT, COMPLETIONS, FOX, Interface
-from support.server import Running, running, start
+from support.server import Running, running, start, wait
 
 from kvant.models import Decoder
 from kvant.server.settings import Settings
 
 Pocket = tuple[Decoder, Any]
-SOON = 20  # seconds until which a test waits for what takes milliseconds
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +25,10 @@ def narrow(pocket: Pocket) -> Iterator[Running]:
         yield found
 
 
-def wait(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def is_free(server: Running) -> bool:
     counts = server.service.engine.counts
-    return not (counts.waiting or counts.prefilling or counts.running) and (
-        counts.free_pages == server.service.pool.num_pages
-    )
+    busy = counts.waiting or counts.prefilling or counts.running
+    return not busy and counts.free_pages == server.service.pool.num_pages
 
 
 def ended(server: Running) -> dict[str, float]:

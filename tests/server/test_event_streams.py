@@ -20,6 +20,7 @@ ANSWER = [
     Begun(20, 16), Text(0, "Hm", True), Text(0, "m.", True), Text(0, "I "), Text(0, ""), Text(0, "look."),
     Call(0, 0, "weather", CALL), Call(0, 1, "weather", "{}"), End(0, "tool_calls", 12, 4),
 ]  # fmt: skip
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 SUMMARY = {"reasoning": {"summary": "auto"}}
 
 
@@ -206,19 +207,6 @@ def test_thinking_that_is_not_shown_comes_in_the_signature() -> None:
     assert stream.whole()["content"][0] == {"type": "thinking", "thinking": "", "signature": "kvant:c2VjcmV0"}
 
 
-def test_why_an_answer_ended() -> None:
-    for end, told in (
-        (End(0, "stop", 1), ("end_turn", None)),
-        (End(0, "stop", 1, stop="\n\n"), ("stop_sequence", "\n\n")),
-        (End(0, "length", 1), ("max_tokens", None)),
-        (End(0, "tool_calls", 1), ("tool_use", None)),
-    ):
-        stream = MessageStream("pocket")
-        streamed(stream, [Begun(3, 0), end])
-        assert (stream.whole()["stop_reason"], stream.whole()["stop_sequence"]) == told
-        assert stream.whole()["content"] == []
-
-
 @given(answers())
 @settings(max_examples=count(30, 2000), deadline=None)
 def test_a_client_adds_up_the_answer(events: list[Event]) -> None:
@@ -226,7 +214,10 @@ def test_a_client_adds_up_the_answer(events: list[Event]) -> None:
     calls = sum(isinstance(event, Call) for event in events)
     message = MessageStream("pocket")
     assert _message(streamed(message, events)) == message.whole()
-    content = message.whole()["content"]
+    content, end = message.whole()["content"], events[-1]
+    assert isinstance(end, End)
+    reason = "stop_sequence" if end.stop else REASONS[end.reason]
+    assert (message.whole()["stop_reason"], message.whole()["stop_sequence"]) == (reason, end.stop)
     assert "".join(block.get("text", "") for block in content) == said
     assert sum(block["type"] == "tool_use" for block in content) == calls
     for fields in ({}, SUMMARY):
@@ -237,6 +228,6 @@ def test_a_client_adds_up_the_answer(events: list[Event]) -> None:
         assert "".join(item["content"][0]["text"] for item in output if item["type"] == "message") == said
         assert sum(item["type"] == "function_call" for item in output) == calls
         assert output  # clients look for a message
-        status = "incomplete" if isinstance(events[-1], End) and events[-1].reason == "length" else "completed"
+        status = "incomplete" if end.reason == "length" else "completed"
         assert told[-1]["type"] == f"response.{status}"
         assert response.whole()["status"] == output[-1]["status"] == status or calls

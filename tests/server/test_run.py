@@ -82,29 +82,6 @@ def _end(found: Running) -> None:
     asyncio.run_coroutine_threadsafe(found.server.end(), loop)
 
 
-def test_what_is_under_way_is_answered_before_the_end(pocket: Any, before: Any) -> None:
-    asked = LONG | {"max_tokens": 80}
-    with running(_start(pocket)) as found:
-        whole = found.client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
-        with found.client.stream("POST", "/v1/completions", json=asked | {"stream": True}) as stream:
-            lines = stream.iter_lines()
-            texts = [_data(next(lines))["choices"][0]["text"]]
-            _end(found)
-            while not found.service.draining:
-                time.sleep(0.005)
-            for to in INTERFACES:
-                refused = to.post(found)
-                assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
-            health = found.client.get("/health")
-            assert (health.status_code, health.json()) == (503, {"status": "ending", "waiting": 0, "running": 1})
-            texts += [_data(line)["choices"][0]["text"] for line in lines if line and line != "data: [DONE]"]
-        assert "".join(texts) == whole
-        found.thread.join(SOON)
-        assert not found.thread.is_alive()
-        with pytest.raises(ConnectionRefusedError):
-            found.connect()
-
-
 def test_what_takes_too_long_is_cut(pocket: Any, before: Any) -> None:
     with running(_start(pocket, drain_s=0.3)) as found:
         with found.client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream:

@@ -6,7 +6,8 @@ import re
 import socket
 import subprocess
 import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,14 @@ class Running:
         with self.connect() as connection:
             connection.sendall(sent)
             return read_all(connection)
+
+
+def wait(condition: Callable[[], object]) -> None:
+    """Wait until something is so, which takes milliseconds."""
+    end = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def read_all(connection: socket.socket) -> bytes:
