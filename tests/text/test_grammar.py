@@ -221,9 +221,7 @@ forms = pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.name}{le
 
 
 @pytest.fixture(scope="module", params=["pocket", "qwen2", "mistral"])
-def calling(
-    request: pytest.FixtureRequest, pocket: tuple[Any, Tokenizer], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Tokenizer, Grammars]:
+def calling(request: Any, pocket: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Grammars]:
     """Marks of calls are text in pocket's vocabulary; in the others they are tokens."""
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer = pocket[1] if request.param == "pocket" else _made(folder, request.param, MARKS)
@@ -305,7 +303,7 @@ def test_thinking_is_free(tmp_path: Path, prompt: str) -> None:
         tokens = draw(grammar, rng, prefer=[begin, end, *closing(tokenizer)])
         assert tokens is not None
         parts = AnswerParts(tokenizer, prompt)
-        text = [*parts.add(tokenizer.decode(tokens)), *parts.finish()]
-        thought += any(isinstance(part, TextPart) and part.thinking for part in text)
-        int("".join(part.text for part in text if isinstance(part, TextPart) and not part.thinking))
+        texts = [part for part in [*parts.add(tokenizer.decode(tokens)), *parts.finish()] if isinstance(part, TextPart)]
+        thought += any(part.thinking for part in texts)
+        int("".join(part.text for part in texts if not part.thinking))
     assert thought

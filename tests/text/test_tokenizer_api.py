@@ -52,10 +52,8 @@ def test_mlx_lms_wrapper(fresh: tuple[Decoder, Tokenizer], pocket_mlx_lm: nn.Mod
     model, tokenizer = fresh
     wrapped = TokenizerWrapper(tokenizer, detokenizer, eos_token_ids=[5])
     assert wrapped.eos_token_ids == {5, tokenizer.eos_token_id}
-    assert wrapped.has_chat_template
-    assert not wrapped.has_thinking
-    assert len(wrapped) == len(tokenizer)
-    assert wrapped.vocab_size == tokenizer.vocab_size
+    assert (wrapped.has_chat_template, wrapped.has_thinking) == (True, False)
+    assert (len(wrapped), wrapped.vocab_size) == (len(tokenizer), tokenizer.vocab_size)
     prompt = wrapped.apply_chat_template(STORY, add_generation_prompt=True)
     assert prompt == tokenizer.apply_chat_template(STORY, add_generation_prompt=True)
     given = texts(pocket_mlx_lm, wrapped, prompt, mlx_lm.stream_generate)
@@ -66,13 +64,9 @@ def test_mlx_lms_wrapper(fresh: tuple[Decoder, Tokenizer], pocket_mlx_lm: nn.Mod
 
 @pytest.mark.parametrize(
     ("marks", "found"),
-    [
-        (["<think>", "</think>"], True),
-        (["<think>"], False),
-        (["<|channel>", "<channel|>"], True),
-        (["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"], True),
-    ],
-)
+    [(["<think>", "</think>"], True), (["<think>"], False), (["<|channel>", "<channel|>"], True),
+     (["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"], True)],
+)  # fmt: skip
 def test_marks_of_thinking(tmp_path: Path, marks: list[str], found: bool) -> None:
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, "qwen3", extra_special_tokens=marks))
     wrapped = TokenizerWrapper(tokenizer)
@@ -121,16 +115,15 @@ def test_no_end_in_the_models_configuration(tmp_path: Path) -> None:
     folder = good_model(tmp_path / "model")
     (folder / "generation_config.json").unlink()
     change(folder / "config.json", eos_token_id=None)
-    model, tokenizer = kvant.load(folder)
+    tokenizer = kvant.load(folder)[1]
     assert tokenizer.eos_token_ids == {tokenizer.eos_token_id}
-    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)
-    assert 1 <= len(list(kvant.stream_generate(model, tokenizer, prompt, max_tokens=4))) <= 4
     change(folder / "tokenizer_config.json", eos_token=None)
     for name in ("special_tokens_map.json", "added_tokens.json"):
         (folder / name).unlink()
     model, tokenizer = kvant.load(folder)
     assert tokenizer.eos_token is tokenizer.eos_token_id is None
     assert tokenizer.eos_token_ids == set()
+    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)
     assert len(list(kvant.stream_generate(model, tokenizer, prompt, max_tokens=4))) == 4
 
 
@@ -145,9 +138,8 @@ def test_ids_of_other_types(pocket: tuple[Decoder, Tokenizer]) -> None:
 @pytest.mark.parametrize("ids", [[-1], -1, [2**32], ["a"], "5", None, 3.5, [1.5], [[1]], {"a": 1}])
 def test_what_is_no_id(pocket: tuple[Decoder, Tokenizer], ids: Any) -> None:
     for method in (pocket[1].decode, pocket[1].convert_ids_to_tokens):
-        with pytest.raises(ValueError, match=r"^token ids? .*; expected") as caught:
+        with pytest.raises(ValueError, match=r"^token ids? .{,180}; expected"):
             method(ids)
-        assert len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize("text", [None, b"a", 5, ["a"], "a fox \ud83e"])

@@ -117,9 +117,8 @@ def test_a_decoder_that_grows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, p
     tokenizer = load_tokenizer(spoiled(tmp_path, "llama3", lambda raw: raw.update(decoder=grow)))
     letter = tokenizer.convert_tokens_to_ids("a")
     cache = pocket[0].make_cache(64)
-    run = kvant.stream_generate(
-        pocket[0], tokenizer, [1, 2, 3], sampler=lambda _: mx.array([letter]), prompt_cache=cache
-    )
+    fields: Any = {"sampler": lambda _: mx.array([letter]), "prompt_cache": cache}
+    run = kvant.stream_generate(pocket[0], tokenizer, [1, 2, 3], **fields)
     monkeypatch.setattr(bounded, "TIME_LIMIT_S", 0.5)
     with harmless(ModelError, "the tokenizer cannot decode: "):
         tokenizer.decode([letter])
