@@ -74,15 +74,14 @@ def test_lengths_that_lie(short: Running) -> None:
 def test_a_slow_body(short: Running) -> None:
     with short.connect() as connection:
         connection.sendall(f"{HEAD}Content-Length: 1000\r\n\r\n".encode())
-        began = time.monotonic()
-        answer = b""
         connection.settimeout(0.05)
-        while not answer and time.monotonic() < began + 10:
+        for _ in range(200):
             connection.sendall(b"x")
             with suppress(TimeoutError):
-                answer = connection.recv(4096)
-        assert _status(answer) == 408
-    assert short.client.get("/health").status_code == 200
+                assert _status(connection.recv(4096)) == 408
+                break
+        else:
+            raise AssertionError("it is still waited for")
 
 
 def test_many_bodies_together(short: Running) -> None:

@@ -94,10 +94,7 @@ def test_what_takes_too_long_is_cut(pocket: Any, before: Any) -> None:
         assert not found.thread.is_alive()
 
 
-def test_where_it_cannot_listen(server: Running) -> None:
-    port = int(server.url.rpartition(":")[2])
-    with pytest.raises(KvantError, match=f"port {port}: .*; another process listens there"):
-        bind(Settings(port=port))
-    for host in ("192.0.2.1", "no.such.host.invalid"):
-        with pytest.raises(KvantError, match=f"cannot listen on {host} port 8080: "):
-            bind(Settings(host=host, api_keys=("k",)))
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_an_address_that_is_not_this_machines(host: str) -> None:
+    with pytest.raises(KvantError, match=f"cannot listen on {host} port 8080: "):
+        bind(Settings(host=host, api_keys=("k",)))

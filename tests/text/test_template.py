@@ -38,6 +38,7 @@ def process() -> Iterator[TextProcess]:
     made._end()
 
 
+ENDLESS = r"it takes longer than 0\.5 s|too much memory"
 HOSTILE = [
     ("{{ 'a' * 10**10 }}", "too much memory"),
     (GROW, "too much memory"),
@@ -63,21 +64,18 @@ HOSTILE = [
 ]
 
 
+HOSTILE += [(source, ENDLESS) for source in (LOOP, "{{ 9 ** (9 ** (9 ** 9)) }}", "{{ lipsum(n=10**9) }}")]
+
+
 @pytest.mark.parametrize(("source", "message"), HOSTILE, ids=[source[:40] for source, _ in HOSTILE])
-def test_a_hostile_template(process: TextProcess, source: str, message: str) -> None:
+def test_a_hostile_template(monkeypatch: Any, process: TextProcess, source: str, message: str) -> None:
+    started = time.monotonic()
+    if message == ENDLESS:
+        monkeypatch.setattr(bounded, "TIME_LIMIT_S", 0.5)
     with pytest.raises(PromptError, match=message) as caught:
         render(process, source, {"messages": [{}]})
-    assert str(caught.value).isprintable()
-    assert render(process, "{{ a }}", {"a": "still there"}) == "still there"
-
-
-@pytest.mark.parametrize("source", [LOOP, "{{ 9 ** (9 ** (9 ** 9)) }}", "{{ lipsum(n=10**9) }}"])
-def test_a_template_that_does_not_end(monkeypatch: pytest.MonkeyPatch, process: TextProcess, source: str) -> None:
-    monkeypatch.setattr(bounded, "TIME_LIMIT_S", 0.5)
-    started = time.monotonic()
-    with pytest.raises(PromptError, match=r"it takes longer than 0\.5 s|too much memory"):
-        render(process, source, {})
     assert time.monotonic() - started < 20
+    assert str(caught.value).isprintable()
     monkeypatch.undo()
     assert render(process, "{{ a }}", {"a": "still there"}) == "still there"
 
