@@ -1,7 +1,4 @@
-"""Conversations through templates in the manner of the published families, by kvant and by transformers.
-
-The templates are those of support.chat_templates, and the embedded model's.
-"""
+"""Conversations through templates in the manner of the published families, by kvant and by transformers."""
 
 import json
 from pathlib import Path
@@ -110,7 +107,5 @@ def test_roles_of_the_models_own_are_variables(tmp_path: Path) -> None:
     source = "{{ image_token }}{{ boi_token }}{{ eos_token }}{{ video_token is defined }}"
     extra = {"boi_token": "<boi>"}
     folder = write_tokenizer(tmp_path, "qwen2", chat_template=source, image_token="<image>", extra_special_tokens=extra)
-    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template([USER], tokenize=False)
-    assert (
-        load_tokenizer(folder).apply_chat_template([USER], tokenize=False) == expected == "<image><boi><|im_end|>False"
-    )
+    texts = [rendered(each, [USER], {}) for each in (load_tokenizer(folder), AutoTokenizer.from_pretrained(folder))]
+    assert texts == ["<image><boi><|im_end|>False"] * 2

@@ -137,13 +137,9 @@ def test_what_it_lets_through(
         ("json_schema", {"type": "array", "uniqueItems": True}, "uniqueItems"),
         ("json_schema", {"x-guidance": {"lenient": True}, "uniqueItems": True}, "uniqueItems"),
         ("json_schema", {"not": {}}, "not"),
-        ("json_schema", {"if": {}, "then": {}}, "if"),
-        ("json_schema", {"type": "string", "format": "shoe-size"}, "shoe-size"),
         ("json_schema", {"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
         ("json_schema", {"$ref": "http://example.com/x"}, "http://example.com/x"),
-        ("json_schema", {"$ref": "#/$defs/none"}, "/\\$defs/none"),
         ("json_schema", {"type": "string", "pattern": "(?=a)b"}, "look-around"),
-        ("json_schema", {"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
         ("json_schema", {"properties": {f"p{i}": {} for i in range(800)}}, "max is"),
         ("json_schema", reduce(lambda made, _: {"items": made}, range(2000), {}), "nested"),
         ("json_schema", "{", "not JSON"),
@@ -151,11 +147,9 @@ def test_what_it_lets_through(
         ("json_schema", {"a": float("nan")}, "not JSON"),
         ("json_schema", {"description": "x" * 70_000}, "65536"),
         ("regex", "(a", "unclosed group"),
-        ("regex", "\\bfoo", "lookarounds"),
         ("regex", "é" * 11_000, "65536"),
         ("regex", {"a": 1}, "expected text"),
         ("grammar", "", "no start rule"),
-        ("grammar", "start: foo", "unknown name"),
         ("grammar", '{"grammars": []}', "expecting rule"),
         ("grammar", "start: <|nope|>", "unknown special token"),
         ("grammar", "start: a\na[temperature=0.3]: /b/", "temperature"),
@@ -192,7 +186,11 @@ def test_from_many_threads(pocket: tuple[Any, Tokenizer]) -> None:
         assert accepts(grammar, pocket[1].encode("a") * i)
 
 
-def test_tokenizers_that_are_refused(tmp_path: Path, pocket: tuple[Any, Tokenizer]) -> None:
+def test_tools_and_tokenizers_that_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(GrammarError, match="qwen3_coder"):
+        build_tool_grammar(QwenCoder(), TOOLS)
+    with pytest.raises(GrammarError, match="no tools"):
+        build_tool_grammar(Hermes(), [])
     write_tokenizer(tmp_path, "wordpiece")
     with pytest.raises(GrammarError, match="do not stand for bytes"):
         Grammars(load_tokenizer(tmp_path), 600).compile("json_object")
@@ -274,13 +272,6 @@ def test_calls_that_may_be_made(calling: tuple[Tokenizer, Grammars], form: ToolF
     rng = random.Random(1)
     for _ in range(count(3, 100)):
         assert draw(grammar, rng, prefer=closing(tokenizer)) is not None
-
-
-def test_tool_grammars_that_are_refused() -> None:
-    with pytest.raises(GrammarError, match="qwen3_coder"):
-        build_tool_grammar(QwenCoder(), TOOLS)
-    with pytest.raises(GrammarError, match="no tools"):
-        build_tool_grammar(Hermes(), [])
 
 
 @pytest.mark.parametrize("prompt", ["<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"])

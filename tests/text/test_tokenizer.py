@@ -12,7 +12,6 @@ from support.tokenizers_made import FAMILIES, strings, write_tokenizer
 from transformers import AutoTokenizer
 
 from kvant.engine.load import POCKET, find_model
-from kvant.text.encoding import pipeline_class
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer, begin_loading, load_tokenizer
 
@@ -236,10 +235,3 @@ def test_settings_together(process: TextProcess, files: dict[str, Files], tmp_pa
         changes = rng.sample(list(VARIANTS), rng.randrange(5))
         print(family, changes)  # shown where it fails
         compare(process, tmp_path / str(seed), files[family], changes, seed)
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
-def test_a_class_that_no_file_names_is_transformers(kind: str) -> None:
-    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
-
-    assert pipeline_class(kind, None, b"", "BPE") == TOKENIZER_MAPPING_NAMES[kind]
