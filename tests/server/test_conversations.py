@@ -144,6 +144,9 @@ def test_how_texts_are_put_together() -> None:
         blocks = [{"type": "text", "text": text} for text in texts]
         made = _made(MESSAGES, messages=[{"role": "user", "content": blocks or ""}])
         assert made.messages == [{"role": "user", "content": whole}]
+    nothing = {"type": "thinking", "thinking": "", "signature": "kvant:"}
+    made = _made(MESSAGES, messages=[HI, {"role": "assistant", "content": [nothing]}, HI])
+    assert made.messages == [{"role": "user", "content": "Hi\nHi"}]
 
 
 def test_options() -> None:

@@ -53,11 +53,14 @@ def reference_ids(messages: Any, **options: Any) -> list[int]:
 
 @each
 def test_the_text_is_mlx_lms(exact: Running, pocket_mlx_lm: nn.Module, to: Interface) -> None:
-    ids = reference_ids([SYSTEM, {"role": "user", "content": "Tell me a story\nof a fox."}])
+    why = {"role": "user", "content": "Why?"}
+    said = {"role": "assistant", "content": "No."}
+    ids = reference_ids([SYSTEM, {"role": "user", "content": "Tell me a story\nof a fox."}, said, why])
     tokens = [token for token, _ in generate_step(mx.array(ids), pocket_mlx_lm, max_tokens=12)]
     kind = "input_text" if to is RESPONSES else "text"
     parts = [{"type": kind, "text": text} for text in ("Tell me a story", "of a fox.")]
-    asked: Any = [{"role": "user", "content": parts}]
+    no = {"type": "output_text" if to is RESPONSES else "text", "text": "No."}
+    asked: Any = [{"role": "user", "content": parts}, {"role": "assistant", "content": [no]}, why]
     apart = {MESSAGES: {"system": SYSTEM["content"]}, RESPONSES: {"instructions": SYSTEM["content"]}}
     if to is CHAT:
         asked = [SYSTEM, *asked]
@@ -219,7 +222,8 @@ def test_tokens_are_counted_as_transformers_counts_them(server: Running) -> None
         ids = reference_ids([SYSTEM, {"role": "user", "content": FOX}], tools=theirs)
         assert counted(server, system="You are kind.", tools=ours).json() == {"input_tokens": len(ids)}
     assert counted(server, messages=[{"role": "user", "content": LONG}]).json()["input_tokens"] > 600  # more than fits
-    assert counted(server, colour="red").json()["error"]["type"] == "invalid_request_error"
+    for fields, kind in (({"model": "gpt-4o"}, "not_found_error"), ({"colour": "red"}, "invalid_request_error")):
+        assert counted(server, **fields).json()["error"]["type"] == kind
 
 
 def test_versions_and_betas_are_taken(server: Running) -> None:
