@@ -125,8 +125,8 @@ def test_its_arrays_are_those_of_pmxs_paged_operator(pocket: Pocket, bits: int) 
         num_heads=H,
         head_dim=D,
         num_kv_heads=K,
-        kv_bits=bits,
-        kv_group_size=32,
+        quant_bit=bits,
+        quant_group=32,
         cache_mode=1,
         cache_layout=3,
     )
@@ -149,14 +149,14 @@ def test_a_few_tokens_of_each_are_as_each_alone(bits: int, options: str, window:
     )  # fmt: skip
     extra: dict[str, Any] = {"bias_split": split} if options == "bias split" else {"sinks": mx.random.normal((H,))}
     values = mx.random.normal((2, K, 300, D))
-    arrays = list(quantize(values, kv_bits=bits, kv_group_size=32)) if bits else [values]
+    arrays = list(quantize(values, quant_bit=bits, quant_group=32)) if bits else [values]
     query = mx.random.normal((3, H, S, D))
 
     def attend(query: mx.array, ends: list[int], new_tokens: int) -> mx.array:
         starts = [0 if window is None else max(0, end - new_tokens + 1 - window) for end in ends]
         runs = [[(100 * b + start, 100 * b + end)] for b, (start, end) in enumerate(zip(starts, ends, strict=True))]
         rows = paged_attention.PagedRows([], runs, starts, window)
-        return paged_attention.attend_rows(query, arrays, rows, kv_bits=bits, **extra)
+        return paged_attention.attend_rows(query, arrays, rows, quant_bit=bits, **extra)
 
     output = attend(query, [length + S for length in lengths], S)
     for i in range(S):
@@ -180,7 +180,7 @@ def test_tokens_are_read_a_share_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         found.append(
-            paged_attention.append_and_attend_paged(query, key, key, arrays, rows, kv_bits=8, kv_group_size=32)
+            paged_attention.append_and_attend_paged(query, key, key, arrays, rows, quant_bit=8, quant_group=32)
         )
         mx.eval(found)
         peaks.append(mx.get_peak_memory() - before)

@@ -212,7 +212,7 @@ def test_any_reader_reads_it(pocket: Pocket, tmp_path: Path) -> None:
     assert stored["ids.0"].tolist() == IDS
     layer = cache[1]
     assert isinstance(layer, QuantizedKVCache)
-    expected = dequantize(layer.cache, layer.scale, kv_bits=8, kv_group_size=32)[0, 0, :, :, : len(IDS)]
+    expected = dequantize(layer.cache, layer.scale, quant_bit=8, quant_group=32)[0, 0, :, :, : len(IDS)]
     values, scales = (stored[f"layers.1.sequences.0.{name}"].astype(np.float32) for name in ("cache", "scale"))
     np.testing.assert_allclose(values * np.repeat(scales, 32, axis=-1), np.array(expected), rtol=1e-3)
     # Only rows in use are stored: 70 of 2,048.

@@ -92,7 +92,7 @@ class _Layer:
     def _stored(self, x: mx.array) -> Array:
         """What quantization leaves of it."""
         if self.bits:
-            x = dequantize(*quantize(x, kv_bits=self.bits, kv_group_size=GROUP), kv_bits=self.bits, kv_group_size=GROUP)
+            x = dequantize(*quantize(x, quant_bit=self.bits, quant_group=GROUP), quant_bit=self.bits, quant_group=GROUP)
         return np.array(x, np.float64)
 
     def _expected(self, query: Array, start: int, end: int, mask: Array | None) -> Array:

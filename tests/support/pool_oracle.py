@@ -56,7 +56,7 @@ class OracleLayer:
     def _append(self, key: mx.array, value: mx.array) -> None:
         own = mx.stack([key[0], value[0]])  # (2, K, S, D)
         if self.format.kv_bits:
-            expected = quantize(own, kv_bits=self.format.kv_bits, kv_group_size=self.format.kv_group_size)
+            expected = quantize(own, quant_bit=self.format.kv_bits, quant_group=self.format.kv_group_size)
             levels, given = np.array(expected[0]), self.written[0]
             if self.format.kv_bits == 4:
                 levels, given = unpack_nibbles(levels), unpack_nibbles(given)
