@@ -1,7 +1,7 @@
 """Steps of a pool, models to take them with, and whether a pool's pages add up."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,17 @@ def decode(model: Decoder, pool: Pool, sequences: Sequence[PoolSequence], ids: S
 def close(given: mx.array, expected: mx.array, tolerance: float = 1e-5) -> bool:
     """Whether they differ by no more than this part of the largest."""
     return bool((mx.abs(given - expected).max() <= tolerance * mx.abs(expected).max()).item())
+
+
+def peak(work: Callable[[], object]) -> int:
+    """Bytes above the resting state while it works."""
+    mx.synchronize()
+    mx.clear_cache()
+    resting = mx.get_active_memory()
+    mx.reset_peak_memory()
+    work()
+    mx.synchronize()
+    return mx.get_peak_memory() - resting
 
 
 def tiny_model(folder: Path, windows: Sequence[int | None] = (None,), **changes: Any) -> Decoder:
