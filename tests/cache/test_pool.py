@@ -1,4 +1,4 @@
-"""The pool: sequences in it against caches of their own."""
+"""The pool: sequences in it against mlx-lm, PMX's operator and each alone; what it refuses."""
 
 import threading
 from collections.abc import Callable
@@ -9,7 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from support.pools import close, decode, peak, prefill, tiny_model
+from support.numbers import peak_bytes
+from support.pools import close, decode, prefill, tiny_model
 
 from kvant.cache import CacheOptions
 from kvant.errors import ContextError
@@ -42,7 +43,7 @@ def test_a_step_changes_a_pool_in_place_whatever_its_size(pocket: Pocket, bits: 
             lambda pool=pool, own=sequences: prefill(model, pool, own[0], list(range(60))),
             lambda own=sequences: own[0].fork(220).release(),
         ]
-        peaks.append([peak(step) for step in work])
+        peaks.append([peak_bytes(step) for step in work])
     smallest = min(array.nbytes for layer in pool.layers for array in layer.arrays)
     assert max(abs(a - b) for a, b in zip(*peaks, strict=True)) < 1_000_000 < smallest / 1.5
 
@@ -121,7 +122,7 @@ def test_tokens_are_read_a_share_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     peaks = []
     for most in (2**30, 1):
         monkeypatch.setattr(paged_attention, "READ_BYTES", most)
-        peaks.append(peak(step))
+        peaks.append(peak_bytes(step))
     assert mx.array_equal(*found)
     assert peaks[1] < peaks[0] / 2
 

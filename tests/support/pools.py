@@ -1,7 +1,7 @@
 """Steps of a pool, models to take them with, and whether a pool's pages add up."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from kvant.cache.pool import Pool, PoolSequence
 from kvant.models import Decoder, load_decoder
 from kvant.models.bias import split_pairs
 from support.checkpoints import qwen2_config, reference_model, save_checkpoint
+
+TEXT = [(7 * i * i + 3 * i) % 290 for i in range(1000)]
 
 
 def prefill(model: Decoder, pool: Pool, sequence: PoolSequence, ids: Sequence[int], step: int = 128) -> mx.array:
@@ -38,15 +40,9 @@ def close(given: mx.array, expected: mx.array, tolerance: float = 1e-5) -> bool:
     return bool((mx.abs(given - expected).max() <= tolerance * mx.abs(expected).max()).item())
 
 
-def peak(work: Callable[[], object]) -> int:
-    """Bytes above the resting state while it works."""
-    mx.synchronize()
-    mx.clear_cache()
-    resting = mx.get_active_memory()
-    mx.reset_peak_memory()
-    work()
-    mx.synchronize()
-    return mx.get_peak_memory() - resting
+def next_logits(model: Decoder, ids: Sequence[int]) -> mx.array:
+    """The logits (1, vocab) of a text's last token, without any cache."""
+    return model.logits(model.hidden_states(mx.array([list(ids)]))[:, -1])
 
 
 def tiny_model(folder: Path, windows: Sequence[int | None] = (None,), **changes: Any) -> Decoder:
