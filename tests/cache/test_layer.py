@@ -1,6 +1,7 @@
 """One layer's cache: attention against the oracle, plain, static and fused; appends in place; bytes; refusals."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support import oracle
-from support.numbers import relative_error
+from support.numbers import peak_bytes, relative_error
 
 from kvant.cache import CompiledCacheView, FullKVCache, QuantizedKVCache, WindowKVCache
 from kvant.engine.run import Run
@@ -110,17 +111,17 @@ def peak_of_appends(room: int, bits: int, *, static: bool, hold: bool = False) -
     mx.eval(cache.attend(query, rows, rows))
     held = [cache.cache[..., :1, :]] if hold else []
     mx.eval(held)
-    mx.synchronize()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    for _ in range(10):
-        if static:
-            layer = CompiledCacheView(cache, mx.array(cache.offset), 40)
-            mx.eval(layer.attend(query[:, :, :1], rows[:, :, :1], rows[:, :, :1]), cache.arrays)
-            cache.sequence.commit(1)
-        else:
-            mx.eval(cache.attend(query, rows, rows))
-    return mx.get_peak_memory() - before
+
+    def append() -> None:
+        for _ in range(10):
+            if static:
+                layer = CompiledCacheView(cache, mx.array(cache.offset), 40)
+                mx.eval(layer.attend(query[:, :, :1], rows[:, :, :1], rows[:, :, :1]), cache.arrays)
+                cache.sequence.commit(1)
+            else:
+                mx.eval(cache.attend(query, rows, rows))
+
+    return peak_bytes(append)
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -140,11 +141,7 @@ def test_decoding_copies_no_cache(make_checkpoint: Callable[..., tuple[Path, Any
         steps = Run(model, list(range(1, 9)), model.make_cache(tokens), max_tokens=48)
         for _ in range(8):
             next(steps)
-        mx.synchronize()
-        resting = mx.get_active_memory()
-        mx.reset_peak_memory()
-        assert len(list(steps)) == 40
-        peaks.append(mx.get_peak_memory() - resting)
+        peaks.append(peak_bytes(partial(list, steps)))
     assert peaks[1] - peaks[0] < 200_000
 
 
