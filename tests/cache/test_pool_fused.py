@@ -40,25 +40,19 @@ class _Layer:
         self.pool.layers[0].arrays[-1][:] = float("nan")  # a row that is read before it is written shows
         self.sequences: list[PoolSequence] = []
         self.oracles: list[OracleLayer] = []
-        for length in LENGTHS:
-            self.open(length)
-
-    def open(self, length: int) -> None:
-        """One more sequence of so many tokens, fed in one step."""
-        self.sequences.append(self.pool.sequence(MOST - 60 * len(self.sequences)))
-        self.oracles.append(OracleLayer(self.pool.layers[0].format, self.split, np.array(ROTARY.frequencies)))
-        self.check_step(length, [len(self.oracles) - 1])
+        for number, length in enumerate(LENGTHS):
+            self.sequences.append(self.pool.sequence(MOST - 60 * number))
+            self.oracles.append(OracleLayer(self.pool.layers[0].format, self.split, np.array(ROTARY.frequencies)))
+            self.check_step(length, [number])
 
     def check_step(self, S: int, numbers: list[int], rows: int | None = None) -> mx.array:
         """S new tokens of some sequences. Returns their attention, compared with the oracle's."""
         sequences = [self.sequences[number] for number in numbers]
         lengths = [sequence.length for sequence in sequences]
-        heads = [
-            mx.stack([_random(H + 2 * K, S, 1000 * n + length) for n, length in zip(numbers, lengths, strict=True)])
-        ]
-        if rows is not None:
-            heads.append(mx.ones((rows - len(numbers), H + 2 * K, S, D)))
-        query, key, value = mx.split(mx.concatenate(heads), [H, H + K], axis=1)
+        keys = [mx.random.key(1000 * n + length) for n, length in zip(numbers, lengths, strict=True)]
+        heads = [mx.random.normal((1, H + 2 * K, S, D), key=key) for key in keys]
+        padding = mx.ones(((rows or len(numbers)) - len(numbers), H + 2 * K, S, D))
+        query, key, value = mx.split(mx.concatenate([*heads, padding]), [H, H + K], axis=1)
         batch = self.pool.batch(sequences, rows)
         batch.begin(mx.ones((len(query), S), mx.int32))
         given = batch[0].attend(query, key, value, sinks=self.sinks)
@@ -76,10 +70,6 @@ class _Layer:
 
 def _no_cache(tokens: int) -> ModelCache:
     raise AssertionError("no cache of one sequence is made here")
-
-
-def _random(heads: int, S: int, seed: int) -> mx.array:
-    return mx.random.normal((heads, S, D), key=mx.random.key(seed))
 
 
 def _split(pairs: tuple[int, ...]) -> BiasSplit:
