@@ -254,7 +254,7 @@ def _refused() -> Iterator[tuple[dict[str, Any], type[Exception], str]]:
         ),
         ({"prefill_step_size": 64, "deterministic": True}, "prefill_step_size is 64; expected 128 or more with determ"),
         ({"max_kv_size": 0}, "max_kv_size is 0"),
-        ({"kv_bits": 5}, "kv_bits is 5; expected 8, 4, 0"),
+        ({"kv_bits": 5}, "kv_bits is 5; expected 8, 4"),
         ({"kv_group_size": 7}, "7"),
         ({"stream": mx.default_stream(mx.cpu)}, "stream is a Stream; expected None"),
     ):
