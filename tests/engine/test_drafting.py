@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvant.engine.drafting.batch_choice import BatchChoice, StepKind
 from kvant.engine.drafting.choice import Choice, StepCosts, costs_of
 from kvant.engine.drafting.suffix import SuffixDrafter
 
@@ -183,3 +184,19 @@ def test_costs_stay_with_the_model_and_grow_old() -> None:
     for _ in range(1000):
         costs.add_single(0.01)
     assert costs.get(8) is None
+
+
+def test_later_answers_draft_where_earlier_ones_were_switched_off() -> None:
+    """The counts do not say that drafts are off while tokens are drafted."""
+
+    class Model:
+        pass
+
+    choice, kind = BatchChoice(Model(), "pool"), StepKind(at_once=True)
+    for _ in range(3):
+        choice.stepped(2, 0.01, kind=kind, ahead=True)
+    while choice.verified(2, 7, 2, 0.09, kind=kind) is None:
+        pass
+    assert "cost the time of" in str(choice.counts.off)
+    assert choice.verified(2, 7, 16, 0.09, kind=kind) is None
+    assert choice.counts.off is None
