@@ -14,7 +14,7 @@ PAGES = 14
 Told = dict[Request, list[int]]
 
 
-@pytest.mark.parametrize("bits", count([0], [0, 8, 4]))
+@pytest.mark.parametrize("bits", [0, 8, 4])
 def test_tokens_are_those_of_a_request_alone(pocket: Any, bits: int) -> None:
     """Steps are begun before their tokens are known, beginnings are shared in part, and answers leave at any time."""
     model = pocket[0]
@@ -24,7 +24,7 @@ def test_tokens_are_those_of_a_request_alone(pocket: Any, bits: int) -> None:
     open_requests: list[Request] = []
     cancelled: set[Request] = set()
     cached = 0
-    for _ in range(count(60, 900)):
+    for _ in range(count(40, 900)):
         if random.random() < 0.3 and len(open_requests) < 14:
             made = Request(
                 _prompt(random, told), max_tokens=random.randrange(1, 50), stop_tokens=random.sample(range(1280), 30)
@@ -40,7 +40,7 @@ def test_tokens_are_those_of_a_request_alone(pocket: Any, bits: int) -> None:
             if token.finish_reason is not None:
                 open_requests.remove(token.request)
     scheduler.close()
-    assert len(told) > 15
+    assert len(told) > 8
     assert cached, "rows of pages that are alike in part were copied"
     assert pool.num_free == pool.num_pages
     different = 0
@@ -51,7 +51,7 @@ def test_tokens_are_those_of_a_request_alone(pocket: Any, bits: int) -> None:
         ended = request not in cancelled and request not in open_requests
         different += tokens != (alone if ended else alone[: len(tokens)])
     # At 8 and 4 bits rounding can flip a value.
-    assert different <= (0 if bits == 0 else len(told) // 50)
+    assert different <= (0 if bits == 0 else 1 + len(told) // 100)
 
 
 def _prompt(random: Random, told: Told) -> list[int]:

@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import pytest
+from support.batches import run_all, scheduler_of
 from support.checkpoints import mistral_config, qwen2_config, qwen3_moe_config, reference_model, save_checkpoint
 from support.counts import count
 from support.openblas import has_small_products
 
 from kvant.engine.load import load_model
 from kvant.engine.request import Request
+from kvant.engine.run import prefill
 from kvant.engine.sampling import make_logits_processors, make_sampler
 from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder
-from kvant.text.tokenizer import Tokenizer
 
 ROWS = 8  # where matrices of 1 to 6 rows are multiplied otherwise (measured)
 PAGES = 40
@@ -140,18 +141,13 @@ def _check(model: Any, ids: Sequence[int], bits: int, schedules: int) -> None:
     assert hits > schedules / 4
 
 
-def test_what_follows_a_cache_of_the_callers_is_shared_with_nobody(pocket: tuple[Decoder, Tokenizer]) -> None:
-    """Its rows may come from chunks of any length, whatever the chunks behind them have."""
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_callers_cache_is_shared_with_nobody(pocket: Any, heldout_ids: list[int], deterministic: bool) -> None:
+    """Its rows, and so those behind it, may come from chunks of any length."""
     model, _ = pocket
     cache = model.make_cache(600, kv_bits=0)
-    ids = [5 + i % 700 for i in range(420)]
-    for first, end in [(0, 50), (50, 128)]:
-        mx.eval(model(mx.array([ids[first:end]]), cache=cache))
-    pool = model.make_pool(128 * 8, sequences=2, kv_bits=0)
-    scheduler = Scheduler(model, pool, max_batch=2, deterministic=True)
-    cached = {}
-    for request in (Request(ids[128:400], max_tokens=1, cache=cache), Request(ids, max_tokens=1)):
-        scheduler.submit(request)
-        while not scheduler.idle:
-            cached |= {token.request: token.cached_tokens for token in scheduler.step()}
-    assert list(cached.values()) == [0, 0]
+    prefill(model, heldout_ids[:150], cache, step_size=70)
+    scheduler, _ = scheduler_of(model, deterministic=deterministic)
+    first, whole = Request(heldout_ids[150:400], 1, cache=cache), Request(heldout_ids[:420], 1)
+    cached = [run_all(scheduler, [request])[request][0].cached_tokens for request in (first, whole)]
+    assert cached == ([0, 0] if deterministic else [0, 400])
