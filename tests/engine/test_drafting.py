@@ -10,6 +10,10 @@ from kvant.engine.drafting.choice import Choice, StepCosts, costs_of
 from kvant.engine.drafting.suffix import SuffixDrafter
 
 
+class Model:
+    pass
+
+
 def _longest_match(text: Sequence[int]) -> int:
     """Of the text's suffixes that occur in it before, the longest one's length."""
     for length in range(len(text) - 1, 0, -1):
@@ -44,13 +48,10 @@ def test_the_longest_suffix_that_occurred(alphabet: int) -> None:
         assert drafter.propose(2) == draft[:2]
 
 
-def test_the_latest_occurrence_is_continued() -> None:
+def test_the_latest_occurrence_is_continued_and_old_tokens_are_forgotten() -> None:
     drafter = SuffixDrafter()
     drafter.extend([1, 2, 3, 9, 1, 2, 4, 9, 1, 2])
     assert drafter.propose(1) == [4]
-
-
-def test_old_tokens_are_forgotten() -> None:
     drafter, rng = SuffixDrafter(most_tokens=100), random.Random(0)
     text = [rng.randrange(50) for _ in range(1000)]
     for token in text:
@@ -109,21 +110,16 @@ def test_as_many_as_pay(rate: float, costs: dict[int, float], expected: int) -> 
     assert choice.may_draft(4) == bool(expected)
 
 
-def test_nothing_is_drafted_before_plain_steps_are_measured() -> None:
+def test_what_was_seen_of_matches() -> None:
+    """Nothing is drafted before plain steps are measured. Longer matches go by their own record."""
     choice = Choice(StepCosts())
     _with_rate(choice, 4, 1.0)
     assert choice.count(4, 7) == 0
-
-
-def test_longer_matches_go_by_their_own_record() -> None:
     choice = Choice(_costs({2: 1.2, 4: 1.4, 8: 1.8}))
     _with_rate(choice, 1, 0.05)
     _with_rate(choice, 10, 0.95)
-    assert choice.count(1, 7) == 0
-    assert choice.count(10, 7) == 7
-    assert choice.count(40, 7) == 7  # not seen yet: as the next shorter ones
-    assert choice.may_draft(10)
-    assert not choice.may_draft(1)
+    assert [choice.count(match, 7) for match in (1, 10, 40)] == [0, 7, 7]  # 40 as the next shorter ones
+    assert [choice.may_draft(match) for match in (1, 10)] == [False, True]
 
 
 def test_a_free_drafter_is_judged_without_drafting() -> None:
@@ -168,9 +164,6 @@ def test_waiting_for_drafts_that_never_come_is_switched_off() -> None:
 
 
 def test_costs_stay_with_the_model_and_grow_old() -> None:
-    class Model:
-        pass
-
     model = Model()
     costs = costs_of(model, "kind")
     assert costs_of(model, "kind") is costs
@@ -188,9 +181,6 @@ def test_costs_stay_with_the_model_and_grow_old() -> None:
 
 def test_later_answers_draft_where_earlier_ones_were_switched_off() -> None:
     """The counts do not say that drafts are off while tokens are drafted."""
-
-    class Model:
-        pass
 
     choice, kind = BatchChoice(Model(), "pool"), StepKind(at_once=True)
     for _ in range(3):
