@@ -1,7 +1,7 @@
 """Many requests in one batch: each is answered as if it were alone, and the pool's pages add up."""
 
-from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,6 @@ def test_every_request_as_alone(pocket: Pocket, prompts: list[list[int]]) -> Non
                 response.logprobs[order].tolist(), abs=1e-4
             )
     assert pool.num_free == PAGES
-
-
-# Which requests are taken in, and when.
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -122,17 +119,14 @@ def test_the_batch_and_the_queue_are_bounded(pocket: Pocket) -> None:
     with pytest.raises(ValueError, match="was submitted before and has not ended"):
         scheduler.submit(requests[0])
     most = 0
-    told = defaultdict(list)
-    for token in scheduler.step():
-        told[token.request].append(token)
+    told = scheduler.step()
     assert scheduler.counts[:3] == (1, 0, 2)
     scheduler.submit(requests[3])
     while not scheduler.idle:
-        for token in scheduler.step():
-            told[token.request].append(token)
+        told += scheduler.step()
         most = max(most, scheduler.counts.running)
     assert most == 2
-    assert [len(told[request]) for request in requests[1:4]] == [4, 4, 4]
+    assert [sum(token.request is request for token in told) for request in requests[:4]] == [4, 4, 4, 4]
     assert len(run_all(scheduler, [requests[0]])[requests[0]]) == 4  # a request that has ended may come again
 
 
@@ -140,6 +134,7 @@ def test_the_batch_and_the_queue_are_bounded(pocket: Pocket) -> None:
     ("runs", "lengths", "begun"),
     [
         pytest.param(True, (40, 60, 28, 1, 200, 5), [[0, 1, 2], [3], [], [4, 5]], id="beside an answer a chunk a step"),
+        pytest.param(True, (700,), [[], [], [], [], [], [0]], id="a long one in chunks between the tokens of another"),
         pytest.param(False, (200, 300, 12, 1), [[0, 1, 2]], id="beside none a long chunk"),
         pytest.param(False, (200,) * 6, [[0, 1], [2, 3], [4], [], [5]], id="two long chunks before the first go on"),
     ],
@@ -149,46 +144,22 @@ def test_which_prompts_are_fed_in_a_step(
 ) -> None:
     scheduler, _ = scheduler_of(pocket[0])
     requests = [Request(heldout_ids[i : i + length], max_tokens=9) for i, length in enumerate(lengths)]
+    other = Request([5], max_tokens=50)
     if runs:
-        scheduler.submit(Request([5], max_tokens=50))
+        scheduler.submit(other)
         scheduler.step()
     for request in requests:
         scheduler.submit(request)
     seen: list[int] = []
     for expected in begun:
-        told = [requests.index(token.request) for token in scheduler.step() if token.request in requests]
+        tokens = scheduler.step()
+        assert (tokens[0].request is other) == runs
+        told = [requests.index(token.request) for token in tokens[runs:]]
         assert [number for number in told if number not in seen] == expected
         assert all(told.count(number) == 1 for number in told)
         if not runs and len(seen) < 5:
             assert told == expected, "the first go on before the others are fed"
         seen += expected
-
-
-def test_a_prompt_comes_in_chunks_between_the_tokens_of_others(
-    pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, _ = pocket
-    scheduler, _ = scheduler_of(model)
-    shapes: list[tuple[int, ...]] = []
-    for name in ("feed", "next_logits"):
-        real = getattr(model, name)
-        monkeypatch.setattr(model, name, lambda x, c, real=real: shapes.append(tuple(x.shape)) or real(x, c))
-    long = Request(heldout_ids[:700], max_tokens=2)
-    run_all(scheduler, [long])
-    assert shapes == [(1, 512), (1, 188), (1, 1)]
-    shapes.clear()
-    scheduler, _ = scheduler_of(model)
-    scheduler.submit(Request([5], max_tokens=50))
-    scheduler.step()
-    shapes.clear()
-    scheduler.submit(long)
-    fed = []
-    for _ in range(6):
-        shapes.clear()
-        assert scheduler.step()[0].answer == 0  # a token of the other one
-        fed += [shape for shape in shapes if shape[1] > 1]
-        assert sum(shape[1] for shape in shapes if shape[1] > 1) <= 128
-    assert fed == [(1, 128)] * 5 + [(1, 60)]
 
 
 def test_an_answers_first_token_does_not_wait_for_its_second(pocket: Pocket) -> None:
@@ -241,9 +212,6 @@ def test_cancelled_requests_leave_at_once(pocket: Pocket, heldout_ids: list[int]
     assert scheduler.idle
 
 
-# Answers and caches.
-
-
 @pytest.mark.parametrize("length", [5, 128, 200])
 def test_several_answers_of_one_prompt(pocket: Pocket, heldout_ids: list[int], length: int) -> None:
     """Each is that of a single request with the next seed; the prompt is fed once, and its whole pages are shared."""
@@ -257,15 +225,10 @@ def test_several_answers_of_one_prompt(pocket: Pocket, heldout_ids: list[int], l
     while not scheduler.idle:
         told += scheduler.step()
     for answer in range(4):
-        alone = Request(request.prompt, max_tokens=12, sampler=make_sampler(1.2, seed=6 + answer))
-        expected = ids_of(run_all(scheduler_of(pocket[0])[0], [alone])[alone])
-        tokens = [token for token in told if token.answer == answer]
-        if answer == 2:
-            assert tokens[-1].finish_reason == "cancelled"
-            assert ids_of(tokens, 2) == expected[:1]
-        else:
-            assert tokens[-1].finish_reason == "length"
-            assert ids_of(tokens, answer) == expected
+        single = replace(request, sampler=make_sampler(1.2, seed=6 + answer), answers=1)
+        reason = [token.finish_reason for token in told if token.answer == answer][-1]
+        assert reason == ("cancelled" if answer == 2 else "length")
+        assert ids_of(told, answer) == alone(pocket[0], single)[: 1 if answer == 2 else 12]
     assert pool.num_free == 7
 
 
@@ -286,27 +249,24 @@ def test_answers_that_are_cancelled_before_they_begin(pocket: Pocket, heldout_id
 
 def test_from_a_cache_to_a_cache(pocket: Pocket, heldout_ids: list[int]) -> None:
     """As stream_generate does with a prompt_cache, which holds every generated token afterwards."""
-    model, bits = pocket[0], 8
-    own = model.make_cache(400, kv_bits=bits)
-    list(stream_generate(*pocket, heldout_ids[:150], max_tokens=5, prompt_cache=own))
-    held = own.ids[0]
-    processors = make_logits_processors(None, 1.4, 200)
-    request = Request(
-        heldout_ids[400:440], max_tokens=12, cache=own, keep_cache=True, logits_processors=processors,
-        sampler=make_sampler(1.0, seed=2),
-    )  # fmt: skip
-    scheduler, pool = scheduler_of(model, bits)
+
+    def alone(cache: Any, prompt: Sequence[int], **options: Any) -> list[int]:
+        return [r.token for r in stream_generate(*pocket, prompt, prompt_cache=cache, **options)]
+
+    own = pocket[0].make_cache(400, kv_bits=8)
+    alone(own, heldout_ids[:150], max_tokens=5)
+    held, prompt = own.ids[0], heldout_ids[400:440]
+    options: dict[str, Any] = {"max_tokens": 12, "sampler": make_sampler(1.0, seed=2)}
+    options["logits_processors"] = make_logits_processors(None, 1.4, 200)
+    request = Request(prompt, cache=own, keep_cache=True, **options)
+    scheduler, pool = scheduler_of(pocket[0], 8)
     told = run_all(scheduler, [Request([5, 6], max_tokens=20), request])[request]
     assert own.ids[0] == held
-    settings: dict[str, Any] = {"sampler": request.sampler, "logits_processors": processors, "max_tokens": 12}
-    assert ids_of(told) == [
-        r.token for r in stream_generate(*pocket, heldout_ids[400:440], prompt_cache=own, **settings)
-    ]
+    assert ids_of(told) == alone(own, prompt, **options)
     kept = told[-1].cache
     assert kept is not None
     assert kept.ids == own.ids
-    following = [list(stream_generate(*pocket, [9], max_tokens=8, prompt_cache=cache)) for cache in (kept, own)]
-    assert [r.token for r in following[0]] == [r.token for r in following[1]]
+    assert alone(kept, [9], max_tokens=8) == alone(own, [9], max_tokens=8)
     assert pool.num_free == PAGES
 
 
@@ -334,9 +294,6 @@ def test_the_end_of_the_context(pocket: Pocket) -> None:
         expected = alone(pocket[0], request, reserved=30)
         assert ids_of(told[request]) == expected
         assert (len(expected), told[request][-1].finish_reason) == (11, "context")
-
-
-# Prefixes.
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
