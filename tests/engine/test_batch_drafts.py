@@ -13,7 +13,6 @@ from support.drafts import KnownDrafts, draft_by_chance
 from support.pools import check_pages, tiny_model
 
 from kvant import batch_generate
-from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.pooled_drafts import PooledDrafts
@@ -260,32 +259,6 @@ def test_an_error_of_the_draft_model(pocket: Pocket, heldout_ids: list[int], mon
     assert scheduler.drafts.accepted > before
     assert not drafts.drafters
     check_pages(drafts.pool, [])
-
-
-@pytest.mark.parametrize("at", count([7], [*range(1, 40)]))
-def test_an_interruption(pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """In the middle of a draft: all answers end, and the draft model's pool serves the next ones."""
-    draft_by_chance(monkeypatch, 4)
-    model = pocket[0]
-    scheduler, pool = scheduler_of(model, max_batch=3)
-    drafts = _beside(pool, model, model)
-    commit, calls = PoolBatch.commit, []
-
-    def interrupted(self: PoolBatch, *arguments: Any, **options: Any) -> None:
-        if self.pool is drafts.pool:
-            calls.append(1)
-            if len(calls) == at:
-                raise KeyboardInterrupt
-        commit(self, *arguments, **options)
-
-    monkeypatch.setattr(PoolBatch, "commit", interrupted)
-    requests = [Request(heldout_ids[s : s + 30], 40, drafts=drafts) for s in (0, 70)]
-    with pytest.raises(KeyboardInterrupt):
-        run_all(scheduler, requests)
-    assert not drafts.drafters
-    check_pages(drafts.pool, [])
-    request = replace(requests[0], max_tokens=20)
-    assert ids_of(run_all(scheduler, [request])[request]) == alone(model, replace(request, drafts=None))
 
 
 def test_bytes_of_both_pools(pocket: Pocket, small: LanguageModel) -> None:

@@ -211,8 +211,7 @@ def test_the_watchdog(make: Callable[..., BatchEngine]) -> None:
 
 
 def test_closing(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
-    """Its threads end before: MLX aborts the process if one ends after the interpreter."""
-    before = threading.enumerate()
+    """Its thread has ended then: MLX aborts the process if one ends after the interpreter."""
     drained, stopped = make(), make()
     expected = alone(pocket[0], Request([5], max_tokens=30))
     answers = [
@@ -231,7 +230,7 @@ def test_closing(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
     for engine in (drained, stopped):
         assert engine.close()
         assert not engine.alive
-    assert threading.enumerate() == before
+    assert "kvant-engine" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_many_short_requests_leave_nothing_behind(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 import pytest
+from support.conversations import count_fed
 from support.kinds import load_kind
 
-from kvant.cache import ModelCache
 from kvant.engine import model_drafter
 from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.drafting.choice import StepCosts
@@ -54,15 +54,7 @@ def test_what_it_proposes_and_takes_back(pocket: Pocket, monkeypatch: pytest.Mon
 
 
 def test_it_feeds_only_what_it_has_not_seen(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = pocket
-    fed: list[int] = []
-    begin = ModelCache.begin
-
-    def counting(cache: ModelCache, inputs: mx.array, *rest: Any) -> tuple[int, ...]:
-        fed.append(inputs.shape[1])
-        return begin(cache, inputs, *rest)
-
-    monkeypatch.setattr(ModelCache, "begin", counting)
+    model, fed = pocket[0], count_fed(monkeypatch)
     drafter = ModelDrafter(model, model.make_cache(64), model.config.vocab_size, prefill_step_size=16)
     drafter.extend(PROMPT)
     assert not fed

@@ -28,23 +28,33 @@ def test_compiled(tmp_path: Path) -> None:
     assert " passed" in done.stdout
 
 
-@pytest.mark.parametrize(("num_tokens", "size"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, None)])
-def test_step_sizes(num_tokens: int, size: int | None) -> None:
-    assert step_size(num_tokens) == size
+def test_sizes() -> None:
+    assert [step_size(tokens) for tokens in (1, 2, 3, 4, 5, 8, 9)] == [1, 2, 4, 4, 8, 8, None]
+    buckets = {1: 256, 256: 256, 257: 512, 1024: 1024, 1025: 1280, 2048: 2048, 2049: 2560, 4097: 5120}
+    assert {rows: bucket_size(rows, 10_000) for rows in buckets} == buckets
+    for rows in range(1, 5000):
+        assert rows <= bucket_size(rows, 1 << 20) <= max(256, rows * 1.25 + 256)
+    assert bucket_size(300, 300) == 300
+    assert bucket_size(10, 100) == 100
 
 
 def test_a_step_is_taken_where_its_padding_has_room(pocket: tuple[Decoder, Any]) -> None:
+    """Nothing is written past the reservation."""
     model, _ = pocket
     cache = model.make_cache(8)
     prefill(model, [1, 2, 3], cache)
     step = CompiledStep(model, cache, greedy, processed=False, most_tokens=8)
     assert [step.takes(count) for count in (1, 2, 3, 4, 5, 8, 9)] == [True] * 4 + [False] * 3
-    with pytest.raises(ContextError, match="8 more tokens do not fit: 3 of the 8 reserved tokens are used"):
+    assert not CompiledStep(model, cache, greedy, processed=False).takes(2)
+    with pytest.raises(ContextError, match="8 more tokens do not fit: 3 of the 8"):
         step([4, 5, 6, 7, 8])
-    assert cache.step is None
     with pytest.raises(ValueError, match="9 tokens; a compiled step takes up to 8"):
         step([4] * 9)
-    assert not CompiledStep(model, cache, greedy, processed=False).takes(2)
+    assert cache.step is None
+    prefill(model, [1, 2, 3, 4, 5], cache)
+    with pytest.raises(ContextError, match="1 more tokens do not fit: 8 of the 8"):
+        step(mx.array([5]))
+    assert cache[0].offset == 8
     assert step.compilations == 0
 
 
@@ -61,15 +71,6 @@ def test_a_window_with_a_bias_split_is_not_compiled(pocket: tuple[Decoder, Any])
     for bias_split, can in ((split, False), (None, True)):
         layer = WindowKVCache(64, 1, 16, window=8, kv_group_size=16, bias_split=bias_split, rotary=rotary)
         assert pocket[0].can_compile(ModelCache([layer])) is can
-
-
-def test_buckets() -> None:
-    buckets = {1: 256, 256: 256, 257: 512, 1024: 1024, 1025: 1280, 2048: 2048, 2049: 2560, 4097: 5120}
-    assert {rows: bucket_size(rows, 10_000) for rows in buckets} == buckets
-    for rows in range(1, 5000):
-        assert rows <= bucket_size(rows, 1 << 20) <= max(256, rows * 1.25 + 256)
-    assert bucket_size(300, 300) == 300
-    assert bucket_size(10, 100) == 100
 
 
 def test_half_precision_stays_half(pocket: tuple[Decoder, Any]) -> None:
@@ -94,15 +95,6 @@ def test_on_a_cpu_the_step_is_not_compiled(pocket: tuple[Decoder, Any], monkeypa
     cache = model.make_cache(16)
     list(Run(model, [1, 2, 3], cache, max_tokens=4))
     assert bool(made) == (mx.default_device().type == mx.gpu)
-
-
-def test_nothing_is_written_past_the_reservation(pocket: tuple[Decoder, Any]) -> None:
-    model, _ = pocket
-    cache = model.make_cache(4)
-    prefill(model, [1, 2, 3, 4], cache, step_size=512)
-    with pytest.raises(ContextError, match="1 more tokens do not fit: 4 of the 4 reserved tokens"):
-        CompiledStep(model, cache, greedy, processed=False)(mx.array([5]))
-    assert cache[0].offset == 4
 
 
 def test_a_step_does_not_keep_its_cache_alive(pocket: tuple[Decoder, Any]) -> None:
