@@ -7,7 +7,7 @@ from typing import Any
 import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 import pytest
-from support.draft_models import save_draft_model
+from support.drafts import save_draft_model
 from support.kinds import Loaded, load_kind
 
 from kvant.models import LanguageModel

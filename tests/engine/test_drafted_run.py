@@ -8,8 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.counts import count
-from support.draft_models import ChanceModelDrafts
-from support.drafts import KnownDrafts
+from support.drafts import ChanceModelDrafts, KnownDrafts
 from support.interruption import Interruption
 from support.kinds import Loaded
 

@@ -7,8 +7,7 @@ import mlx.core as mx
 import pytest
 from support.conversations import count_fed, text_of
 from support.counts import count
-from support.draft_models import ChanceModelDrafts
-from support.drafts import draft_by_chance
+from support.drafts import ChanceModelDrafts, draft_by_chance
 from support.openblas import has_small_products
 from support.tiny_models import build
 
