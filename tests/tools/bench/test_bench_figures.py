@@ -18,11 +18,11 @@ WIDE = Spread(0.123, 0.0456, 12.34, 3)
 
 def _printed(summaries: list[Summary]) -> str:
     """The tables, which fit 80 columns, the widest ratios too."""
-    wide = [
-        replace(each, **{name: WIDE for name, value in asdict(each).items() if isinstance(value, dict)})
-        for each in summaries
-    ]
-    for shown in (wide, summaries):
+
+    def widest(each: Summary) -> Summary:
+        return replace(each, **{name: WIDE for name, value in asdict(each).items() if isinstance(value, dict)})
+
+    for shown in ([*map(widest, summaries)], summaries):
         out = io.StringIO()
         Console(file=out, width=80).print(tables(shown))
         assert max(map(len, out.getvalue().splitlines())) <= 80
@@ -45,12 +45,8 @@ def test_every_figure_of_known_delays() -> None:
     summaries = summarize(record(_drifting, contexts=contexts, tokens=tokens, rounds=rounds))
     assert [(s.context, s.engine) for s in summaries] == [(c, e) for c in contexts for e in ("fast", "slow")]
     for s in summaries:
-        later = np.array(
-            [
-                [_drifting(s.engine, run, s.context, p) for p in range(s.context + 1, s.context + tokens)]
-                for run in range(rounds)
-            ]
-        )
+        places = range(s.context + 1, s.context + tokens)
+        later = np.array([[_drifting(s.engine, run, s.context, p) for p in places] for run in range(rounds)])
         p50, p95, p99 = np.percentile(later, [50, 95, 99])
         first = np.array([_drifting(s.engine, run, s.context, s.context) for run in range(rounds)])
         # The token at position p attends to p cached ones, of 2000 bytes each; the weights are 10 MB.
@@ -93,17 +89,9 @@ def test_a_figure_that_is_not_known_is_null_and_in_no_table() -> None:
     add_run(recording, "one", 0, 4, [10.0, 2.0, 4.0], **dict.fromkeys(RUN))
     (summary,) = summarize(recording)
     known = {name: value for name, value in json.loads(json.dumps(asdict(summary))).items() if value is not None}
-    assert known == {
-        "engine": "one",
-        "context": 4,
-        "runs": 1,
-        "first_token_ms": 10.0,
-        "prefill_tokens_per_s": 400.0,
-        "latency_p50_ms": 3.0,
-        "latency_p95_ms": pytest.approx(3.9),
-        "latency_p99_ms": pytest.approx(3.98),
-        "tokens_per_s": pytest.approx(1000 / 3),
-    }
+    facts = {"engine": "one", "context": 4, "runs": 1, "first_token_ms": 10.0, "prefill_tokens_per_s": 400.0}
+    facts |= {"latency_p50_ms": 3.0, "latency_p95_ms": pytest.approx(3.9), "latency_p99_ms": pytest.approx(3.98)}
+    assert known == facts | {"tokens_per_s": pytest.approx(1000 / 3)}
     printed = _printed([summary])
     assert "Memory" not in printed
     assert "baseline" not in printed
