@@ -48,11 +48,9 @@ from unittest.mock import Mock, patch
 from kvant.engine.load import find_model
 from kvant.errors import ModelError
 from kvant.weights import known
-places = known.PLACES
 requests, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO())
 for line in requests:
-    arguments, listed, patches = json.loads(line)
-    known.PLACES = (Path(listed),) if listed else places
+    arguments, patches = json.loads(line)
     known.known_models.cache_clear()
     output, errors, code = io.StringIO(), io.StringIO(), 0
     with contextlib.ExitStack() as stack:
@@ -114,7 +112,7 @@ class Machine:
         shell = self.shells[key]
         assert shell.stdin is not None
         assert shell.stdout is not None
-        print(json.dumps([arguments, listed, patches or {}]), file=shell.stdin, flush=True)
+        print(json.dumps([arguments, patches or {}]), file=shell.stdin, flush=True)
         return subprocess.CompletedProcess(arguments, *json.loads(shell.stdout.readline()))
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from support.recordings import RUN, add_run, empty, record, streams
 
 from kvant.tools.bench.figures import Summary, summarize
 from kvant.tools.bench.table import describe, tables
-from kvant.tools.statistics import Spread
+from kvant.tools.statistics import Spread, paired_ratio, percentile
 
 WIDE = Spread(0.123, 0.0456, 12.34, 3)
 
@@ -82,6 +83,15 @@ def test_ratios_are_of_the_same_round() -> None:
     printed = _printed([fast, slow])
     assert "0.62 (0.60-0.80)" in printed
     assert "0.50 (0.25-0.75)" in printed
+    assert paired_ratio({1: 3.0, 5: 1.0}, {0: 1.0, 1: 2.0}) == Spread(1.5, 1.5, 1.5, 1)
+    assert paired_ratio({0: 1.0}, {1: 1.0}) is None
+
+
+def test_percentiles_among_infinite_values_are_no_nan() -> None:
+    values = [1.0, math.inf, math.inf]
+    assert [percentile(values, percent) for percent in (0, 40, 50, 75, 100)] == [1.0, *[math.inf] * 4]
+    with pytest.raises(ValueError, match="of at least one"):
+        percentile([], 50)
 
 
 def test_a_figure_that_is_not_known_is_null_and_in_no_table() -> None:

@@ -49,20 +49,6 @@ def test_both_engines_read_it_and_agree(tmp_path: Path, shape: Shape, bits: int,
     assert len({int(row.argmax()) for row in own[0]}) > 8  # the answer depends on the token
 
 
-@pytest.mark.parametrize("bits", [0, 4, 8])
-def test_matrices_have_unit_gain_and_no_mean(tmp_path: Path, bits: int) -> None:
-    write_random(QWEN2, tmp_path, bits=bits)
-    tensors = mx.load(str(tmp_path / "model-00002-of-00004.safetensors"))
-    path = "model.layers.0.mlp.down_proj"
-    weight = tensors[f"{path}.weight"]
-    if bits:
-        assert weight.dtype == mx.uint32
-        weight = mx.dequantize(weight, tensors[f"{path}.scales"], tensors[f"{path}.biases"], group_size=64, bits=bits)
-    weight = weight.astype(mx.float32) * 384**0.5
-    assert abs(mx.mean(weight).item()) < 0.02
-    assert abs(mx.std(weight).item() - 1) < 0.02
-
-
 def test_a_seed_writes_the_same_bytes_again(tmp_path: Path) -> None:
     found = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
