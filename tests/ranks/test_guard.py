@@ -136,7 +136,7 @@ guard.end(0) if rank == 0 else guard.receive()
 
 @dataclass
 class Case:
-    """A run of three ranks.
+    """A run of as many ranks as there are codes.
 
     Attributes:
         body: what each does.
@@ -156,7 +156,7 @@ class Case:
 
     def start(self, stack: ExitStack, folder: Path) -> None:
         """Start the ranks, which end with the stack."""
-        self.processes = start_ranks([script(folder / "begin", self.body, self.prepare)] * 3, folder)
+        self.processes = start_ranks([script(folder / "begin", self.body, self.prepare)] * len(self.codes), folder)
         for process in self.processes:
             stack.callback(process.communicate)
             stack.callback(process.kill)
@@ -169,7 +169,7 @@ class Case:
     def finish(self) -> None:
         """Read what they say until they have ended; a rank that is stopped stays so."""
         stopped = self.sent[1] if self.sent is not None and self.sent[0] == signal.SIGSTOP else None
-        for rank in sorted(range(3), key=lambda rank: rank == stopped):
+        for rank in sorted(range(len(self.codes)), key=lambda rank: rank == stopped):
             if rank == stopped:
                 assert self.processes[rank].poll() is None
                 self.processes[rank].kill()
@@ -192,13 +192,13 @@ CASES = {
     "first is stopped": lost(signal.SIGSTOP, 0),
     "another is stopped": lost(signal.SIGSTOP, 1),
     "does not read": Case(DOES_NOT_READ, [1, -9, 1], f"rank 1 {SILENT}", (signal.SIGSTOP, 1), SHORT),
-    "all are stopped": Case(GOES_ON, [0, 0, 0], prepare=SHORT),
-    "fails": Case(FAILS, [1, 1, 1], "rank 1: no memory"),
-    "python's lock is held": Case(HELD, [-9, -9, -9], "joining the ring took longer than 3 s"),
-    "the lock is given back": Case(JOINS, [0, 0, 0], prepare=SHORT),
-    "differs": Case("", [1, 1, 1], "rank 2: version is 2; rank 0 has 1", prepare="facts['version'] += place.rank == 2"),
+    "all are stopped": Case(GOES_ON, [0, 0], prepare=SHORT),
+    "fails": Case(FAILS, [1, 1], "rank 1: no memory"),
+    "python's lock is held": Case(HELD, [-9, -9], "joining the ring took longer than 3 s"),
+    "the lock is given back": Case(JOINS, [0, 0], prepare=SHORT),
+    "differs": Case("", [1, 1], "rank 1: version is 2; rank 0 has 1", prepare="facts['version'] += place.rank"),
     "does not come": Case("", [1, 1, 0], "rank 2 of 3 did not come within 5 s", prepare=ABSENT),
-    "no launcher": Case("blocked()", [1] * 3, "rank 0: its launcher is gone", prepare="launcher = 2**22 + 1"),
+    "no launcher": Case("blocked()", [1, 1], "rank 0: its launcher is gone", prepare="launcher = 2**22 + 1"),
 }
 
 
