@@ -42,9 +42,9 @@ from kvant.cli import main
 SHELL = (
     LOOPBACK_ONLY
     + """
-import contextlib, errno, io, json, shutil
+import contextlib, io, json, shutil
 from pathlib import Path
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 from kvant.engine.load import find_model
 from kvant.errors import ModelError
 from kvant.weights import known
@@ -102,9 +102,7 @@ class Machine:
         environ = self.environment | environment
         return subprocess.Popen(command, env=environ, cwd=self.home, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
-    def run(
-        self, *arguments: str, listed: str = "", patches: Mapping[str, str] | None = None, **environment: str
-    ) -> Done:
+    def run(self, *arguments: str, patches: Mapping[str, str] | None = None, **environment: str) -> Done:
         """A command, in the process of its environment; ``patches``: expressions in place of names for this one."""
         key = json.dumps(environment)
         if key not in self.shells:
