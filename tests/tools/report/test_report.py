@@ -181,32 +181,26 @@ def broken(change: Change, layers: tuple[int, ...], bits: int = 8) -> CacheForma
     return kind(bits, 32)  # type: ignore[no-any-return]
 
 
-def _scale_off(key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
-    return 1.1 * key, 1.1 * value
+def _every(size: int, place: int, period: int) -> mx.array:
+    """Which of so many tokens, (T, 1), are at this place of a period."""
+    return (mx.arange(size) % period == place)[:, None]
 
 
-def _tokens_lost(key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
-    kept = (mx.arange(key.shape[2]) % 16 != 5)[:, None]
-    return key * kept, value * kept
-
-
-def _heads_swapped(key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
-    return key[:, ::-1], value[:, ::-1]
-
-
-def _poisoned(key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
-    return key, mx.where(mx.arange(key.shape[2])[:, None] == 50, math.nan, value)
+CHANGES: dict[str, Change] = {
+    "a scale": lambda key, value: (1.1 * key, 1.1 * value),
+    "tokens": lambda key, value: (key * ~_every(key.shape[2], 5, 16), value * ~_every(key.shape[2], 5, 16)),
+    "heads": lambda key, value: (key[:, ::-1], value[:, ::-1]),
+    "no number": lambda key, value: (key, mx.where(_every(key.shape[2], 50, 64), math.nan, value)),
+}
 
 
 class TestBrokenFormats:
     """Caches that are secretly broken show in the figures, and in the layer where they are broken."""
 
-    @pytest.mark.parametrize(
-        ("change", "layers"), [(_scale_off, (0, 1, 2, 3)), (_tokens_lost, (1,)), (_heads_swapped, (2,))]
-    )
-    def test_it_shows(self, pocket: Pocket, heldout_ids: list[int], change: Change, layers: tuple[int, ...]) -> None:
+    @pytest.mark.parametrize(("what", "layers"), [("a scale", (0, 1, 2, 3)), ("tokens", (1,)), ("heads", (2,))])
+    def test_it_shows(self, pocket: Pocket, heldout_ids: list[int], what: str, layers: tuple[int, ...]) -> None:
         text = Text("a text", (tuple(heldout_ids[:128]),), 0)
-        report = measure("pocket", pocket[0], text, [FORMAT, broken(change, layers)])
+        report = measure("pocket", pocket[0], text, [FORMAT, broken(CHANGES[what], layers)])
         healthy, found = report.results
         assert found.figures.mean_kld_nats > 30 * healthy.figures.mean_kld_nats
         assert found.figures.p99_kld_nats > 10 * healthy.figures.p99_kld_nats
@@ -218,7 +212,7 @@ class TestBrokenFormats:
                 assert bad == good
 
     def test_values_that_are_not_finite(self, pocket: Pocket, heldout_ids: list[int], tmp_path: Path) -> None:
-        poisoned = broken(_poisoned, (3,), bits=0)
+        poisoned = broken(CHANGES["no number"], (3,), bits=0)
         report = measure("pocket", pocket[0], Text("a text", (tuple(heldout_ids[:64]),), 0), [poisoned])
         (found,) = report.results
         assert found.figures.non_finite > 0
