@@ -123,66 +123,47 @@ def test_a_format_that_the_kernel_does_not_run_for(
     assert f"kernel as caches use it: {len(found['uses']) - 2} of {len(found['uses'])} formats run" in text
 
 
-Launch = Callable[..., list[mx.array]]
+def _does_not_compile(*arguments: Any, **options: Any) -> list[mx.array]:
+    raise RuntimeError("Unable to build metal library from source\nprogram_source:1:1: error: no")
 
 
-def _off(run: Launch) -> Launch:
-    """Its outputs are a tenth too large for rows of 128."""
+def _spoiled(change: Callable[[mx.array], mx.array]) -> Callable[..., list[mx.array]]:
+    """The kernel, whose outputs are changed."""
+    run = attend.launch
 
-    def wrong(name: str, *arguments: Any, **options: Any) -> list[mx.array]:
+    def spoiled(name: str, *arguments: Any, **options: Any) -> list[mx.array]:
         results = run(name, *arguments, **options)
-        return [results[0] * 1.1] if name == "combine" and results[0].shape[-1] == 128 else results
+        return [change(results[0])] if name == "combine" else results
 
-    return wrong
-
-
-def _nan(run: Launch) -> Launch:
-    """Its outputs are no numbers, which JSON has as null."""
-
-    def nan(name: str, *arguments: Any, **options: Any) -> list[mx.array]:
-        results = run(name, *arguments, **options)
-        return [results[0] * float("nan")] if name == "combine" else results
-
-    return nan
+    return spoiled
 
 
-def _broken(run: Launch) -> Launch:
-    """It does not compile."""
-
-    def broken(*arguments: Any, **options: Any) -> list[mx.array]:
-        raise RuntimeError("Unable to build metal library from source\nprogram_source:1:1: error: no")
-
-    return broken
+OFF = _spoiled(lambda x: x * 1.1 if x.shape[-1] == 128 else x)
+NO_NUMBER = _spoiled(lambda x: x * float("nan"))  # which JSON has as null
 
 
 @host_pytest_skip
 @pytest.mark.parametrize(
-    ("change", "wrong", "said", "forced"),
+    ("kernel", "wrong", "unknown", "said", "forced"),
     [
-        (_off, 1, "off by", True),
-        (_off, 1, "off by", False),
-        (_nan, 4, "off by", False),
-        (_broken, 4, "Unable to build metal", True),
+        (OFF, 1, 0, "off by", True),
+        (OFF, 1, 0, "off by", False),
+        (NO_NUMBER, 4, 4, "off by", False),
+        (_does_not_compile, 4, 4, "Unable to build metal", True),
     ],
 )
 def test_a_kernel_that_is_wrong(
-    host_gpu: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    change: Callable[..., Any],
-    wrong: int,
-    said: str,
-    forced: bool,
+    host_gpu: None, monkeypatch: Any, capsys: Any, kernel: Any, wrong: int, unknown: int, said: str, forced: bool
 ) -> None:
     """Exit code 1, what failed, and no warning beside it."""
-    monkeypatch.setattr(attend, "launch", change(attend.launch))
+    monkeypatch.setattr(attend, "launch", kernel)
     if forced:
         monkeypatch.setenv("KVANT_KERNELS", "fused")
     once = diagnosis.diagnose(lambda done, total: None)
     monkeypatch.setattr("kvant.tools.doctor.diagnose", lambda progress: once)
     found, text = diagnosed(capsys, 1)
     assert sum(result["problem"] is not None for result in found["kernels"]) == wrong
-    assert sum(result["error"] is None for result in found["kernels"]) == (0 if change is _off else 4)
+    assert sum(result["error"] is None for result in found["kernels"]) == unknown
     assert text.count("wrong: ") == wrong
     assert said in text
     assert f"{4 - wrong} of 4 agree" in text
@@ -191,7 +172,7 @@ def test_a_kernel_that_is_wrong(
 def test_a_wrong_kernel_that_is_asked_for_ends_a_command(
     gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(attend, "launch", _broken(attend.launch))
+    monkeypatch.setattr(attend, "launch", _does_not_compile)
     monkeypatch.setattr(dispatch, "probe_failure", probe.probe_failure)
     monkeypatch.setattr(sys, "argv", ["kvant", "generate", "hi", "--kernels", "fused"])
     with pytest.raises(SystemExit) as ended:
