@@ -70,20 +70,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(tmp_path, monkeypatch)
 
 
-def test_what_is_recorded(bench: Bench) -> None:
-    """The fast one takes 1 ms + 1 us a position + 0.5 ms a round, the slow one 8 ms."""
-    bench.measure(contexts=(1000, 3000), rounds=3, tokens=5)
-    summaries = {(s.engine, s.context): s for s in summarize(bench.recording)}
-    fast, late, slow = summaries["kvant 8-bit", 1000], summaries["kvant 8-bit", 3000], summaries["mlx-lm", 1000]
-    assert (fast.runs, fast.first_token_ms) == (3, 50)
-    assert [each.latency_p50_ms for each in (fast, late, slow)] == pytest.approx([2.5025, 4.5025, 8])
-    assert fast.bytes_read_per_token == pytest.approx(2_000_000 + 1000 * 1002.5)
-    kinds = [json.loads(line)["kind"] for line in bench.file.read_text().splitlines()]
-    assert kinds == ["header", "engine", "engine", *["run"] * 12]
-    assert [blas for *_, blas in bench.log("starts")] == [None, "mlx"]  # mlx-lm as its users have it
-
-
-def test_the_order_alternates_after_a_warm_up_that_is_not_recorded(bench: Bench) -> None:
+def test_the_order_alternates_after_a_warm_up_and_all_else_is_recorded(bench: Bench) -> None:
     bench.measure(contexts=(8, 4), rounds=3, tokens=5)
     runs = bench.log("runs")
     fast, slow = FAST.label, SLOW.label
@@ -94,6 +81,15 @@ def test_the_order_alternates_after_a_warm_up_that_is_not_recorded(bench: Bench)
     ]
     assert {(tokens, together) for *_, tokens, together in runs} == {(5, False)}
     assert {run.run for run in bench.recording.runs} == {0, 1, 2}
+    kinds = [json.loads(line)["kind"] for line in bench.file.read_text().splitlines()]
+    assert kinds == ["header", "engine", "engine", *["run"] * 12]
+    assert [blas for *_, blas in bench.log("starts")] == [None, "mlx"]  # mlx-lm as its users have it
+    summaries = {(summary.engine, summary.context): summary for summary in summarize(bench.recording)}
+    # The fast one takes 1 ms + 1 us a position + 0.5 ms a round, the slow one 8 ms.
+    assert (summaries[fast, 8].runs, summaries[fast, 8].first_token_ms) == (3, 50)
+    middles = [summaries[case].latency_p50_ms for case in ((fast, 8), (fast, 4), (slow, 8))]
+    assert middles == pytest.approx([1.5105, 1.5065, 8])
+    assert summaries[fast, 8].bytes_read_per_token == pytest.approx(2_000_000 + 1000 * 10.5)
     assert bench.progress[0] == "kvant 8-bit: loading"
     assert bench.progress[4].endswith("8 tokens of context, kvant 8-bit: first token 50.0 ms, then 1.01 ms a token")
     bench.check_no_process_is_left()
