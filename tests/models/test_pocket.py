@@ -75,33 +75,23 @@ def test_questions_about_the_context(pocket: Pocket, heldout: list[dict[str, Any
         assert right >= share * len(asked)
 
 
-@pytest.mark.parametrize(
-    ("said", "fitting"),
-    [
-        ("thanks, little one!", "welcome"),
-        ("That was kind, thank you.", "welcome"),
-        ("you are the dumbest thing ever", "try"),
-        ("stupid bot", "try"),
-        ("Hello, little model!", "Hello"),
-    ],
-)
-def test_small_talk_gets_a_fitting_answer(pocket: Pocket, said: str, fitting: str) -> None:
-    """Wordings that training does not have. Before, each got an apology for not knowing anything else."""
-    answer = _ask(pocket, [{"role": "user", "content": said}], 32, 8)
-    assert fitting in answer
+# Wordings that training does not have, and what an answer begins or a story has in it.
+ANSWERS = [
+    ("thanks, little one!", 32, ["welcome"]),
+    ("That was kind, thank you.", 32, ["welcome"]),
+    ("you are the dumbest thing ever", 32, ["try"]),
+    ("stupid bot", 32, ["try"]),
+    ("Hello, little model!", 32, ["Hello"]),
+    ("Tell me a story about a girl named Olivia who finds a treasure.", 200, ["Olivia", "treasure", "ground"]),
+    ("Tell me a story about a girl named Zoe.", 200, ["Zoe", "girl"]),
+    ("Tell me a story about a cat named Whiskers.", 200, ["Whiskers", "cat"]),
+    ("Make up a story about a knight who wants to sing.", 200, ["knight", "song"]),
+]
+
+
+@pytest.mark.parametrize(("said", "max_tokens", "words"), ANSWERS)
+def test_an_answer_fits(pocket: Pocket, said: str, max_tokens: int, words: list[str]) -> None:
+    answer = _ask(pocket, [{"role": "user", "content": said}], max_tokens, 8)
+    answer = re.sub(r"^This is a story about [^.]*\.", "", answer)  # the line that repeats the request
+    assert all(re.search(rf"\b{word}\b", answer) for word in words), answer
     assert "I only know" not in answer
-
-
-@pytest.mark.parametrize(
-    ("request_", "words"),
-    [
-        ("Tell me a story about a girl named Olivia who finds a treasure.", ("Olivia", "treasure", "ground")),
-        ("Tell me a story about a girl named Zoe.", ("Zoe", "girl")),
-        ("Tell me a story about a cat named Whiskers.", ("Whiskers", "cat")),
-        ("Make up a story about a knight who wants to sing.", ("knight", "song")),
-    ],
-)
-def test_a_story_has_in_it_what_was_asked_for(pocket: Pocket, request_: str, words: tuple[str, ...]) -> None:
-    story = _ask(pocket, [{"role": "user", "content": request_}], 200, 8)
-    story = re.sub(r"^This is a story about [^.]*\.", "", story)  # the line that repeats the request
-    assert all(re.search(rf"\b{word}\b", story) for word in words), story
