@@ -1,6 +1,7 @@
 """Matrices: the same product whichever way it is taken, and which way that is."""
 
 import threading
+from functools import lru_cache
 
 import mlx.core as mx
 import numpy as np
@@ -35,6 +36,7 @@ def _inputs(*shape: int, seed: int = 1) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed))
 
 
+@lru_cache(1)
 def _dequantize(matrix: QuantizedMatrix) -> Array:
     """(out, in) float64. Levels are bits in a row, the lowest first, across the borders of words."""
     packed = np.array(matrix.weight)
