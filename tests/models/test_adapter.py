@@ -1,9 +1,10 @@
 """LoRA and DoRA adapters against mlx-lm's own model with the adapter beside its weights, and each refusal."""
 
 import json
+import os
 import shutil
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -119,17 +120,14 @@ def test_projections_of_different_formats(tmp_path: Path) -> None:
 
 def test_the_bias_split_is_of_the_fused_weights(tmp_path: Path) -> None:
     """Which key biases outweigh what is projected changes with the projection."""
-    config = qwen2_config()
-    reference = reference_model(config)
+    reference = reference_model(qwen2_config())
     for layer in reference.layers:
         layer.self_attn.k_proj.weight *= 0.01
-    folder = save_checkpoint(tmp_path / "model", config, reference)
+    folder = save_checkpoint(tmp_path / "model", qwen2_config(), reference)
     adapter = save_adapter(tmp_path / "adapter", adapter_config(["self_attn.k_proj"]), reference, size=50.0)
-    pairs = [
-        [layer.self_attn.qkv_bias.pairs for layer in load_decoder(folder, adapter=path).layers]  # type: ignore[union-attr]
-        for path in (None, adapter)
-    ]
-    assert pairs[0] != pairs[1] == [(), ()]
+    models = [load_decoder(folder, adapter=path) for path in (None, adapter)]
+    split, fused = ([layer.self_attn.qkv_bias.pairs for layer in model.layers] for model in models)  # type: ignore[union-attr]
+    assert split != fused == [(), ()]
 
 
 # What is refused.
@@ -139,9 +137,8 @@ def test_the_bias_split_is_of_the_fused_weights(tmp_path: Path) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A float checkpoint and a sound adapter for it."""
     root = tmp_path_factory.mktemp("saved")
-    config = qwen2_config()
-    model = reference_model(config)
-    folder = save_checkpoint(root / "model", config, model)
+    model = reference_model(qwen2_config())
+    folder = save_checkpoint(root / "model", qwen2_config(), model)
     return folder, save_adapter(root / "adapter", adapter_config(SOME), model)
 
 
@@ -217,24 +214,32 @@ def test_what_is_missing_or_wrong_is_named(
     _refused(saved[0], adapter, message, ModelError)
 
 
-@pytest.mark.parametrize("part", ["lora_a", "lora_b"])
-def test_an_adapter_of_zeros_is_refused(saved: tuple[Path, Path], adapter: Path, part: str) -> None:
-    path = adapter / "adapters.safetensors"
-    zeros = {name: mx.zeros(x.shape) for name, x in mx.load(str(path)).items() if name.endswith(part)}
-    change_tensors(path, zeros)
-    _refused(saved[0], adapter, "every lora_a or lora_b is zero; it would change nothing")
+def _zeros(path: Path, part: str) -> None:
+    change_tensors(path, {name: mx.zeros(x.shape) for name, x in mx.load(str(path)).items() if name.endswith(part)})
 
 
-def test_bad_adapter_files(saved: tuple[Path, Path], adapter: Path) -> None:
-    path = adapter / "adapters.safetensors"
-    path.write_bytes(path.read_bytes()[:-9])
-    _refused(saved[0], adapter, "not a whole safetensors file")
-    path.unlink()
-    _refused(saved[0], adapter, r"no adapters\.safetensors", ModelError)
-    (adapter / "adapter_config.json").write_text("[1]")
-    _refused(saved[0], adapter, "a JSON list; expected an object", ModelError)
-    (adapter / "adapter_config.json").unlink()
-    _refused(saved[0], adapter, r"no adapter_config\.json", ModelError)
+ZERO = "every lora_a or lora_b is zero; it would change nothing"
+BAD_FILES: list[tuple[str, Callable[[Path], object], type[ModelError], str]] = [
+    ("adapters.safetensors", lambda path: _zeros(path, "lora_a"), CheckpointError, ZERO),
+    ("adapters.safetensors", lambda path: _zeros(path, "lora_b"), CheckpointError, ZERO),
+    ("adapters.safetensors", lambda path: os.truncate(path, 999), CheckpointError, "not a whole safetensors file"),
+    ("adapters.safetensors", Path.unlink, ModelError, r"no adapters\.safetensors"),
+    ("adapter_config.json", lambda path: path.write_text("[1]"), ModelError, "a JSON list; expected an object"),
+    ("adapter_config.json", Path.unlink, ModelError, r"no adapter_config\.json"),
+]
+
+
+@pytest.mark.parametrize(("name", "spoil", "kind", "message"), BAD_FILES)
+def test_bad_adapter_files(
+    saved: tuple[Path, Path],
+    adapter: Path,
+    name: str,
+    spoil: Callable[[Path], object],
+    kind: type[ModelError],
+    message: str,
+) -> None:
+    spoil(adapter / name)
+    _refused(saved[0], adapter, message, kind)
 
 
 def test_dora_where_it_cannot_be_is_refused(tmp_path: Path) -> None:
@@ -258,13 +263,6 @@ def test_dora_where_it_cannot_be_is_refused(tmp_path: Path) -> None:
 # Adapters made to take memory.
 
 
-@pytest.fixture(scope="module")
-def deep() -> ModelConfig:
-    """The config of a model of 1,200 layers, 8,402 matrices."""
-    raw = qwen2_config(num_hidden_layers=1200, hidden_size=16, num_attention_heads=1, num_key_value_heads=1)
-    return ModelConfig.from_dict(raw)
-
-
 @contextmanager
 def _little_memory(most: int) -> Iterator[None]:
     tracemalloc.start()
@@ -282,16 +280,17 @@ def _adapter_of_one(folder: Path, keys: list[str]) -> Path:
     return folder
 
 
-def test_more_keys_or_tensors_than_the_model_has(tmp_path: Path, deep: ModelConfig) -> None:
-    """A name a key and layer took over 8 GB for 4 MB of them."""
+def test_more_keys_or_tensors_than_the_model_has(tmp_path: Path) -> None:
+    """Of 1,200 layers and 8,402 matrices: a name a key and layer took over 8 GB for 4 MB of them."""
+    sizes = {"num_hidden_layers": 1200, "hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    deep = ModelConfig.from_dict(qwen2_config(**sizes))
     adapter = _adapter_of_one(tmp_path, [f"{i:x}" for i in range(400_000)])
     with _little_memory(100_000_000), one_line(ModelError, "400000 keys; expected at most 8402"):
         Adapter(adapter, deep, everything(deep))
     _adapter_of_one(tmp_path, [Q, *(f"{i:x}" for i in range(8401))])
     with _little_memory(20_000_000):
         assert Adapter(adapter, deep, everything(deep)).take({Q: 16}, mx.float32) is not None
-    names = [f"{i:x}.lora_a" for i in range(2 * 8402 + 1)]
-    header = {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}
+    header = {f"{i:x}.lora_a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(2 * 8402 + 1)}
     (adapter / "adapters.safetensors").write_bytes(file_bytes(header, 0))
     with _little_memory(50_000_000), one_line(CheckpointError, "16805 tensors; expected at most 16804"):
         Adapter(adapter, deep, everything(deep))
@@ -300,30 +299,25 @@ def test_more_keys_or_tensors_than_the_model_has(tmp_path: Path, deep: ModelConf
 # In use.
 
 
-@pytest.fixture(scope="module")
-def pocket_adapter(pocket_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random adapter for the embedded model."""
-    folder = tmp_path_factory.mktemp("pocket") / "adapter"
-    return save_adapter(folder, adapter_config(SOME), load_reference(pocket_folder))
-
-
-def test_load_takes_an_adapter(pocket_folder: Path, pocket_adapter: Path) -> None:
-    model, _ = kvant.load("pocket", adapter_path=pocket_adapter)
-    expected = reference_logits(adapted_reference(load_reference(pocket_folder), pocket_adapter), IDS)
+def test_load_and_the_command_take_it(pocket_folder: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", adapter_config(SOME), load_reference(pocket_folder))
+    model, _ = kvant.load("pocket", adapter_path=adapter)
+    expected = reference_logits(adapted_reference(load_reference(pocket_folder), adapter), IDS)
     assert relative_error(model(mx.array([IDS]))[0], expected) < TOLERANCE
-    for path in ("", "no/such", "x" * 5000, "~nosuchuser/x", "a\0b"):
-        with one_line(ModelError, "is not a folder"):
-            kvant.load("pocket", adapter_path=path)
 
-
-def test_the_command_applies_it(pocket_adapter: Path) -> None:
     def text(*arguments: str) -> str:
         done = call(*arguments, "-q", "-m", "30", "--temp", "0", stdin=f"{QUESTION}\n")
         assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr  # that it was cut
         return done.stdout
 
-    generate, adapted = ["generate"], ["--adapter-path", str(pocket_adapter)]
-    assert text(*generate) != text(*generate, *adapted) == text("chat", *adapted)
-    refused = call(*generate, QUESTION, "--adapter-path", "no/such")
+    adapted = ["--adapter-path", str(adapter)]
+    assert text("generate") != text("generate", *adapted) == text("chat", *adapted)
+
+
+def test_a_path_of_no_adapter_is_refused() -> None:
+    for path in ("", "no/such", "x" * 5000, "~nosuchuser/x", "a\0b"):
+        with one_line(ModelError, "is not a folder"):
+            kvant.load("pocket", adapter_path=path)
+    refused = call("generate", QUESTION, "--adapter-path", "no/such")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert refused.stderr.startswith("kvant: error: adapter 'no/such' is not a folder")
