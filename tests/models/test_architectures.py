@@ -10,7 +10,6 @@ import pytest
 from mlx.utils import tree_flatten
 from support.checkpoints import (
     CONFIGS,
-    llama_config,
     mlx_lm_model,
     quantize_reference,
     reference_logits,
@@ -26,7 +25,7 @@ from kvant.errors import CheckpointError, ModelError
 from kvant.models import Decoder, ModelConfig, load_decoder
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.architectures.table import Parameter
-from kvant.models.parameters import matrices, parameters, vectors
+from kvant.models.parameters import matrices, vectors
 from kvant.tools.plan import Checkpoint, Settings, plan
 
 IDS = [(7 + 31 * i) % 300 for i in range(40)]
@@ -134,37 +133,37 @@ def test_any_tensor_that_is_missing_or_wrong_is_named(tmp_path: Path, kind: str)
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_what_an_architecture_does_not_have_is_refused_by_name(kind: str) -> None:
-    known = {*ARCHITECTURES[kind].biases, *ARCHITECTURES[kind].optional_biases}
+    table = ARCHITECTURES[kind]
     changes: list[tuple[dict[str, object], str]] = [
-        ({name: True}, f"{name} is true; supported for {kind}: false")
-        for name in ("attention_bias", "mlp_bias")
-        if name not in known
-    ]
-    changes += [
+        *(
+            ({name: True}, f"{name} is true; supported for {kind}: false")
+            for name in {"attention_bias", "mlp_bias"} - {*table.biases, *table.optional_biases}
+        ),
+        *(
+            ({name: 8}, f"{name} is 8; {kind} has no such experts")
+            for name in ("n_routed_experts", "num_experts", "num_local_experts", "num_experts_per_tok")
+            if name == "n_routed_experts" or not table.experts
+        ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"n_routed_experts": 8}, f"n_routed_experts is 8; {kind} has no such experts"),
         ({"rope_traditional": True}, "rope_traditional is true"),
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types has 'chunked_attention'"),
         ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map"),
     ]
-    if not ARCHITECTURES[kind].experts:
-        keys = ("num_experts", "num_local_experts", "num_experts_per_tok")
-        changes += [({key: 8}, f"{key} is 8; {kind} has no such experts") for key in keys]
     for change, message in changes:
         with one_line(ModelError, message):
             ModelConfig.from_dict(CONFIGS[kind] | change)
+    with one_line(ModelError, r"config.json: \w+ is missing$"):
+        ModelConfig.from_dict({"model_type": kind})
 
 
 def test_a_smollm3_whose_layers_all_rotate_is_a_llama(tmp_path: Path) -> None:
-    """Its biases too: they are split off as a Llama's."""
-    same = {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [1, 1], "rope_theta": 1e4}
-    config = smollm3_config(**same)
+    """Its biases too, which mlx-lm's does not have: they are split off as a Llama's."""
+    config = smollm3_config(attention_bias=True, mlp_bias=True, no_rope_layers=[1, 1], rope_theta=1e4)
     llama = {**config, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    reference = reference_model(llama)
-    logits = []
-    for name, raw in (("llama", llama), ("smollm3", config)):
-        model = load_decoder(save_checkpoint(tmp_path / name, raw, reference))
+    reference, logits = reference_model(llama), []
+    for raw in (llama, config):
+        model = load_decoder(save_checkpoint(tmp_path / raw["model_type"], raw, reference))
         cache = model.make_cache(len(IDS))
         assert all(layer.bias_split is not None for layer in cache)
         logits.append(model(mx.array([IDS]), cache=cache))
@@ -202,11 +201,3 @@ def test_no_other_file_knows_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model = load_decoder(folder)
     assert mx.array_equal(model(mx.array([IDS])), load_decoder(llama)(mx.array([IDS])))
     assert plan(Checkpoint.from_folder(folder), max_kv_size=50, device="cpu").weights == model.nbytes
-
-
-def test_parameters_come_in_the_order_of_the_model() -> None:
-    found = [(path, layer) for path, layer, _ in parameters(ModelConfig.from_dict(llama_config()))]
-    layers = [layer for _, layer in found]
-    assert layers == [None, *[0] * 9, *[1] * 9, None, None]
-    assert found[0][0] == "model.embed_tokens"
-    assert all(f"model.layers.{layer}." in path for path, layer in found if layer is not None)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -218,14 +219,10 @@ def test_bad_tensors(tmp_path: Path, part: str, tensor: mx.array, message: str) 
 
 
 def test_a_format_the_device_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused before a tensor is read, in a line."""
+    """Refused before a tensor is read."""
     reference = reference_model(qwen2_config())
-    config = quantize_reference(qwen2_config(), reference, 4, 16, "nvfp4")
-    folder = save_checkpoint(tmp_path, config, reference)
-
-    def fail(*_: object, **__: object) -> mx.array:
-        raise RuntimeError("[quantized_matmul] no kernel\nfor this device")
-
-    monkeypatch.setattr(mx, "quantized_matmul", fail)
+    folder = save_checkpoint(tmp_path, quantize_reference(qwen2_config(), reference, 4, 16, "nvfp4"), reference)
+    failing = Mock(side_effect=RuntimeError("[quantized_matmul] no kernel\nfor this device"))
+    monkeypatch.setattr(mx, "quantized_matmul", failing)
     with one_line(ModelError, r"4-bit nvfp4 weights in groups of 16 .*no kernel$"):
         load_decoder(folder)
