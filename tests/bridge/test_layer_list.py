@@ -13,7 +13,7 @@ from support.counts import count
 from support.tiny_models import CONFIGS
 
 from kvant.bridge.architectures import ALLOWED, NEEDS_METAL
-from kvant.bridge.layer_list import list_layers, redirect
+from kvant.bridge.layer_list import list_layers
 from kvant.errors import ModelError
 
 ORDER, MORE = "they are not called once each, in their order", "its layers exchange more than hidden states"
@@ -173,17 +173,3 @@ def test_many_layers() -> None:
     config = {"model_type": "llama", **deepcopy(CONFIGS["llama"]), "num_hidden_layers": 126, "layer_types": None}
     module = import_module("mlx_lm.models.llama")
     assert len(list_layers(module.Model(module.ModelArgs.from_dict(config)), "llama").paths) == 126
-
-
-def test_redirect() -> None:
-    """The first argument is apart, by place or by name; the others stay as they are given."""
-
-    class Sum(nn.Module):
-        def __call__(self, x: int, y: int = 0, *, z: int = 0) -> int:
-            return x + 10 * y + 100 * z
-
-    layer = Sum()
-    redirect(layer, lambda own, hidden, others: (own(hidden + 1), others))
-    assert isinstance(layer, Sum)
-    assert layer(1, 2, z=3) == (322, [2, 3])
-    assert layer(x=1, z=3) == (302, [3])

@@ -278,6 +278,15 @@ def test_bytes_are_those_of_rows_and_of_the_states_that_fit(name: str, bits: int
         pool.sequence(1)
 
 
+def _step_bytes(model: BridgedModel, pool: BridgedPool, sequences: list[Any]) -> int:
+    """The most that a step of one token each takes, beside what rests."""
+    mx.synchronize()
+    resting = mx.get_active_memory()
+    mx.reset_peak_memory()
+    _fed(model, pool, sequences, [[3]] * len(sequences))
+    return mx.get_peak_memory() - resting
+
+
 @pytest.mark.parametrize("name", ["llama", "deepseek_v32", "qwen3_next"])
 def test_a_step_copies_nothing_of_the_pool(name: str) -> None:
     """Not where the model ties an array to another one and puts it back, either: DeepSeek V3.2."""
@@ -287,11 +296,7 @@ def test_a_step_copies_nothing_of_the_pool(name: str) -> None:
         pool = _pool(model, tokens=tokens)
         opened = [_opened(model, pool, prompt)[0] for prompt in PROMPTS]
         _fed(model, pool, opened, [[3]] * 3)
-        mx.synchronize()
-        resting = mx.get_active_memory()
-        mx.reset_peak_memory()
-        _fed(model, pool, opened, [[3]] * 3)
-        peaks.append(mx.get_peak_memory() - resting)
+        peaks.append(_step_bytes(model, pool, opened))
     assert peaks[1] < 2 * peaks[0]  # MLX's threads differ by a third; a copy would take a hundred times as much
 
 
@@ -301,13 +306,9 @@ def test_rows_are_not_padded_for_attention_of_mlx_lms() -> None:
     pool = _pool(model, tokens=12 * 1024, sequences=8, max_seq_len=10_000, prefill_step_size=512)
     long = pool.sequence(8200)
     long.commit([1] * 8000)  # as if they had been fed: its rows are zeros
-    others = [_opened(model, pool, PROMPTS[0])[0] for _ in range(7)]
-    mx.synchronize()
-    resting = mx.get_active_memory()
-    mx.reset_peak_memory()
-    _fed(model, pool, [long, *others], [[3]] * 8)
+    used = _step_bytes(model, pool, [long, *(_opened(model, pool, PROMPTS[0])[0] for _ in range(7))])
     floats = 8000 * 2 * 2 * 32 * 4  # of the long one, in one layer
-    assert mx.get_peak_memory() - resting < 4 * floats < 8 * floats
+    assert used < 4 * floats < 8 * floats
 
 
 def test_what_is_refused() -> None:

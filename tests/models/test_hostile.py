@@ -224,30 +224,8 @@ def test_its_processes_import_nothing_from_the_current_folder(folder: Path) -> N
     assert "the chat template failed: it needs too much memory" in done.stderr
 
 
-FUZZED = """
-import os, sys, time
-from pathlib import Path
-import fuzz
-def work(kind):
-    if kind == "raise": raise ValueError("no KvantError")
-    if kind == "abort": os.abort()
-    if kind == "print": os.write(1, b"words")
-    if kind == "hang": time.sleep(100)
-    if kind == "memory": b"x" * 700_000_000
-fuzz.LIMIT_BYTES = 700_000_000
-for kind in ("raise", "abort", "hang", "memory", "print"):
-    fuzz.LIMIT_S = 1 if kind == "hang" else 60
-    print(fuzz.run(Path(sys.argv[1]) / "log", lambda folder: work(kind)))
-fuzz.LIMIT_BYTES = 1_500_000_000
-sys.argv[1:] = ["--seconds", "100", "--count", "2"]
-raise SystemExit(fuzz.main())
-"""
-
-
-def test_the_fuzzer_finds_nothing_in_a_few_folders_and_sees_what_goes_wrong(tmp_path: Path) -> None:
-    done = _python(FUZZED, str(tmp_path))
-    *found, last = done.stdout.splitlines()
-    for line, begins in zip(found, ("raised: ValueError", "died of SIGABRT", "hung", "took ", "wrote"), strict=False):
-        assert line.startswith(begins)
-    assert last.startswith("seeds 0 to 1: ")
+def test_the_fuzzer_finds_nothing_in_a_few_folders() -> None:
+    """tests/cli/test_hostile_kinds.py has what it would see."""
+    done = _python("import fuzz; raise SystemExit(fuzz.main())", "--seconds", "100", "--count", "2")
+    assert done.stdout.splitlines()[-1].startswith("seeds 0 to 1: ")
     assert done.returncode == 0, done.stdout
