@@ -142,15 +142,33 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder, save_adapter(root / "adapter", adapter_config(SOME), model)
 
 
-@pytest.fixture
-def adapter(saved: tuple[Path, Path], tmp_path: Path) -> Path:
-    """A copy of the adapter to break."""
-    return Path(shutil.copytree(saved[1], tmp_path / "broken"))
-
-
-def _refused(folder: Path, adapter: Path, message: str, kind: type[ModelError] = CheckpointError) -> None:
-    with one_line(kind, message):
+def _refused(folder: Path, adapter: Path, message: str) -> None:
+    with one_line(ModelError, message):
         load_decoder(folder, adapter=adapter)
+
+
+Spoil = Callable[[Path], object]  # of the adapter's folder
+
+
+def _say(**settings: Any) -> Spoil:
+    return lambda folder: change(folder / "adapter_config.json", **settings)
+
+
+def _hold(tensors: dict[str, mx.array | None]) -> Spoil:
+    """Tensors in place of the sound ones; None: not there."""
+    return lambda folder: change_tensors(folder / "adapters.safetensors", tensors)
+
+
+def _zero(part: str) -> Spoil:
+    def spoil(folder: Path) -> None:
+        tensors = mx.load(str(folder / "adapters.safetensors"))
+        _hold({name: mx.zeros_like(x) for name, x in tensors.items() if name.endswith(part)})(folder)
+
+    return spoil
+
+
+def _say_of_rank(key: str, value: Any) -> Spoil:
+    return _say(lora_parameters=adapter_config(SOME)["lora_parameters"] | {key: value})
 
 
 BAD_VALUES: dict[str, list[Any]] = {
@@ -161,85 +179,67 @@ BAD_VALUES: dict[str, list[Any]] = {
     "scale": [None, 0, float("nan"), float("inf"), 1e5, "20"],
     "keys": ["q_proj", [1]],
 }
-
-
-@pytest.mark.parametrize("key", BAD_VALUES)
-def test_a_value_that_is_refused(saved: tuple[Path, Path], adapter: Path, key: str) -> None:
-    for value in BAD_VALUES[key]:
-        settings = adapter_config(SOME)
-        (settings["lora_parameters"] if key in ("rank", "scale", "keys") else settings)[key] = value
-        (adapter / "adapter_config.json").write_text(json.dumps(settings))
-        _refused(saved[0], adapter, said(key, value), ModelError)
-
-
-Q = "model.layers.1.self_attn.q_proj"
-EVERY_LAYER = [f"model.layers.{layer}.{name}.lora_{part}" for layer in (0, 1) for name in SOME for part in "ab"]
-NOTHING = dict.fromkeys(EVERY_LAYER)
+Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+NOTHING = {f"model.layers.{layer}.{name}.lora_{part}": None for layer in (0, 1) for name in SOME for part in "ab"}
 HEAD = {"lm_head.lora_a": mx.ones((128, RANK)), "lm_head.lora_b": mx.ones((RANK, 300))}
-DOWN = "model.layers.0.mlp.down_proj"
-# The settings, tensors in place of the sound ones (None: not there), and what is said.
-HARMS: list[tuple[dict[str, Any], dict[str, mx.array | None], str]] = [
-    ({"peft_type": "LORA"}, {}, "PEFT's format; expected mlx-lm's"),
-    (adapter_config(SOME, num_layers=1), {}, "layers.0.* num_layers and keys do not include"),
-    (adapter_config(["self_attn.q_proj"]), {}, f"do not include {DOWN}"),
-    (adapter_config([*SOME, "mlp.up_proj"]), {}, r"mlp.up_proj.lora_a is missing"),
-    (adapter_config(SOME, kind="dora"), {}, r"down_proj.m is missing"),
-    ({"lora_parameters": {"rank": 5, "scale": 1.0, "keys": SOME}}, {}, r"shape \(256, 4\); expected \(256, 5\)"),
-    ({}, NOTHING, "holds no tensors; it would change nothing"),
-    ({}, {f"{Q}.lora_a": None}, f"{Q}.lora_a is missing"),
-    ({}, {f"{Q}.lora_b": None}, f"{Q}.lora_b is missing"),
-    ({}, {f"{Q}.lora_a": None, f"{Q}.lora_b": None}, f"{Q}.lora_a is missing; adapter_config.json describes it"),
-    ({}, {f"{Q}.m": mx.ones(128)}, "unexpected adapter tensor .*q_proj.m; expected for lora"),
-    ({}, {f"{Q}.weight": mx.ones((128, 128))}, "unexpected adapter tensor .*q_proj.weight"),
-    ({}, {"x": mx.ones(1)}, "unexpected adapter tensor x"),
-    ({}, {"model.layers.2.mlp.up_proj.lora_a": mx.ones((128, 4))}, "the model has no matrix model.layers.2"),
-    ({}, {"model.layers.0.mlp.switch_mlp.up_proj.lora_a": mx.ones((8, 4, 4))}, "has no matrix .*switch_mlp"),
-    ({}, {"model.embed_tokens.lora_a": mx.ones((300, 4))}, "do not include model.embed_tokens"),
-    ({}, {f"{Q}.lora_a": mx.ones((4, 128))}, r"lora_a has shape \(4, 128\); expected \(128, 4\)"),
-    ({}, {f"{Q}.lora_b": mx.ones((4, 64))}, r"lora_b has shape \(4, 64\); expected \(4, 128\)"),
-    ({}, {f"{Q}.lora_b": mx.ones((4, 128), mx.int32)}, "lora_b has dtype I32"),
-    ({}, {f"{Q}.lora_a": mx.full((128, 4), float("nan"))}, "lora_a reaches nan"),
-    ({}, {f"{Q}.lora_b": mx.full((4, 128), float("inf"))}, "lora_b reaches inf"),
-    ({}, {f"{Q}.lora_b": mx.full((4, 128), 1e4)}, "times the scale reaches 100000"),
-    (adapter_config(["lm_head"]), NOTHING | HEAD, "the model has no matrix lm_head of its own"),  # tied
-]
-
-
-@pytest.mark.parametrize(("settings", "tensors", "message"), HARMS)
-def test_what_is_missing_or_wrong_is_named(
-    saved: tuple[Path, Path], adapter: Path, settings: dict[str, Any], tensors: Any, message: str
-) -> None:
-    change(adapter / "adapter_config.json", **settings)
-    change_tensors(adapter / "adapters.safetensors", tensors)
-    _refused(saved[0], adapter, message, ModelError)
-
-
-def _zeros(path: Path, part: str) -> None:
-    change_tensors(path, {name: mx.zeros(x.shape) for name, x in mx.load(str(path)).items() if name.endswith(part)})
-
-
 ZERO = "every lora_a or lora_b is zero; it would change nothing"
-BAD_FILES: list[tuple[str, Callable[[Path], object], type[ModelError], str]] = [
-    ("adapters.safetensors", lambda path: _zeros(path, "lora_a"), CheckpointError, ZERO),
-    ("adapters.safetensors", lambda path: _zeros(path, "lora_b"), CheckpointError, ZERO),
-    ("adapters.safetensors", lambda path: os.truncate(path, 999), CheckpointError, "not a whole safetensors file"),
-    ("adapters.safetensors", Path.unlink, ModelError, r"no adapters\.safetensors"),
-    ("adapter_config.json", lambda path: path.write_text("[1]"), ModelError, "a JSON list; expected an object"),
-    ("adapter_config.json", Path.unlink, ModelError, r"no adapter_config\.json"),
+TENSORS: list[tuple[dict[str, mx.array | None], str]] = [
+    ({**NOTHING}, "holds no tensors; it would change nothing"),
+    ({f"{Q}.lora_a": None}, f"{Q}.lora_a is missing"),
+    ({f"{Q}.lora_b": None}, f"{Q}.lora_b is missing"),
+    ({f"{Q}.lora_a": None, f"{Q}.lora_b": None}, f"{Q}.lora_a is missing; adapter_config.json describes it"),
+    ({f"{Q}.m": mx.ones(128)}, "unexpected adapter tensor .*q_proj.m; expected for lora"),
+    ({f"{Q}.weight": mx.ones((128, 128))}, "unexpected adapter tensor .*q_proj.weight"),
+    ({"x": mx.ones(1)}, "unexpected adapter tensor x"),
+    ({"model.layers.2.mlp.up_proj.lora_a": mx.ones((128, 4))}, "the model has no matrix model.layers.2"),
+    ({"model.layers.0.mlp.switch_mlp.up_proj.lora_a": mx.ones((8, 4, 4))}, "has no matrix .*switch_mlp"),
+    ({"model.embed_tokens.lora_a": mx.ones((300, 4))}, "do not include model.embed_tokens"),
+    ({f"{Q}.lora_a": mx.ones((4, 128))}, r"lora_a has shape \(4, 128\); expected \(128, 4\)"),
+    ({f"{Q}.lora_b": mx.ones((4, 64))}, r"lora_b has shape \(4, 64\); expected \(4, 128\)"),
+    ({f"{Q}.lora_b": mx.ones((4, 128), mx.int32)}, "lora_b has dtype I32"),
+    ({f"{Q}.lora_a": mx.full((128, 4), float("nan"))}, "lora_a reaches nan"),
+    ({f"{Q}.lora_b": mx.full((4, 128), float("inf"))}, "lora_b reaches inf"),
+    ({f"{Q}.lora_b": mx.full((4, 128), 1e4)}, "times the scale reaches 100000"),
+]
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"peft_type": "LORA"}, "PEFT's format; expected mlx-lm's"),
+    (adapter_config(SOME, num_layers=1), "layers.0.* num_layers and keys do not include"),
+    (adapter_config(["self_attn.q_proj"]), f"do not include {DOWN}"),
+    (adapter_config([*SOME, "mlp.up_proj"]), r"mlp.up_proj.lora_a is missing"),
+    (adapter_config(SOME, kind="dora"), r"down_proj.m is missing"),
+    ({"lora_parameters": {"rank": 5, "scale": 1.0, "keys": SOME}}, r"shape \(256, 4\); expected \(256, 5\)"),
 ]
 
 
-@pytest.mark.parametrize(("name", "spoil", "kind", "message"), BAD_FILES)
-def test_bad_adapter_files(
-    saved: tuple[Path, Path],
-    adapter: Path,
-    name: str,
-    spoil: Callable[[Path], object],
-    kind: type[ModelError],
-    message: str,
+def _tied_head(folder: Path) -> None:
+    _say(**adapter_config(["lm_head"]))(folder)
+    _hold(NOTHING | HEAD)(folder)
+
+
+HARMS: list[tuple[Spoil, str]] = [
+    *(
+        (_say_of_rank(key, value) if key in ("rank", "scale", "keys") else _say(**{key: value}), said(key, value))
+        for key, values in BAD_VALUES.items()
+        for value in values
+    ),
+    *((_say(**settings), message) for settings, message in SETTINGS),
+    *((_hold(tensors), message) for tensors, message in TENSORS),
+    *((_zero(part), ZERO) for part in ("lora_a", "lora_b")),
+    (_tied_head, "the model has no matrix lm_head of its own"),
+    (lambda folder: os.truncate(folder / "adapters.safetensors", 999), "not a whole safetensors file"),
+    (lambda folder: (folder / "adapters.safetensors").unlink(), r"no adapters\.safetensors"),
+    (lambda folder: (folder / "adapter_config.json").write_text("[1]"), "a JSON list; expected an object"),
+    (lambda folder: (folder / "adapter_config.json").unlink(), r"no adapter_config\.json"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), HARMS)
+def test_what_is_missing_or_wrong_is_named(
+    saved: tuple[Path, Path], tmp_path: Path, spoil: Spoil, message: str
 ) -> None:
-    spoil(adapter / name)
-    _refused(saved[0], adapter, message, kind)
+    adapter = Path(shutil.copytree(saved[1], tmp_path / "broken"))
+    spoil(adapter)
+    _refused(saved[0], adapter, message)
 
 
 def test_dora_where_it_cannot_be_is_refused(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_dora_where_it_cannot_be_is_refused(tmp_path: Path) -> None:
     config, model = _base(THREE, (4, 64))
     folder = save_checkpoint(tmp_path / "4 bits", config, model)
     adapter = save_adapter(tmp_path / "adapter", adapter_config(SOME, kind="dora"), model)
-    _refused(folder, adapter, r"q_proj is quantized; a DoRA adapter", ModelError)
+    _refused(folder, adapter, r"q_proj is quantized; a DoRA adapter")
     folder = save_checkpoint(tmp_path / "zeros", THREE, reference_model(THREE))
     change_tensors(folder / "model.safetensors", {f"{Q}.weight": mx.zeros((128, 128))})
     adapter = save_adapter(tmp_path / "of zeros", adapter_config(SOME, kind="dora"), reference_model(THREE), size=0.0)
@@ -257,7 +257,7 @@ def test_dora_where_it_cannot_be_is_refused(tmp_path: Path) -> None:
     parts = {"lora_a": mx.ones((8, 4, 128)), "lora_b": mx.ones((8, 128, 4)), "m": mx.ones((8, 128))}
     (adapter / "adapter_config.json").write_text(json.dumps(adapter_config(kind="dora")))
     mx.save_safetensors(str(adapter / "adapters.safetensors"), {f"{experts}.{name}": x for name, x in parts.items()})
-    _refused(folder, adapter, f"{experts} has experts; a DoRA adapter", ModelError)
+    _refused(folder, adapter, f"{experts} has experts; a DoRA adapter")
 
 
 # Adapters made to take memory.
