@@ -25,19 +25,15 @@ Harm = tuple[str, Spoil, str]  # and what is said
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TWO = tensor(2)
 ONE = json.dumps(TWO).encode()
+# test_checkpoint.py compares many more with what the safetensors library takes.
 HEADERS: list[tuple[bytes, str]] = [
     (b"", "not a whole safetensors file"),
     (bytes(7), "not a whole safetensors file"),
     (file_bytes({"a": TWO}, 8)[:40], "not a whole safetensors file"),
-    (file_bytes({"a": tensor(2, start=4)}, 12), "overlap, at byte 0"),
     (file_bytes({"a": TWO, "b": tensor(2, start=4)}, 12), "overlap, at byte 4"),
     (file_bytes({"a": TWO, "b": TWO}, 8), "overlap, at byte 0"),
-    (file_bytes({"a": TWO}, 12), "have 8 bytes; 12 are there"),
     (file_bytes({"a": TWO}, 4), "have 8 bytes; 4 are there"),
     (file_bytes({"a": tensor(2, start=-8)}, 8), "no lists of counts"),
-    (file_bytes({"a": TWO | {"data_offsets": [8, 0]}}, 8), "other bytes than"),
-    (file_bytes({"a": TWO | {"shape": [3]}}, 8), "other bytes than"),
-    (file_bytes({"a": TWO | {"shape": [-2]}}, 8), "no lists of counts"),
     (file_bytes({"a": TWO | {"shape": [2**32, 2**32]}}, 8), "other bytes than"),  # a product that overflows
     (file_bytes({"a": tensor(0) | {"shape": [2**32] * 2}}, 0), "other bytes than"),  # and that overflows to nothing
     (file_bytes({"a": tensor(2_500_000_000)}, 8), "have 10000000000 bytes; 8 are there"),

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx import nn
+from support.checkpoints import check_three_ways, reference_logits
 from support.counts import count
 
 from kvant import generate
@@ -22,6 +24,11 @@ def test_it_is_what_its_card_says(pocket: Pocket, pocket_folder: Path) -> None:
     assert json.loads((pocket_folder / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
     assert (config.head_dim, config.num_attention_heads, config.num_key_value_heads) == (64, 4, 2)
     assert (config.tie_word_embeddings, config.rope.theta, config.max_position_embeddings) == (True, 1e6, 2048)
+
+
+def test_its_logits_are_mlx_lms(pocket: Pocket, pocket_mlx_lm: nn.Module, heldout_ids: list[int]) -> None:
+    ids = heldout_ids[:96]
+    check_three_ways(pocket[0], reference_logits(pocket_mlx_lm, ids), ids)
 
 
 def _ask(pocket: Pocket, messages: list[dict[str, str]], max_tokens: int, kv_bits: int) -> str:
