@@ -1,7 +1,5 @@
 """Every architecture's table, against mlx-lm's modules, transformers' plan for ranks, and the bytes that are held."""
 
-import json
-from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -24,7 +22,6 @@ from kvant.cache import CacheOptions
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import Decoder, ModelConfig, load_decoder
 from kvant.models.architectures import ARCHITECTURES
-from kvant.models.architectures.table import Parameter
 from kvant.models.parameters import matrices, vectors
 from kvant.tools.plan import Checkpoint, Settings, plan
 
@@ -168,36 +165,3 @@ def test_a_smollm3_whose_layers_all_rotate_is_a_llama(tmp_path: Path) -> None:
         assert all(layer.bias_split is not None for layer in cache)
         logits.append(model(mx.array([IDS]), cache=cache))
     assert mx.array_equal(*logits)
-
-
-def test_no_other_file_knows_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Llama under other names: one more table is all it takes to check, load and plan it."""
-    table = ARCHITECTURES["llama"]
-
-    def renamed(parameter: Parameter) -> Parameter:
-        return replace(parameter, path=f"net.{parameter.path.replace('_proj', '_matrix')}")
-
-    other = replace(
-        table,
-        name="OtherForCausalLM",
-        model_type="other",
-        layer=tuple(map(renamed, table.layer)),
-        layers="trunk.block_{}.",
-        **{name: renamed(getattr(table, name)) for name in ("embedding", "final_norm", "head")},
-    )
-    monkeypatch.setitem(ARCHITECTURES, "other", other)
-    raw = CONFIGS["llama"]
-    said = {**raw, "model_type": "other", "architectures": ["OtherForCausalLM"]}
-    old, new = (
-        [*(f"{path}.weight" for path in matrices(parsed)), *vectors(parsed)]
-        for parsed in (ModelConfig.from_dict(raw), ModelConfig.from_dict(said))
-    )
-    assert not {*old} & {*new}
-    llama, folder = save_checkpoint(tmp_path / "llama", raw, reference_model(raw)), tmp_path / "other"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(said))
-    tensors = mx.load(str(llama / "model.safetensors"))
-    mx.save_safetensors(str(folder / "model.safetensors"), {b: tensors[a] for a, b in zip(old, new, strict=True)})
-    model = load_decoder(folder)
-    assert mx.array_equal(model(mx.array([IDS])), load_decoder(llama)(mx.array([IDS])))
-    assert plan(Checkpoint.from_folder(folder), max_kv_size=50, device="cpu").weights == model.nbytes
