@@ -20,12 +20,12 @@ from support.checkpoints import (
     change_tensors,
     check_three_ways,
     load_reference,
-    quantize_reference,
     qwen2_config,
     qwen3_moe_config,
     reference_logits,
     reference_model,
     save_checkpoint,
+    write_reference,
 )
 from support.command import QUESTION, call
 from support.hostile import change, file_bytes, one_line, said
@@ -65,19 +65,13 @@ for kind, config in CONFIGS.items():
     CASES[kind] = config, None, adapter_config([*SOME, "self_attn.o_proj", *head])
 
 
-def _base(config: dict[str, Any], made: Format) -> tuple[dict[str, Any], nn.Module]:
-    model = reference_model(config)
-    return (config if made is None else quantize_reference(config, model, *made)), model
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_mlx_lms(tmp_path: Path, name: str) -> None:
     """And others than without the adapter; an adapter of floating-point weights is fused: no more work."""
     raw, made, settings = CASES[name]
-    config, base = _base(raw, made)
-    folder = save_checkpoint(tmp_path / "model", config, base)
-    adapter = save_adapter(tmp_path / "adapter", settings, _base(raw, made)[1])
-    expected = reference_logits(adapted_reference(_base(raw, made)[1], adapter), IDS)
+    (folder, base), (_, own), (_, same) = (write_reference(tmp_path / "model", raw, *(made or ())) for _ in range(3))
+    adapter = save_adapter(tmp_path / "adapter", settings, own)
+    expected = reference_logits(adapted_reference(same, adapter), IDS)
     assert relative_error(reference_logits(base, IDS), expected) > 100 * TOLERANCE
     model = load_decoder(folder, adapter=adapter)
     check_three_ways(model, expected, IDS)
@@ -88,9 +82,8 @@ def test_logits_are_mlx_lms(tmp_path: Path, name: str) -> None:
 
 def test_quantized_matrices_keep_their_bits_and_stay_one(tmp_path: Path) -> None:
     """An adapter costs its own bytes, and what it adds is exact: mlx-lm's fuse, which quantizes the sum, is not."""
-    config, model = _base(THREE, (4, 64))
-    folder = save_checkpoint(tmp_path / "model", config, model)
-    adapter = save_adapter(tmp_path / "adapter", adapter_config(SOME), _base(THREE, (4, 64))[1], size=0.05)
+    (folder, model), (_, own) = (write_reference(tmp_path / "model", THREE, 4, 64) for _ in range(2))
+    adapter = save_adapter(tmp_path / "adapter", adapter_config(SOME), own, size=0.05)
     base, adapted = load_decoder(folder), load_decoder(folder, adapter=adapter)
     assert {len(layer.self_attn.qkv_proj.matrices) for layer in adapted.layers} == {1}
     qkv_bytes = (128 * 2 * RANK + 2 * RANK * 3 * 128) * 4  # of q and v
@@ -137,8 +130,7 @@ def test_the_bias_split_is_of_the_fused_weights(tmp_path: Path) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A float checkpoint and a sound adapter for it."""
     root = tmp_path_factory.mktemp("saved")
-    model = reference_model(qwen2_config())
-    folder = save_checkpoint(root / "model", qwen2_config(), model)
+    folder, model = write_reference(root / "model", qwen2_config())
     return folder, save_adapter(root / "adapter", adapter_config(SOME), model)
 
 
@@ -244,15 +236,14 @@ def test_what_is_missing_or_wrong_is_named(
 
 def test_dora_where_it_cannot_be_is_refused(tmp_path: Path) -> None:
     """Of quantized weights; of experts, for which mlx-lm makes none; of a row of zeros, whose norm it divides by."""
-    config, model = _base(THREE, (4, 64))
-    folder = save_checkpoint(tmp_path / "4 bits", config, model)
+    folder, model = write_reference(tmp_path / "4 bits", THREE, 4, 64)
     adapter = save_adapter(tmp_path / "adapter", adapter_config(SOME, kind="dora"), model)
     _refused(folder, adapter, r"q_proj is quantized; a DoRA adapter")
-    folder = save_checkpoint(tmp_path / "zeros", THREE, reference_model(THREE))
+    folder, _ = write_reference(tmp_path / "zeros", THREE)
     change_tensors(folder / "model.safetensors", {f"{Q}.weight": mx.zeros((128, 128))})
     adapter = save_adapter(tmp_path / "of zeros", adapter_config(SOME, kind="dora"), reference_model(THREE), size=0.0)
     _refused(folder, adapter, "q_proj: not finite with the adapter's part in it")
-    folder = save_checkpoint(tmp_path / "experts", SPARSE, reference_model(SPARSE))
+    folder, _ = write_reference(tmp_path / "experts", SPARSE)
     experts = "model.layers.0.mlp.switch_mlp.up_proj"
     parts = {"lora_a": mx.ones((8, 4, 128)), "lora_b": mx.ones((8, 128, 4)), "m": mx.ones((8, 128))}
     (adapter / "adapter_config.json").write_text(json.dumps(adapter_config(kind="dora")))

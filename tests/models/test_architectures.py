@@ -2,6 +2,7 @@
 
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -9,11 +10,11 @@ from mlx.utils import tree_flatten
 from support.checkpoints import (
     CONFIGS,
     mlx_lm_model,
-    quantize_reference,
     reference_logits,
     reference_model,
     save_checkpoint,
     smollm3_config,
+    write_reference,
 )
 from support.hostile import one_line
 from support.numbers import relative_error
@@ -30,7 +31,7 @@ TIED_AND_NOT = [(kind, tied) for kind in CONFIGS for tied in (True, False)]
 
 
 def _load(folder: Path, kind: str) -> Decoder:
-    return load_decoder(save_checkpoint(folder, CONFIGS[kind], reference_model(CONFIGS[kind])))
+    return load_decoder(write_reference(folder, CONFIGS[kind])[0])
 
 
 def test_every_architecture_is_tested() -> None:
@@ -88,13 +89,9 @@ def test_a_quantized_cache_stays_near(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "tied"), TIED_AND_NOT)
-@pytest.mark.parametrize("weights", [None, (4, 32, "affine"), (4, 32, "mxfp4")])
-def test_the_plan_is_what_is_held(tmp_path: Path, kind: str, tied: bool, weights: tuple[int, int, str] | None) -> None:
-    config = CONFIGS[kind] | {"tie_word_embeddings": tied}
-    reference = reference_model(config)
-    if weights is not None:
-        config = quantize_reference(config, reference, *weights)
-    save_checkpoint(tmp_path, config, reference)
+@pytest.mark.parametrize("weights", [(), (4, 32, "affine"), (4, 32, "mxfp4")])
+def test_the_plan_is_what_is_held(tmp_path: Path, kind: str, tied: bool, weights: tuple[Any, ...]) -> None:
+    write_reference(tmp_path, CONFIGS[kind] | {"tie_word_embeddings": tied}, *weights)
     checkpoint, model = Checkpoint.from_folder(tmp_path), load_decoder(tmp_path)
     assert checkpoint.stored_bytes == sum(x.nbytes for x in mx.load(str(tmp_path / "model.safetensors")).values())
     for bits in (0, 8, 4):
@@ -108,8 +105,7 @@ def test_the_plan_is_what_is_held(tmp_path: Path, kind: str, tied: bool, weights
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_any_tensor_that_is_missing_or_wrong_is_named(tmp_path: Path, kind: str) -> None:
     """Of the first and the last layer; and one that no architecture has."""
-    config, reference = CONFIGS[kind], reference_model(CONFIGS[kind])
-    folder = save_checkpoint(tmp_path, config, reference)
+    folder, reference = write_reference(tmp_path, CONFIGS[kind])
     weights = dict(tree_flatten(reference.parameters()))
 
     def refused(changed: dict[str, mx.array], message: str) -> None:

@@ -11,13 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from support.checkpoints import (
-    quantize_reference,
-    qwen3_moe_config,
-    reference_model,
-    save_checkpoint,
-    stored_by_transformers,
-)
+from support.checkpoints import qwen3_moe_config, reference_model, stored_by_transformers, write_reference
 from support.counts import count
 from support.hostile import one_line
 from support.numbers import relative_error
@@ -183,17 +177,13 @@ def test_a_huge_number_of_experts_is_refused_at_the_first_that_is_missing(tmp_pa
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("bits", [None, 4])
-def test_a_token_reads_few_of_them(tmp_path: Path, tied: bool, bits: int | None) -> None:
+@pytest.mark.parametrize("quantized", [(), (4, 64)])
+def test_a_token_reads_few_of_them(tmp_path: Path, tied: bool, quantized: tuple[int, ...]) -> None:
     """All are held. Of 2 layers' experts, 2 of 8 are read; of an untied embedding one row."""
     config = qwen3_moe_config(mlp_only_layers=[], tie_word_embeddings=tied)
-    reference = reference_model(config)
-    if bits is not None:
-        config = quantize_reference(config, reference, bits, 64)
-    model = load_decoder(save_checkpoint(tmp_path, config, reference))
-    of_experts = 2 * 3 * 8 * 128 * 128 * 4 if bits is None else 2 * 3 * 8 * 128 * (128 // 2 + 2 * 2 * 4)
-    embedding = 0 if tied else 300 * (128 * 4 if bits is None else 128 // 2 + 2 * 2 * 4)
-    assert model.nbytes - model.nbytes_read == of_experts * 6 // 8 + embedding
+    model = load_decoder(write_reference(tmp_path, config, *quantized)[0])
+    row = 128 // 2 + 2 * 2 * 4 if quantized else 128 * 4
+    assert model.nbytes - model.nbytes_read == 2 * 3 * 8 * 128 * row * 6 // 8 + (0 if tied else 300 * row)
     planned = plan(Checkpoint.from_folder(tmp_path), max_kv_size=8, device="cpu")
     assert (planned.weights, planned.weights_read) == (model.nbytes, model.nbytes_read)
 

@@ -19,12 +19,10 @@ from support.checkpoints import (
     change_tensors,
     llama_config,
     olmo2_config,
-    quantize_reference,
     qwen2_config,
     qwen3_moe_config,
-    reference_model,
-    save_checkpoint,
     stored_by_transformers,
+    write_reference,
 )
 from support.counts import count
 from support.hostile import one_line
@@ -149,10 +147,7 @@ def test_models_that_cannot_be_divided(config: ModelConfig, ranks: int, message:
 
 
 def _made(folder: Path, config: dict[str, Any], bits: int = 0, way: str = "stacked") -> Path:
-    model = reference_model(config)
-    if bits:
-        config = quantize_reference(config, model, bits, 32)
-    save_checkpoint(folder, config, model)
+    _, model = write_reference(folder, config, *((bits, 32) if bits else ()))
     if way != "stacked":
         weights = stored_by_transformers(dict(tree_flatten(model.parameters())), way)
         mx.save_safetensors(str(folder / "model.safetensors"), weights)
@@ -258,9 +253,8 @@ def test_a_part_fits_where_the_whole_does_not(tmp_path: Path, monkeypatch: pytes
 
 
 def _adapted(folder: Path, *settings: Any, **changes: Any) -> tuple[Path, Path]:
-    model = reference_model(qwen2_config())
-    save_checkpoint(folder / "model", qwen2_config(), model)
-    return folder / "model", save_adapter(folder / "adapter", adapter_config(*settings, **changes), model)
+    made, model = write_reference(folder / "model", qwen2_config())
+    return made, save_adapter(folder / "adapter", adapter_config(*settings, **changes), model)
 
 
 def test_an_adapter_of_other_ranks_layers(tmp_path: Path) -> None:

@@ -143,6 +143,14 @@ def quantize_reference(
     return config | {"quantization": said if mode == "affine" else said | {"mode": mode}}
 
 
+def write_reference(folder: Path, config: dict[str, Any], *quantized: Any) -> tuple[Path, nn.Module]:
+    """mlx-lm's random model on disk; quantized if bits, a group size and perhaps a mode are given."""
+    reference = reference_model(config)
+    if quantized:
+        config = quantize_reference(config, reference, *quantized)
+    return save_checkpoint(folder, config, reference), reference
+
+
 def stored_by_transformers(weights: dict[str, mx.array], way: str) -> dict[str, mx.array]:
     """The stacked tensors of mlx-lm as transformers writes them, each by itself or joined."""
     found = {}
