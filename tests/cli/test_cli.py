@@ -121,7 +121,7 @@ USAGE_ERRORS = [
     (["generate", "pocket", "b", "--model", "pocket"], "the model is given twice, as the argument 'pocket' and with"),
     (["generate", "pocket"], "'pocket' is a model's name, and there is no prompt"),
     (["generate", "a", "--bogus"], "--bogus"),
-    (["generate", "a", "--kv-bits", "3"], "--kv-bits is 3; expected 0, 4 or 8"),
+    (["generate", "a", "--kv-bits", "3"], "--kv-bits is 3; expected 8, 4, or 0"),
     (["generate", "a", "--kv-group-size", "0"], "--kv-group-size is 0"),
     (["generate", "a", "--kv-group-size", "48"], "kv_group_size 48 does not divide the head dimension 64"),
     (["generate", "a", "--max-kv-size", "0"], "--max-kv-size is 0"),

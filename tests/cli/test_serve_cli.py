@@ -21,7 +21,7 @@ from support.command import call
         (["--sequences", "257"], "--sequences is 257; expected 1 to 256"),
         (["--max-queue", "0"], "--max-queue is 0; expected at least 1"),
         (["--max-kv-size", "0"], "--max-kv-size is 0; expected at least 1"),
-        (["--kv-bits", "3"], "--kv-bits is 3; expected 0, 4 or 8"),
+        (["--kv-bits", "3"], "--kv-bits is 3; expected 8, 4, or 0"),
         (["--kv-bits", "0", "--kv-group-size", "32"], "--kv-group-size is 32, but --kv-bits 0 does not quantize"),
         (["--kv-group-size", "7"], "--kv-bits 8 --kv-group-size 7: "),
         (["--allow-origin", "*"], "--allow-origin is '*'; expected scheme://host[:port]"),
