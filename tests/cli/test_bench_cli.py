@@ -15,7 +15,6 @@ import pytest
 from support.command import call
 from support.completions import Reply
 
-from kvant.cli import main
 from kvant.cli.bench_options import contexts
 from kvant.tools.bench import bandwidth
 
@@ -167,76 +166,6 @@ def test_an_engine_that_cannot_load(make_checkpoint: Callable[..., tuple[Path, A
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("kvant: error: engine kvant 8-bit: ")
     assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--engine llama", "engine is 'llama'"),
-        ("--kv-bits 8,x", "--kv-bits is '8,x'"),
-        ("--kv-bits 8,8", "--kv-bits has 8 twice"),
-        ("--kv-bits 2", "--kv-bits has 2"),
-        ("--kv-bits 0 --kv-group-size 32", "--kv-bits 0 does not quantize"),
-        ("--kv-group-size 24", "group size is 24"),
-        ("--kv-group-size 0", "--kv-group-size is 0"),
-        ("--prompt-tokens 0", "--prompt-tokens has 0"),
-        ("--prompt-tokens 128,1985", "more than the model's context of 2048"),
-        ("--max-tokens 1921", "the model's context is 2048"),
-        ("--max-tokens 0", "--max-tokens is 0"),
-        ("--repeats 0", "--repeats is 0"),
-        ("--repeats many", "Invalid value"),
-        ("--random gpt-5", "--random is 'gpt-5'"),
-        ("--random pocket --model pocket", "--random excludes it"),
-        ("--random pocket --seed -1", "--seed is -1"),
-        ("--weight-bits 4", "only --random makes weights"),
-        ("--weight-group-size 32", "only --random makes weights"),
-        ("--random pocket --weight-bits 3", "bits is 3"),
-        ("--random pocket --weight-group-size 48", "group_size is 48"),
-        ("--random pocket --weight-bits 0 --weight-group-size 64", "--weight-bits 0 does not quantize"),
-        ("--server-model x", "--server-model is 'x', but --server is given 0 times"),
-        ("--server http://x --server http://y", "the name 'server' twice"),
-        ("--server =http://x", "expected NAME=URL"),
-        ("--server ftp://x", "server URL is 'ftp://x'"),
-        ("--random pocket --server http://x", "--server needs --model"),
-        ("--draft prompt --streams 2", "--streams is 2; drafts"),
-        ("--draft prompt --plot a.svg", "--plot is a.svg; drafts"),
-        ("--draft prompt --engine mlx-lm", "drafts are kvant's alone"),
-        ("--draft-model pocket --draft prompt", "expected one of the two"),
-        ("--draft-model pocket --random pocket", "--random is pocket; a draft model"),
-        ("--num-draft-tokens 3", "no effect without --draft-model"),
-        ("--baseline mlxlm", "--baseline is 'mlxlm'; expected one of 'kvant full', 'kvant 8-bit', 'kvant 4-bit'"),
-        ("--output HERE/there.jsonl", "there.jsonl exists"),
-        ("--output HERE/no/x.jsonl", "does not exist"),
-        ("--plot HERE/x.pdf", ".png or .svg"),
-        ("--plot HERE/x.svg --output HERE/x.svg", "--output and --plot are both"),
-        ("--plot HERE/x.png --max-tokens 1", "--max-tokens is 1"),
-        ("--streams 0", "--streams has 0"),
-        ("--streams 4 --server http://x --kv-bits 8", "--kv-bits is 8; --streams with --server"),
-        ("--streams 4 --engine kvant:fused", "setting is 'fused'; MLX's default device is no GPU"),
-        ("--streams 4 --baseline kvant", "'kvant 8-bit', 'kvant 8-bit, one by one'"),
-        ("pocket --model pocket", "the model is given twice"),
-    ],
-)
-def test_usage_errors(
-    arguments: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    """Found before a process is started."""
-    (tmp_path / "there.jsonl").write_text("mine")
-    monkeypatch.setattr(sys, "argv", ["kvant", "bench", *arguments.replace("HERE", str(tmp_path)).split()])
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process is started"))
-    with pytest.raises(SystemExit) as ended:
-        main()
-    output = capsys.readouterr()
-    assert (ended.value.code, output.out) == (2, "")
-    assert output.err.startswith("kvant: error: ")
-    assert message in output.err
-    assert output.err.count("\n") == 1
-    assert (tmp_path / "there.jsonl").read_text() == "mine"
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_blas_that_is_not_there_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,58 +114,6 @@ def test_templates_are_used_unless_ignored() -> None:
     assert counts[0] < counts[1] < counts[2]
 
 
-USAGE_ERRORS = [
-    (["generate"], "no prompt"),
-    (["generate", "pocket", "a", "--prompt", "b"], "the prompt is given twice"),
-    (["generate", "a", "b", "c"], "3 arguments are given; expected MODEL and PROMPT, a prompt in quotes"),
-    (["generate", "pocket", "b", "--model", "pocket"], "the model is given twice, as the argument 'pocket' and with"),
-    (["generate", "pocket"], "'pocket' is a model's name, and there is no prompt"),
-    (["generate", "a", "--bogus"], "--bogus"),
-    (["generate", "a", "--kv-bits", "3"], "--kv-bits is 3; expected 8, 4, or 0"),
-    (["generate", "a", "--kv-group-size", "0"], "--kv-group-size is 0"),
-    (["generate", "a", "--kv-group-size", "48"], "kv_group_size 48 does not divide the head dimension 64"),
-    (["generate", "a", "--max-kv-size", "0"], "--max-kv-size is 0"),
-    (["generate", "a", "--max-tokens", "0"], "--max-tokens is 0"),
-    (["generate", "a", "--prefill-step-size", "-1"], "--prefill-step-size is -1"),
-    (["generate", "a", "--temp", "-1"], "--temp is -1.0"),
-    (["generate", "a", "--temp", "0", "--top-p", "0.5"], "--top-p is 0.5, which has no effect at temperature 0"),
-    (["generate", "a", "--temp", "1", "--top-k", "99999"], "--top-k is 99999; expected at most"),
-    (["generate", "a", "--logit-bias", "x"], "--logit-bias is 'x'; expected TOKEN:BIAS"),
-    (["generate", "a", "--repetition-context-size", "5"], "--repetition-context-size is 5"),
-    (["generate", "a", "--temp", "1", "--logit-bias", "9999:1"], "--logit-bias has token 9999"),
-    (["generate", "a", "--kv-bits", "0", "--kv-group-size", "8"], "--kv-bits 0 does not quantize"),
-    (["generate", "a", "--stop", ""], "--stop is empty"),
-    (["generate", "a", "--system-prompt", "b", "--ignore-chat-template"], "--system-prompt needs the chat template"),
-    (["sing"], "No such command 'sing'"),
-    (["generat", "hi"], "No such command 'generat'. Did you mean 'generate'?"),
-    (["generate", "hi", "--tmp", "1"], "No such option: --tmp (Possible options: --stop, --temp, --top-p)"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), USAGE_ERRORS)
-def test_usage_errors(arguments: list[str], message: str) -> None:
-    _check_refusal(call(*arguments), 2, message)
-
-
-FAILURES = [
-    (["generate", "a", "--model", "no/such"], "no/such is not here; `kvant pull no/such` fetches it"),
-    (["generate", "a", "--model", "./no/such"], "model './no/such' is not a folder"),
-    (["generate", "  "], "the prompt is empty"),
-    (["generate", "a", "--model", "Poket"], "'Poket' is not a folder or a known name; did you mean 'pocket'?"),
-    (["generate", "two", "words"], "of two arguments t"),
-    (["generate", "a", "--model", "~nosuchuser/x"], "is not a folder"),
-    (["generate", "a", "--model", "x" * 5000], "is not a folder"),
-    (["generate", "word " * 4000], "tokens; 2048 are"),
-    (["generate", "a", "--max-kv-size", "4096"], "--max-kv-size is 4096; the model's context is 2048 tokens"),
-    (["generate", QUESTION, "--max-kv-size", "5"], "tokens; 5 are reserved"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), FAILURES)
-def test_failures(arguments: list[str], message: str) -> None:
-    _check_refusal(call(*arguments, "-q"), 1, message)
-
-
 def test_standard_input_that_is_no_text() -> None:
     _check_refusal(run("generate", "-", stdin=b"\xff\xfe"), 1, "standard input is not UTF-8")
 

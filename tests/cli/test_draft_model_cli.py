@@ -47,32 +47,6 @@ def test_generate_and_chat(small: str, monkeypatch: pytest.MonkeyPatch, tmp_path
         assert "draft model" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (("--draft-model", "pocket", "--num-draft-tokens", "0"), 2, "--num-draft-tokens is 0; expected 1 to 7"),
-        (("--draft-model", "pocket", "--num-draft-tokens", "8"), 2, "--num-draft-tokens is 8; expected 1 to 7"),
-        (("--num-draft-tokens", "3"), 2, "--num-draft-tokens is 3, which has no effect without --draft-model"),
-        (
-            ("--draft-model", "pocket", "--draft", "prompt"),
-            2,
-            "--draft is prompt, and --draft-model drafts: expected one",
-        ),
-        (
-            ("--draft-model", "pocket", "--deterministic"),
-            2,
-            "--draft-model is pocket; beside --deterministic it is not supported",
-        ),
-        (("--draft-model", "./nowhere"), 1, "model './nowhere' is not a folder"),
-    ],
-)
-def test_refused(arguments: tuple[str, ...], code: int, said: str) -> None:
-    done = call("generate", *arguments, "-m", "2", "Hi")
-    assert done.returncode == code
-    assert said in " ".join(done.stderr.replace("│", " ").split())
-    assert not done.stdout
-
-
 def test_another_tokenizer(tmp_path: Path) -> None:
     """Refused before a weight is read."""
     load_kind("qwen2", tmp_path / "other")

@@ -66,13 +66,6 @@ def test_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "draft" not in plain.stderr
 
 
-@pytest.mark.parametrize("command", [["generate", QUESTION], ["serve"]])
-def test_refused(command: list[str]) -> None:
-    done = call(*command, "--draft", "prompt", "--deterministic")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--draft is prompt; beside --deterministic it is not supported" in done.stderr
-
-
 def test_refused_before_anything_is_said_of_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a bridged model's pool refuses them."""
     monkeypatch.setattr(Pool, "takes_back", False)

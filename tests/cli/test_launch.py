@@ -31,30 +31,6 @@ sys.stdout.write(json.dumps(dict(own=own, ring=ring, words=sys.argv[4:], folder=
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "no command after --; expected one of generate, chat, serve, plan, doctor"),
-        (["-n", "2", "--", "kvant"], "no command after --"),
-        (["-n", "2", "--", "pull", "x"], "'pull' is no command that runs on several machines"),
-        (["-n", "2", "--", "launch", "-n", "2"], "'launch' is no command"),
-        (["-n", "2", "--", "generat"], "did you mean 'generate'?"),
-        (["--", "generate"], "neither -n and --hostfile"),
-        (["-n", "2", "--hostfile", "x", "generate"], "both -n and --hostfile"),
-        (["-n", "0", "generate"], "--ranks is 0; expected 1 to 64"),
-        (["--hostfile", "/no/file", "generate"], "/no/file: cannot be read"),
-        (["--hostfile", "/dev/zero", "generate"], "/dev/zero: not a regular file"),
-        (["--hostfile", "HOSTS", "generate"], "rank 0: ssh is 'a\\x00b'; expected a host's name"),
-    ],
-)
-def test_what_is_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
-    hosts = tmp_path / "hosts.json"
-    hosts.write_text('[{"ssh": "a\\u0000b", "ips": ["1"]}, {"ssh": "127.0.0.1", "ips": ["2"]}]')
-    done = call("launch", *(str(hosts) if text == "HOSTS" else text for text in arguments))
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert message in done.stderr
-
-
-@pytest.mark.parametrize(
     ("flags", "stdin", "code", "message"),
     [
         (["-n", "2", "--backend", "tcp"], "", 2, "The backend should be one of"),

@@ -90,38 +90,6 @@ def test_kernels_are_the_pools(path: str, fused_calls: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "words"),
-    [
-        (["--prompts-file", "{}", "--prompt", "Hello!"], 2, "--prompt is 'Hello!'; beside --prompts-file it is not"),
-        (["--prompts-file", "{}", "--n", "2"], 2, "--n is 2; beside --prompts-file it is not supported"),
-        (["--prompts-file", "{}", "--prefill-response", "Once"], 2, "--prefill-response is 'Once'; beside"),
-        (["--prompts-file", "{}", "--prompt-cache-file", "x"], 2, "--prompt-cache-file is 'x'; beside --prompts-file"),
-        (["pocket", "Hello!", "--prompts-file", "{}"], 2, "as an argument and with --prompts-file"),
-        (["Hello!", "--prompts-file", "{}"], 1, "an argument beside --prompts-file is the model"),
-        (["--prompts-file", "{}.none"], 1, "prompts.jsonl.none: cannot be read: "),
-        (["--prompts-file", "{}", "--max-kv-size", "20"], 1, "prompts.jsonl: line 3: the prompt has "),
-        (
-            ["--prompts-file", "{}", "--max-kv-size", "9999"],
-            1,
-            "error: --max-kv-size is 9999; the model's context is 2048",
-        ),
-        (["--prompts-file", "{}", "--ignore-chat-template"], 2, "prompts.jsonl: line 3: messages are given; they need"),
-        (["--prompts-file", "{}", "--kernels", "fused"], 2, "fused"),
-        (
-            ["--prompts-file", "{}", "--sequences", "9" * 20],
-            2,
-            f"--sequences is {'9' * 20}; expected at most 922337203",
-        ),
-    ],
-)
-def test_what_is_refused(flags: list[str], code: int, words: str, path: str) -> None:
-    done = call("generate", *(flag.replace("{}", path) for flag in flags))
-    assert (done.returncode, done.stdout) == (code, "")
-    assert words in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
     ("line", "words"),
     [
         ('{"prompt": "a", "temp": -1}', "line 6: temp is -1"),

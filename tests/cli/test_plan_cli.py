@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from support.checkpoints import qwen2_config, qwen3_config, qwen3_moe_config, reference_model, save_checkpoint
@@ -192,46 +191,6 @@ def test_remote(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert json.loads(out)["bytes"]["weights"] == Checkpoint.from_facts(raw, untied).loading(on_cpu=False).held
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--memory", "much"], "--memory is 'much'"),
-        (["--memory", "0GB"], "--memory is '0GB'"),
-        (["--device", "tpu"], "--device is 'tpu'"),
-        (["--max-kv-size", "all"], "--max-kv-size is 'all'"),
-        (["--max-kv-size", "0"], "--max-kv-size is 0"),
-        (["--kv-group-size", "48"], "48 does not divide the head dimension 64"),
-        (["--weight-group-size", "64"], "--weight-group-size is 64, but without --weight-bits"),
-        (["--weight-bits", "7"], "--weight-bits is 7; expected"),
-        (["--weight-bits", "4", "--weight-group-size", "48"], "--weight-group-size is 48; expected"),
-        (["pocket", "--remote"], "'pocket' is embedded"),
-        (["--weight-bits", "0"], "--weight-bits is 0; expected bits of a quantized weight"),
-        (["--prefill-step-size", "0"], "--prefill-step-size is 0"),
-    ],
-)
-def test_bad_values(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
-    code, out, err = call(capsys, "plan", *flags)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--max-kv-size", "4096"], "--max-kv-size is 4096; the model's context is 2048 tokens"),
-        (["no/such/folder"], "no/such/folder"),
-        (["a b", "--remote"], "'a b' is no known model"),
-        (["--adapter-path", "no/such"], "adapter 'no/such' is not a folder"),
-        (["--adapter-path", str(Path(kvant.__file__).parent)], "kvant: no adapters.safetensors; an adapter folder"),
-    ],
-)
-def test_what_the_model_cannot_have(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
-    code, out, err = call(capsys, "plan", *flags)
-    assert (code, out) == (1, "")
-    assert message in err
-
-
 def test_generate_refuses_before_it_loads(capsys: pytest.CaptureFixture[str], small: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(session, "load_folder", lambda *_: pytest.fail("the weights were loaded"))
     checkpoint = Checkpoint.from_folder(Path(kvant.__file__).parent / "pocket")
@@ -276,13 +235,6 @@ def test_auto_reserves_the_longest_that_fits(
         for tokens, split in ((700, None), (reserved, pairs), (reserved + 1, pairs))
     )
     assert totals[0] <= most < totals[1]
-
-
-@pytest.mark.skipif(mx.metal.is_available(), reason="Metal wires memory")
-def test_wiring_is_refused_where_nothing_can_be_wired(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = call(capsys, "generate", "Hello", "--wired")
-    assert (code, out) == (2, "")
-    assert err == "kvant: error: --wired: only a Mac's GPU has memory to wire; MLX computes on the cpu here\n"
 
 
 def test_memory_is_wired_when_it_is_asked_for_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from support.command import QUESTION, call
 
 STORY = "The fox Pip lived in a den by the river. He had a friend, a bear named Bob. " * 6
@@ -110,19 +109,3 @@ def test_several_answers_after_what_a_file_holds(tmp_path: Path) -> None:
     assert again.returncode == 0
     third = call(*flags, asked[1], "--seed", "7", "--prompt-cache-file", path)
     assert third.stdout == alone[2]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--n", "0"], "--n is 0; expected at least 1"),
-        (["--n", "2", "--temp", "0"], "--n is 2; with --temp 0 every answer is the same"),
-        (["--sequences", "2"], "--sequences is 2, which has no effect without --prompts-file or --n"),
-        (["--n", "2", "--sequences", "0"], "--sequences is 0; expected at least 1"),
-        (["--deterministic", "--prefill-step-size", "64"], "--prefill-step-size is 64; --deterministic reads prompts"),
-    ],
-)
-def test_numbers_of_answers_that_mean_nothing(arguments: list[str], words: str) -> None:
-    done = call("generate", "Hello!", *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert words in done.stderr

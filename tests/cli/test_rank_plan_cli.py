@@ -89,25 +89,6 @@ def test_machines_that_are_alike(folder: str) -> None:
     assert "  tensor: 7 ranks cannot divide" not in words
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--ranks", "1"], "--ranks is 1; expected 2 to 256"),
-        (["--ranks", "3", "--memory", "8GB,8GB"], "--memory has 2 sizes for 3 machines; expected one, or one for each"),
-        (["--memory", "8GB,8"], "--memory is '8'; expected a size such as 8GB"),
-        (["--parallel", "tensor"], "--parallel tensor divides a model among ranks; --ranks says how many"),
-        (["--parallel", "both", "--ranks", "2"], "--parallel is 'both'; expected pipeline or tensor"),
-        (["--hostfile", "no/such.json"], "--hostfile: "),
-        (["--hostfile", "HOSTS", "--ranks", "2"], "--ranks is 2, and --hostfile names the machines"),
-        (["--hostfile", "HOSTS", "--memory", "1GB,1GB,1GB"], "--memory has 3 sizes for 2 machines"),
-    ],
-)
-def test_flags_that_do_not_go_together(hosts: str, flags: list[str], message: str) -> None:
-    done = call("plan", *[hosts if flag == "HOSTS" else flag for flag in flags])
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-
-
 def test_a_model_that_cannot_be_divided(tmp_path: Path) -> None:
     done = call("plan", "pocket", "--ranks", "5")
     assert (done.returncode, done.stdout) == (1, "")

@@ -123,12 +123,6 @@ def test_what_is_refused(words: list[str], said: str) -> None:
     assert (other.stdout, other.stderr) == ("", "")
 
 
-def test_a_flag_of_ranks_alone() -> None:
-    alone = call("generate", "Hi", "--parallel", "tensor")
-    assert alone.returncode == 2
-    assert "--parallel is 'tensor', which has no effect in one process" in alone.stderr
-
-
 def test_under_mlx_launch() -> None:
     command = [*MLX_LAUNCH, "-n", "2", "-p", str(free_ports(3) + 1), "--env", f"PYTHONPATH={SRC}", "--", *KVANT]
     done = subprocess.run(

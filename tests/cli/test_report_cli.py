@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from support.adapters import adapter_config, save_adapter
 from support.checkpoints import load_reference
 from support.command import call
@@ -88,27 +87,6 @@ def test_a_text_of_several_pieces(make_checkpoint: Any, pocket_folder: Path, tmp
     code, output, errors = run("--model", str(folder), "--tokens", "60", "--formats", "8g64", "--json")
     assert (code, errors) == (0, "")
     assert json.loads(output)["text"]["name"] == "built-in held-out conversations"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected", "message"),
-    [
-        (["--formats", "8g48"], 2, "--formats: format 8g48: kv_group_size 48 does not divide the head dimension 64"),
-        (["--formats", "3g32"], 2, "--formats: format '3g32' is unknown"),
-        (["--tokens", "1"], 2, "--tokens is 1; expected at least 2"),
-        (["--plot", "HERE/a.pdf"], 2, "--plot: the plot is to be a.pdf"),
-        (["--plot", "HERE/none/a.svg"], 2, "its folder does not exist"),
-        (["--text", "HERE/none.txt"], 1, "none.txt: cannot be read: No such file"),
-        (["--model", "HERE/none"], 1, "is not a folder"),
-    ],
-)
-def test_errors(tmp_path: Path, arguments: list[str], expected: int, message: str) -> None:
-    code, output, errors = run(*(text.replace("HERE", str(tmp_path)) for text in arguments))
-    assert (code, output) == (expected, "")
-    assert errors.startswith("kvant: error: ")
-    assert message in errors
-    assert errors.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_other_commands_do_not_wait_for_its_imports() -> None:

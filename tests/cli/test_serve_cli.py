@@ -10,56 +10,6 @@ from support.bridged import write_mlx_lm, write_words
 from support.command import call
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--host", "0.0.0.0"], "--host is 0.0.0.0, which other machines reach; it is refused without --api-key-file"),
-        (["--host", "::"], "--host is ::, which other machines reach"),
-        (["--host", "a b"], "--host is 'a b'; expected an address or a name"),
-        (["--port", "65536"], "--port is 65536; expected 0 to 65535"),
-        (["--sequences", "0"], "--sequences is 0; expected at least 1"),
-        (["--sequences", "257"], "--sequences is 257; expected 1 to 256"),
-        (["--max-queue", "0"], "--max-queue is 0; expected at least 1"),
-        (["--max-kv-size", "0"], "--max-kv-size is 0; expected at least 1"),
-        (["--kv-bits", "3"], "--kv-bits is 3; expected 8, 4, or 0"),
-        (["--kv-bits", "0", "--kv-group-size", "32"], "--kv-group-size is 32, but --kv-bits 0 does not quantize"),
-        (["--kv-group-size", "7"], "--kv-bits 8 --kv-group-size 7: "),
-        (["--allow-origin", "*"], "--allow-origin is '*'; expected scheme://host[:port]"),
-        (["--alias", " "], "--alias is ' '; expected a name"),
-        (["--kernels", "fused"], "--kernels is 'fused'; MLX's default device is no GPU"),
-        (["--wired"], "--wired: only a Mac's GPU has memory to wire"),
-        (["--deterministic", "--prefill-step-size", "64"], "--deterministic reads prompts in chunks of 128"),
-        (["--chat-template-config", "{"], "--chat-template-config is '{': not JSON"),
-        (["--chat-template-config", '{"nothing": 1}'], "'nothing', which the chat template does not mention"),
-        (["--temp", "0"], "--temp"),  # of a request
-    ],
-)
-def test_values_that_no_server_can_have(arguments: list[str], said: str) -> None:
-    done = call("serve", "--port", "0", *arguments)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert done.stdout == ""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--max-kv-size", "5000"], "--max-kv-size is 5000; the model's context is 2048 tokens"),
-        (["no-such-model"], "model 'no-such-model' is not a folder"),
-        (["--adapter-path", "no/such"], "adapter 'no/such' is not a folder"),
-        (["--api-key-file", "no/such"], "no/such"),
-        (["--host", "192.0.2.1", "--api-key-file", "keys"], "cannot listen on 192.0.2.1 port 0: "),
-    ],
-)
-def test_what_cannot_be_had(arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("keys").write_text("key\n")
-    done = call("serve", "--port", "0", *arguments)
-    assert done.returncode == 1
-    assert said in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
 @pytest.mark.parametrize("content", [b"", b"\n \r\n", b"two words", b"schl\xc3\xbcssel", b"ok\nk\x00ey", b"x" * 1001])
 def test_files_that_hold_no_keys(content: bytes, tmp_path: Path) -> None:
     """The message names the line, and never says what is in it."""

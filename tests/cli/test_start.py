@@ -118,33 +118,6 @@ def test_the_command_alone_and_its_summaries_fit_a_terminal() -> None:
     assert all(len(line) <= 80 and line.endswith(".") and "..." not in line for line in listed)
 
 
-@pytest.mark.parametrize("command", [["generate", "Hi", "-m", "1"], ["chat"], ["plan"], ["report", "--tokens", "1"]])
-def test_a_model_is_an_argument_or_a_flag(command: list[str]) -> None:
-    name, *rest = command
-    by_flag, by_argument = call(*command, "--model", "none"), call(name, "none", *rest)
-    assert (by_flag.returncode, by_argument.returncode) in ((1, 1), (2, 2))  # report's --tokens is refused before
-    for done in (by_flag, by_argument):
-        assert "model 'none' is not a folder" in done.stderr or "--tokens is 1" in done.stderr
-    twice = call(name, "pocket", *rest, "--model", "pocket")
-    assert (twice.returncode, twice.stdout) == (2, "")
-    assert "the model is given twice, as the argument 'pocket' and with --model pocket" in twice.stderr
-
-
-def test_a_model_is_an_argument_of_bench_and_convert_too(tmp_path: Path) -> None:
-    none = "model 'none' is not a folder"
-    for arguments in (["bench", "none"], ["bench", "--model", "none"], ["convert", "none", "x"]):
-        assert none in call(*arguments).stderr
-    assert none in call("convert", "--model", "none", str(tmp_path / "new")).stderr
-    for arguments, message in (
-        (["bench", "pocket", "--model", "pocket"], "the model is given twice, as the argument 'pocket'"),
-        (["convert", "pocket", "x", "--model", "pocket"], "the model is given twice, as the argument 'pocket'"),
-        (["convert", "pocket"], "no DEST; expected SOURCE and DEST"),
-    ):
-        done = call(*arguments)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert message in done.stderr
-
-
 def test_one_argument_beside_a_prompt_of_a_flag_is_the_model() -> None:
     whole = call("generate", QUESTION, *FIXED).stdout
     for arguments in (["pocket", QUESTION], ["pocket", "--prompt", QUESTION], [QUESTION, "--model", "pocket"]):
