@@ -5,14 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from support.command import call
+from support.command import are_gone, call, children
 from support.completions import Reply
 
 from kvant.cli.bench_options import contexts
@@ -210,7 +209,7 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     file = tmp_path / "cut.jsonl"
     process = _start(*ENDLESS, "--output", str(file))
     _wait_for(process, "round 2 of 100000")
-    workers = _children(process.pid)
+    workers = children(process.pid)
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -218,7 +217,7 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     assert len(read(file, "run")) >= 3
     for bits in (8, 4):
         assert f"kvant {bits}-bit" in output  # the report of the runs that came to their end
-    _check_ended(workers)
+    assert are_gone(workers)
 
 
 def test_under_nohup_it_outlives_its_terminal() -> None:
@@ -234,12 +233,10 @@ def test_under_nohup_it_outlives_its_terminal() -> None:
 
 @pytest.mark.parametrize("victim", ["command", "engine"])
 def test_a_killed_process_takes_the_others_along(tmp_path: Path, victim: str) -> None:
-    if not Path("/proc").is_dir():
-        pytest.skip("processes are found in /proc")
     file = tmp_path / "cut.jsonl"
     process = _start(*ENDLESS, "--output", str(file))
     _wait_for(process, "round 2 of 100000")
-    workers = _children(process.pid)
+    workers = children(process.pid)
     os.kill(process.pid if victim == "command" else workers[0], signal.SIGKILL)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == (-signal.SIGKILL if victim == "command" else 1)
@@ -248,26 +245,4 @@ def test_a_killed_process_takes_the_others_along(tmp_path: Path, victim: str) ->
         assert errors.endswith("its process was ended by SIGKILL\n")
         assert "Time" in output
     assert len(read(file, "run")) >= 3
-    _check_ended(workers)
-
-
-def _children(parent: int) -> list[int]:
-    """Processes it started; none if they cannot be found."""
-    file = Path(f"/proc/{parent}/task/{parent}/children")
-    return [int(number) for number in file.read_text().split()] if file.exists() else []
-
-
-def _check_ended(processes: list[int]) -> None:
-    assert processes or not Path("/proc").is_dir()
-    deadline = time.monotonic() + 5
-    while any(_runs(number) for number in processes):
-        assert time.monotonic() < deadline, "a process is left"
-        time.sleep(0.05)
-
-
-def _runs(number: int) -> bool:
-    """Whether a process is there and not only waiting for its exit code to be read."""
-    try:
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert are_gone(workers)

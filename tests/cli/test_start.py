@@ -211,4 +211,6 @@ def test_a_shell_completes_commands_flags_and_models() -> None:
     assert sorted(completed("kvant generate --prefi")) == ["--prefill-response", "--prefill-step-size"]
     assert completed("kvant plan --model po") == completed("kvant chat po") == ["pocket"]
     assert completed("kvant generate --preset none --ignore-e") == ["--ignore-eos"]
+    assert completed("kvant launch -n 2 -- g") == ["generate"]
+    assert completed("kvant launch -n 2 -- generate --ignore-e") == ["--ignore-eos"]
     assert run(_KVANT_COMPLETE="source_zsh").stdout.splitlines()[1] == "#compdef kvant"
