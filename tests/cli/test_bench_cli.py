@@ -17,7 +17,7 @@ from support.completions import Reply
 from kvant.cli.bench_options import contexts
 from kvant.tools.bench import bandwidth
 
-# The device's bandwidth takes seconds; the fixture `recorded` alone measures it.
+# The device's bandwidth takes seconds: one test measures it.
 UNMEASURED = """
 from kvant.tools.bench import bandwidth
 bandwidth.measure_bandwidth = lambda: 1.0
@@ -47,20 +47,15 @@ def read(file: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Every engine that computes here, on the embedded model with an unquantized cache."""
-    file = tmp_path_factory.mktemp("bench") / "all.jsonl"
-    engines = ["--engine", "kvant", "--engine", "kvant:unfused", "--engine", "mlx-lm:float32"]
-    arguments = [*SMALL, *engines, "--kv-bits", "0", "--output", str(file)]
-    return run(*arguments, measure=bandwidth.measure_bandwidth), file
-
-
 LABELS = ["kvant full", "kvant full unfused", "mlx-lm float32"]
 
 
-def test_all_engines_agree(recorded: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    done, file = recorded
+def test_all_engines_agree(tmp_path: Path) -> None:
+    """Every engine that computes here, with an unquantized cache."""
+    file = tmp_path / "all.jsonl"
+    engines = ["--engine", "kvant", "--engine", "kvant:unfused", "--engine", "mlx-lm:float32"]
+    given = [*SMALL, *engines, "--kv-bits", "0", "--output", str(file)]
+    done = run(*given, measure=bandwidth.measure_bandwidth)
     assert done.returncode == 0, done.stderr
     engines, runs = read(file, "engine"), read(file, "run")
     assert [engine["engine"] for engine in engines] == [line["engine"] for line in runs] == LABELS
@@ -72,17 +67,9 @@ def test_all_engines_agree(recorded: tuple[subprocess.CompletedProcess[str], Pat
     assert header["copy_bandwidth_gb_s"] > 0.1
     sizes = [engine["weight_bytes"] for engine in engines]
     assert max(sizes) < 1.01 * min(sizes)
-
-
-def test_tables_to_standard_output_and_progress_to_standard_error(
-    recorded: tuple[subprocess.CompletedProcess[str], Path],
-) -> None:
-    done, _ = recorded
     for label in LABELS:
         assert label in done.stdout
-        assert f"{label}: loading\n" in done.stderr
         assert f"round 1 of 1, 16 tokens of context, {label}: first token " in done.stderr
-    assert max(map(len, done.stdout.splitlines())) <= 80
 
 
 def test_json_of_random_weights_with_quantized_caches_and_drafts() -> None:
@@ -152,12 +139,6 @@ def test_streams_of_two_servers(served: tuple[str, Reply], tmp_path: Path) -> No
     assert {s["cpu_ratio"] for s in summaries} == {None}
 
 
-def test_a_server_that_is_not_there() -> None:
-    done = run(*SMALL, "--server", "http://127.0.0.1:1", *ONE, "-q")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("kvant: error: engine server: http://127.0.0.1:1: ")
-
-
 def test_an_engine_that_cannot_load(make_checkpoint: Callable[..., tuple[Path, Any]]) -> None:
     folder, _ = make_checkpoint()
     (folder / "model.safetensors").write_bytes(b"nothing")
@@ -183,12 +164,6 @@ def test_the_default_prompts_are_those_the_model_has_room_for() -> None:
     assert contexts("7, 9", 1, 10) == [7, 9]
 
 
-def test_other_commands_do_not_wait_for_its_imports() -> None:
-    script = "import sys, kvant.cli; print(*(name for name in sys.modules if name.startswith('kvant.tools.bench')))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
-
-
 def _start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -201,22 +176,34 @@ def _wait_for(process: subprocess.Popen[str], line: str) -> None:
     raise AssertionError(f"{line!r} did not come")
 
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ENDLESS = ["--engine", "kvant", "--kv-bits", "8,4", "--prompt-tokens", "32", "-m", "16", "--repeats", "100000"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=str)
-def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "victim"),
+    [*((number, "command") for number in ENDING), (signal.SIGKILL, "command"), (signal.SIGKILL, "engine")],
+)
+def test_a_signal(tmp_path: Path, number: signal.Signals, victim: str) -> None:
+    """A process that is killed takes the others along; else there is the report of the runs that came to their end."""
     file = tmp_path / "cut.jsonl"
     process = _start(*ENDLESS, "--output", str(file))
     _wait_for(process, "round 2 of 100000")
     workers = children(process.pid)
-    process.send_signal(number)
+    os.kill(process.pid if victim == "command" else workers[0], number)
     output, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
     assert "Traceback" not in errors
+    if victim == "engine":
+        assert process.returncode == 1
+        assert "Time" in output
+        assert errors.splitlines()[-1].startswith("kvant: error: engine ")
+        assert errors.endswith("its process was ended by SIGKILL\n")
+    elif number == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 130
+        assert all(f"kvant {bits}-bit" in output for bits in (8, 4))
     assert len(read(file, "run")) >= 3
-    for bits in (8, 4):
-        assert f"kvant {bits}-bit" in output  # the report of the runs that came to their end
     assert are_gone(workers)
 
 
@@ -229,20 +216,3 @@ def test_under_nohup_it_outlives_its_terminal() -> None:
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert "kvant 8-bit" in output
-
-
-@pytest.mark.parametrize("victim", ["command", "engine"])
-def test_a_killed_process_takes_the_others_along(tmp_path: Path, victim: str) -> None:
-    file = tmp_path / "cut.jsonl"
-    process = _start(*ENDLESS, "--output", str(file))
-    _wait_for(process, "round 2 of 100000")
-    workers = children(process.pid)
-    os.kill(process.pid if victim == "command" else workers[0], signal.SIGKILL)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == (-signal.SIGKILL if victim == "command" else 1)
-    if victim == "engine":
-        assert errors.splitlines()[-1].startswith("kvant: error: engine ")
-        assert errors.endswith("its process was ended by SIGKILL\n")
-        assert "Time" in output
-    assert len(read(file, "run")) >= 3
-    assert are_gone(workers)

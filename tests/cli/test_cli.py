@@ -4,28 +4,27 @@ import io
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from support.command import COMMAND, QUESTION, call, run
 
 import kvant
 from kvant.cli.progress import LateProgress
+from kvant.cli.statistics import RunStatistics
 
 
 def test_version() -> None:
-    done = run("--version")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"kvant {kvant.__version__}\n", "")
-
-
-def test_the_installed_command_is_this_one() -> None:
-    done = subprocess.run([Path(sys.executable).with_name("kvant"), "--version"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"kvant {kvant.__version__}\n")
+    installed = subprocess.run([Path(sys.executable).with_name("kvant"), "--version"], capture_output=True, text=True)
+    for done in (run("--version"), installed):
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"kvant {kvant.__version__}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -56,16 +55,6 @@ def test_text_to_standard_output_and_statistics_to_standard_error() -> None:
     assert done.stderr.count("cache: ") == 1
     quiet = call("generate", QUESTION, "--temp", "0", "--quiet")
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, done.stdout, "")
-
-
-@pytest.mark.parametrize("kv_bits", ["0", "4", "8"])
-def test_kv_bits_are_applied(kv_bits: str) -> None:
-    group = ["--kv-group-size", "16"] if kv_bits != "0" else []
-    done = call("generate", QUESTION, "-m", "30", "--kv-bits", kv_bits, "--max-kv-size", "100", *group)
-    assert done.returncode == 0
-    assert done.stdout.strip()
-    kind = f"{kv_bits} bits in groups of 16" if kv_bits != "0" else "float32"
-    assert f"cache: 100 tokens reserved, {kind}, " in done.stderr
 
 
 def test_json_lines() -> None:
@@ -104,14 +93,6 @@ def test_sampling_flags_are_applied() -> None:
     biased = call("generate", QUESTION, *one, "--logit-bias", f"{token}:-1e9").stdout
     assert json.loads(biased)["token"] != token
     assert call("generate", QUESTION, "-q", "-m", "20", *fixed, "--stop", greedy[20:30]).stdout == greedy[:20] + "\n"
-
-
-def test_templates_are_used_unless_ignored() -> None:
-    asked = call("generate", QUESTION, "-m", "5").stderr
-    plain = call("generate", QUESTION, "-m", "5", "--ignore-chat-template").stderr
-    system = call("generate", QUESTION, "-m", "5", "--system-prompt", "Be brief.").stderr
-    counts = [int(re.search(r"prompt: (\d+) tokens", text)[1]) for text in (plain, asked, system)]  # type: ignore[index]
-    assert counts[0] < counts[1] < counts[2]
 
 
 def test_standard_input_that_is_no_text() -> None:
@@ -183,22 +164,6 @@ def test_a_reader_that_leaves() -> None:
     process.stderr.close()
 
 
-def test_interrupted() -> None:
-    process = subprocess.Popen(
-        [*COMMAND, "generate", QUESTION, "--temp", "2", "-m", "1900", "--ignore-eos"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in errors
-    assert "ended by interruption" in errors
-
-
 def test_chat_applies_its_flags() -> None:
     plain = call("chat", "-m", "20", "-q", "--temp", "0", stdin=QUESTION).stdout
     for flags in (
@@ -207,20 +172,6 @@ def test_chat_applies_its_flags() -> None:
         ["--temp", "2", "--seed", "3"],
     ):
         assert call("chat", "-m", "20", "-q", *flags, stdin=QUESTION).stdout != plain
-    fed = [
-        int(re.search(r"(\d+) were fed", call("chat", "-m", "2", *flags, stdin=f"{QUESTION}\n/stats\n").stderr)[1])  # type: ignore[index]
-        for flags in ([], ["--system-prompt", "Be brief."])
-    ]
-    assert fed[1] > fed[0]
-
-
-class _Terminal(io.StringIO):
-    def __init__(self, is_terminal: bool) -> None:
-        super().__init__()
-        self.is_terminal = is_terminal
-
-    def isatty(self) -> bool:
-        return self.is_terminal
 
 
 @pytest.mark.parametrize(
@@ -231,7 +182,8 @@ def test_progress_appears_late_and_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, is_terminal: bool, quiet: bool, delay: float
 ) -> None:
     """And it does not end before the work."""
-    stream = _Terminal(is_terminal)
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr("kvant.cli.progress.DELAY_S", delay)
     monkeypatch.setenv("TERM", "xterm")
@@ -243,3 +195,23 @@ def test_progress_appears_late_and_on_a_terminal(
     assert ("loading" in shown) == ("3/4" in shown) == (is_terminal and not quiet and delay < 1)
     assert "4/4" not in shown
     assert "loading" in shown.rpartition("3/4")[2] or not shown
+
+
+def test_the_percentiles_are_numpys_without_the_first_token() -> None:
+    latencies = [900.0, *np.random.default_rng(0).lognormal(size=37).tolist()]
+    given = {"prompt_tokens": 5, "prompt_tps": 1.0, "generation_tokens": 38, "generation_tps": 1.0}
+    given |= {"finish_reason": "length", "peak_memory": 0.001, "drafts": None}
+    run = RunStatistics()
+    for latency_ms in latencies:
+        response: Any = SimpleNamespace(latency_ms=latency_ms, **given)
+        run.add(response)
+    session: Any = SimpleNamespace(load_s=1.0, arranged=None, describe_cache=lambda: "small")
+    median, p95 = np.percentile(latencies[1:], [50, 95])
+    assert f"latency: median {median:.2f} ms, p95 {p95:.2f} ms a token" in run.lines(session)
+
+
+def test_late_imports() -> None:
+    """Other commands do not wait for those of bench and report."""
+    late = ("kvant.tools.bench", "kvant.tools.report", "matplotlib", "rich")
+    code = f"import kvant.cli, sys; sys.exit(any(name.startswith({late}) for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -103,8 +103,8 @@ def test_all_end(begun: bool, sign: signal.Signals, to: int | None, code: int, l
             began = time.monotonic()
             launcher.stdout.read()
             assert launcher.wait(60) == code, said.read_text()
-            assert are_gone(ranks), "a rank stays"
-            assert time.monotonic() - began < 15.0
+            assert are_gone(ranks, 5.0 if begun else 60.0), "a rank stays"  # which may have to start first
+            assert time.monotonic() - began < (15.0 if begun else 70.0)
             assert line in said.read_text()  # MLX's launcher says it too, and may be first
             assert said.read_text().count("kvant: error: ") <= bool(line)
             assert not any(text in said.read_text() for text in ("Traceback", "code 130"))

@@ -1,8 +1,6 @@
 """`kvant report` as its user meets it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +85,3 @@ def test_a_text_of_several_pieces(make_checkpoint: Any, pocket_folder: Path, tmp
     code, output, errors = run("--model", str(folder), "--tokens", "60", "--formats", "8g64", "--json")
     assert (code, errors) == (0, "")
     assert json.loads(output)["text"]["name"] == "built-in held-out conversations"
-
-
-def test_other_commands_do_not_wait_for_its_imports() -> None:
-    late = ("kvant.tools.report", "matplotlib", "rich")
-    code = f"import kvant.cli, sys; sys.exit(any(name.startswith({late}) for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

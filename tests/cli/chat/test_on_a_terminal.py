@@ -144,31 +144,23 @@ def test_keys_typed_during_an_answer_are_dropped(chat: Chat) -> None:
     assert b"Zx" not in chat.written[shown:]
 
 
-def test_a_conversation_is_saved_and_loaded(chat: Chat, tmp_path: Path) -> None:
+def test_commands_and_paths_are_completed(chat: Chat, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
+    for typed, shown, completed in (
+        ("/sy", "sets the system prompt, or shows it", "/system"),
+        ("/set xtc_t", "xtc_threshold", "/set xtc_threshold"),
+    ):
+        chat.press(typed)
+        chat.wait_for(shown)
+        chat.press("\t ")
+        chat.wait(lambda completed=completed: chat.input == completed)
+        chat.clear()
     chat.enter("Hello!")
     chat.press(f"/save {tmp_path}/fol")
     chat.wait_for("folder/")
     chat.press("\t")
     chat.enter("/talk")
     assert (tmp_path / "folder" / "talk").is_file()
-    chat.enter("/reset")
-    chat.enter(f"/load {tmp_path}/folder/talk")
-    chat.enter("/undo")
-    assert "undone: Hello!" in chat.since("/undo")
-
-
-def test_commands_are_completed(chat: Chat) -> None:
-    chat.press("/sy")
-    chat.wait_for("sets the system prompt, or shows it")
-    chat.press("\t ")
-    chat.wait(lambda: chat.input == "/system")
-    chat.clear()
-    chat.press("/set xtc_t")
-    chat.wait_for("xtc_threshold")
-    chat.press("\t")
-    chat.wait(lambda: chat.input == "/set xtc_threshold")
-    chat.clear()
 
 
 def test_resizing_during_an_answer(chat: Chat) -> None:
