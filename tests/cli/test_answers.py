@@ -1,5 +1,6 @@
-"""``generate --n`` through windows and states: each answer is that of a run with its seed; the prompt is read once."""
+"""``generate --n``: each answer is that of a run with its seed, and the prompt is read once."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.command import call
+from support.command import QUESTION, call
 from support.counts import count
 from support.kinds import KINDS, Loaded, load_kind
 
@@ -68,9 +69,27 @@ def test_a_prompt_that_fills_its_pages_and_the_reservation(tmp_path: Path) -> No
     prompt = " ".join(f"w{10 + at % 100}" for at in range(128))
     flags = ["--model", str(tmp_path / "model"), "--temp", "3", "--n", "3", "--max-kv-size", "128", *PLAIN]
     done = call("generate", prompt, *flags)
-    assert done.returncode == 0, done.stderr
     assert [len(text.split()) for text in done.stdout.split("\n\n")] == [1, 1, 1]
     assert done.stderr.count("cut: the reserved context is full; --max-kv-size reserves more") == 3
+
+
+def test_several_answers() -> None:
+    flags = ["generate", QUESTION, "-m", "20", "--temp", "1", "--seed", "5"]
+    alone = [call(*flags[:-1], str(5 + number), "-q").stdout for number in range(3)]
+    done = call(*flags, "--n", "3")
+    assert done.stdout == "\n".join(alone)  # an empty line between two
+    assert re.findall(r"^--- \d of \d ---$", done.stderr, re.MULTILINE) == [f"--- {i} of 3 ---" for i in (1, 2, 3)]
+    assert done.stderr.count("prompt: ") == 1
+    assert done.stderr.count("generated: ") == 3
+    lines = [json.loads(line) for line in call(*flags, "--n", "3", "--json", "-q").stdout.splitlines()]
+    assert [line["choice"] for line in lines[:6]] == [0, 1, 2] * 2  # as they come, side by side
+    assert [[x["index"] for x in lines if x["choice"] == n] for n in range(3)] == [[*range(20)]] * 3
+    assert ["".join(x["text"] for x in lines if x["choice"] == n) + "\n" for n in range(3)] == alone
+    assert re.search(r"^together: 60 tokens, [\d.]+ tokens/s$", done.stderr, re.MULTILINE)
+    assert "384 tokens reserved for 3 sequences at once" in done.stderr
+    fewer = call(*flags, "--n", "3", "--sequences", "2")
+    assert fewer.stdout == done.stdout
+    assert "256 tokens reserved for 2 sequences at once" in fewer.stderr
 
 
 def test_a_model_whose_steps_cannot_be_deterministic(tmp_path: Path) -> None:

@@ -70,29 +70,23 @@ def test_json_lines() -> None:
 
 
 def test_sampling_flags_are_applied() -> None:
-    flags = ["generate", QUESTION, "-q", "-m", "20", "--temp", "1.3"]
-    first, again, other = (call(*flags, "--seed", seed).stdout for seed in ("1", "1", "2"))
-    assert first == again != other
-    fixed = ["--temp", "0"]
-    greedy = call("generate", QUESTION, "-q", "-m", "20", *fixed).stdout
-    assert call(*flags, "--top-k", "1").stdout == greedy
-    assert call(*flags, "--top-p", "0.0001").stdout == greedy
-    assert call(*flags, "--min-p", "1").stdout == greedy
-    assert call(*flags, "--min-p", "1", "--min-tokens-to-keep", "60").stdout != greedy
-    for penalty in ("--repetition-penalty", "--presence-penalty", "--frequency-penalty"):
-        recent = ["-q", "-m", "20", *fixed, penalty, "9"]
-        penalized, of_one = (
-            call("generate", QUESTION, *recent, *size).stdout
-            for size in ([], [penalty.replace("penalty", "context-size"), "6"])
-        )
-        assert len({greedy, penalized, of_one}) == 3
-    seed, xtc = ["-m", "40", "--seed", "1"], ["--xtc-probability", "1"]
-    assert len({call(*flags, *seed, *each).stdout for each in ([], xtc, [*xtc, "--xtc-threshold", "0.4"])}) == 3
-    one = ["-q", "-m", "1", "--json", *fixed]
-    token = json.loads(call("generate", QUESTION, *one).stdout)["token"]
-    biased = call("generate", QUESTION, *one, "--logit-bias", f"{token}:-1e9").stdout
-    assert json.loads(biased)["token"] != token
-    assert call("generate", QUESTION, "-q", "-m", "20", *fixed, "--stop", greedy[20:30]).stdout == greedy[:20] + "\n"
+    def text(*flags: str, temp: str = "1.3", seed: str = "1") -> str:
+        given = ["-q", "-m", "24", "--temp", temp, *(["--seed", seed] if temp != "0" else [])]
+        return call("generate", QUESTION, *given, *flags).stdout
+
+    greedy, plain = text(temp="0"), text()
+    assert text() == plain != text(seed="2")
+    for flags in (["--top-k", "1"], ["--top-p", "0.0001"], ["--min-p", "1"]):
+        assert text(*flags) == greedy
+    assert text("--min-p", "1", "--min-tokens-to-keep", "60") != greedy
+    for name in ("repetition", "presence", "frequency"):
+        penalty = [f"--{name}-penalty", "9"]
+        assert len({greedy, text(*penalty, temp="0"), text(*penalty, f"--{name}-context-size", "6", temp="0")}) == 3
+    xtc = ["-m", "40", "--xtc-probability", "1"]
+    assert len({text("-m", "40"), text(*xtc), text(*xtc, "--xtc-threshold", "0.4")}) == 3
+    token = json.loads(text("--json", "-m", "1", temp="0"))["token"]
+    assert json.loads(text("--json", "-m", "1", "--logit-bias", f"{token}:-1e9", temp="0"))["token"] != token
+    assert text("--stop", greedy[20:30], temp="0") == greedy[:20] + "\n"
 
 
 def test_standard_input_that_is_no_text() -> None:

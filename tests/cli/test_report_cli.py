@@ -1,6 +1,7 @@
 """`kvant report` as its user meets it."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,6 @@ def test_an_adapter(pocket_folder: Path, tmp_path: Path) -> None:
         found.append(json.loads(output))
     assert [one["model"] for one in found] == ["pocket", f"pocket with {adapter}"]
     assert found[0]["reference"]["perplexity"] != found[1]["reference"]["perplexity"]
-    code, _, errors = run(*arguments, "--adapter-path", "no/such")
-    assert (code, errors.count("\n")) == (1, 1)
-    assert "adapter 'no/such' is not a folder" in errors
 
 
 def test_json_of_a_text(tmp_path: Path) -> None:
@@ -54,34 +52,25 @@ def test_json_of_a_text(tmp_path: Path) -> None:
     assert (code, errors) == (0, "")
     report = json.loads(output)
     assert report["model"] == "pocket"
-    left_out = report["text"].pop("tokens_left_out")
-    assert left_out == 101 - 64
-    assert report["text"] == {"name": str(text), "tokens": 64, "pieces": 1}
+    assert report["text"] == {"name": str(text), "tokens": 64, "pieces": 1, "tokens_left_out": 101 - 64}
     assert report["versions"].keys() == {"kvant", "mlx", "mlx_lm", "transformers", "python"}
     four, none = report["formats"]
     assert none == report["reference"]
-    assert (four["format"], four["flags"]) == (
-        "4g32:nosplit", "--kv-bits 4 --kv-group-size 32 --no-kv-bias-split",
-    )  # fmt: skip
+    assert four["format"] == "4g32:nosplit"
+    assert four["flags"] == "--kv-bits 4 --kv-group-size 32 --no-kv-bias-split"
     assert (four["bytes_per_token"], four["positions"], four["non_finite"]) == (576, 64, 0)
-    assert 0 < four["mean_kld_nats"] < four["p99_kld_nats"]
-    assert none["mean_kld_nats"] == 0
+    assert 0 == none["mean_kld_nats"] < four["mean_kld_nats"] < four["p99_kld_nats"]
     assert len(four["layer_attention_errors"]) == 4
     assert min(four["layer_attention_errors"]) > 0
     assert four["recall"] == {"right": 0, "asked": 0}
 
 
-def test_a_text_of_several_pieces(make_checkpoint: Any, pocket_folder: Path, tmp_path: Path) -> None:
+def test_a_text_of_several_pieces(make_checkpoint: Any, pocket_folder: Path) -> None:
     """A model of its own with pocket's tokenizer, whose context is shorter than the text."""
     folder, _ = make_checkpoint(vocab_size=1280, max_position_embeddings=24)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((pocket_folder / name).read_bytes())
-    text = tmp_path / "a.txt"
-    text.write_text("The fox went home. " * 20, encoding="utf-8")
-    code, output, errors = run("--model", str(folder), "--text", str(text), "--tokens", "60", "--formats", "8g64")
+        shutil.copy(pocket_folder / name, folder)
+    code, output, errors = run("--model", str(folder), "--tokens", "60", "--formats", "8g64")
     assert (code, errors) == (0, "")
-    assert ": 60 tokens in 3 pieces of up to 24; the " in output
-    assert "recall" not in output
-    code, output, errors = run("--model", str(folder), "--tokens", "60", "--formats", "8g64", "--json")
-    assert (code, errors) == (0, "")
-    assert json.loads(output)["text"]["name"] == "built-in held-out conversations"
+    assert " on built-in held-out conversations: 60 tokens in " in output
+    assert " pieces of up to 24; the " in output

@@ -2,12 +2,14 @@
 
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.bridged import write_mlx_lm, write_words
 from support.command import call
+
+from kvant.cli import session
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \r\n", b"two words", b"schl\xc3\xbcssel", b"ok\nk\x00ey", b"x" * 1001])
@@ -42,16 +44,8 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan says what would fit, before a weight is read."""
-    from dataclasses import replace
-
-    from kvant.cli import session
-
-    real = session.this_machine
-
-    def small(*arguments: Any) -> Any:
-        return replace(real(*arguments), limit_bytes=500_000_000)
-
-    monkeypatch.setattr(session, "this_machine", small)
+    real = session.this_machine()
+    monkeypatch.setattr(session, "this_machine", lambda device=None: replace(real, limit_bytes=500_000_000))
     done = call("serve", "--port", "0", "--sequences", "200", "--max-kv-size", "2048")
     assert done.returncode == 1
     assert "200 sequences of 2048 tokens need " in done.stderr

@@ -20,20 +20,14 @@ from kvant.text.tokenizer import load_tokenizer
 FIXED = ["--temp", "0", "-q", "-m", "20"]
 
 
-def _prompt_tokens(*arguments: str, stdin: str = "") -> int:
-    done = call("generate", *arguments, "-m", "1", "--temp", "0", stdin=stdin)
-    found = re.search(r"prompt: (\d+) tokens", done.stderr)
-    assert found, done.stderr
-    return int(found[1])
-
-
 def test_piped_text_goes_before_the_argument() -> None:
     piped, question = "The fox lives in a den.", "Where does the fox live?"
     whole = call("generate", f"{piped}\n\n{question}", *FIXED).stdout
     assert call("generate", question, *FIXED, stdin=f"{piped}\n").stdout == whole
     assert call("generate", "--prompt", question, *FIXED, stdin=piped).stdout == whole
-    assert _prompt_tokens(question, stdin=piped) > _prompt_tokens(question) + 4
-    assert _prompt_tokens("-", stdin=f"{question}\n\n\n") > _prompt_tokens(stdin=f"{question}\n\n\n")
+    plain, exact = (call("generate", *which, "-m", "1", stdin=f"{question}\n\n\n").stderr for which in ([], ["-"]))
+    counts = [int(re.search(r"prompt: (\d+) tokens", said)[1]) for said in (plain, exact)]  # type: ignore[index]
+    assert counts[0] < counts[1]
 
 
 def test_a_pipe_that_stays_open_is_waited_for_and_named() -> None:
@@ -68,29 +62,22 @@ def test_the_models_own_options_are_used_and_named(model: Path) -> None:
     _says(model, do_sample=True, temperature=0.6, top_p=0.9, top_k=5000, repetition_penalty=1.3)
     from_file = r"temperature 0.6, top-p 0.9, repetition penalty 1.3 \(generation_config.json\)"
     assert re.fullmatch(rf"{from_file}, seed \d+ \(drawn\)", _line(model=model))
-    assert _line("--temp", "0", model=model) == (
-        "temperature 0 (given), repetition penalty 1.3 (generation_config.json)"
-    )
-    assert _line("--top-p", "0.5", "--seed", "7", model=model) == (
-        "temperature 0.6 (generation_config.json), top-p 0.5 (given), "
-        "repetition penalty 1.3 (generation_config.json), seed 7 (given)"
-    )
+    of_file = "repetition penalty 1.3 (generation_config.json)"
+    assert _line("--temp", "0", model=model) == f"temperature 0 (given), {of_file}"
+    given = "temperature 0.6 (generation_config.json), top-p 0.5 (given)"
+    assert _line("--top-p", "0.5", "--seed", "7", model=model) == f"{given}, {of_file}, seed 7 (given)"
     _says(model)
     assert _line(model=model) == "temperature 0 (default)"
     assert _line("--seed", "7", model=model) == "temperature 1 (default), seed 7 (given)"
     _says(model, do_sample=False, temperature=0.6)
     assert _line(model=model) == "temperature 0 (generation_config.json)"
-    assert re.fullmatch(
-        r"temperature 1 \(default\), top-k 3 \(given\), seed \d+ \(drawn\)", _line("--top-k", "3", model=model)
-    )
 
 
 def test_the_seed_that_was_drawn_repeats_the_run() -> None:
     first = call("generate", QUESTION, "-m", "30")
-    seed = re.search(r"seed (\d+) \(drawn\)", first.stderr)
-    assert seed, first.stderr
-    assert call("generate", QUESTION, "-m", "30", "--seed", seed[1], "-q").stdout == first.stdout
-    talk = call("chat", "-m", "30", "--seed", seed[1], "-q", stdin=f"{QUESTION}\n/reset\n{QUESTION}\n").stdout
+    (seed,) = re.findall(r"seed (\d+) \(drawn\)", first.stderr)
+    assert call("generate", QUESTION, "-m", "30", "--seed", seed, "-q").stdout == first.stdout
+    talk = call("chat", "-m", "30", "--seed", seed, "-q", stdin=f"{QUESTION}\n/reset\n{QUESTION}\n").stdout
     assert talk.startswith(first.stdout)
     assert talk != first.stdout * 2
 
@@ -134,9 +121,6 @@ def test_an_answer_begins_as_it_is_told_to() -> None:
     messages = [{"role": "user", "content": QUESTION}]
     prompt = template(messages, tokenize=False, add_generation_prompt=True) + begun
     assert call("generate", prompt, *FIXED, "--ignore-chat-template").stdout == done.stdout.removeprefix(begun)
-    refused = call("generate", QUESTION, "--prefill-response", begun, "--ignore-chat-template")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "--prefill-response needs the chat template that --ignore-chat-template leaves out" in refused.stderr
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
@@ -155,14 +139,6 @@ def test_tokens_that_end_a_text(command: str) -> None:
     on = text("--ignore-eos")
     assert on.startswith(whole.rstrip("\n"))
     assert "<|im_end|>" in on
-    for flags, message in (
-        (["--extra-eos-token", "two words"], "--extra-eos-token is 'two words', which is "),
-        (["--extra-eos-token", "77777"], "--extra-eos-token is 77777; the model knows 0 to "),
-        (["--extra-eos-token", " I", "--ignore-eos"], "--extra-eos-token ends a text, and --ignore-eos goes on past"),
-    ):
-        done = call(command, *flags, stdin="Hello!\n")
-        assert (done.returncode, done.stdout) == (2, "")
-        assert message in done.stderr
 
 
 THANKS = "<|im_start|>user\nThanks!<|im_end|>\n<|im_start|>assistant\n"  # whatever the question was
@@ -172,28 +148,17 @@ THANKS = "<|im_start|>user\nThanks!<|im_end|>\n<|im_start|>assistant\n"  # whate
 def test_variables_of_the_chat_template(command: str, model: Path) -> None:
     path = model / "tokenizer_config.json"
     settings = json.loads(path.read_text())
-    path.write_text(
-        json.dumps(
-            settings
-            | {"chat_template": f"{{% if thank %}}{THANKS}{{% else %}}{settings['chat_template']}{{% endif %}}"}
-        )
-    )
+    template = f"{{% if thank %}}{THANKS}{{% else %}}{settings['chat_template']}{{% endif %}}"
+    path.write_text(json.dumps(settings | {"chat_template": template}))
 
     def text(*flags: str) -> subprocess.CompletedProcess[str]:
         return call(command, "--model", str(model), "-q", "--temp", "0", "-m", "30", *flags, stdin=f"{QUESTION}\n")
 
     plain = text("--chat-template-config", '{"thank": false}').stdout
     assert text().stdout == plain != text("--chat-template-config", '{"thank": true}').stdout
-    for given, message in (
-        ('{"thanx": 1}', "--chat-template-config has 'thanx', which the chat template does not mention; did you mean"),
-        ('{"messages": []}', "--chat-template-config has 'messages', which kvant sets itself"),
-        ("[1]", "--chat-template-config is '[1]'; expected an object of JSON"),
-        ("{", "--chat-template-config is '{': not JSON"),
-        ('{"thank": 1, "thank": 2}', "not JSON: 'thank' is there twice"),
-    ):
-        done = text("--chat-template-config", given)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert message in done.stderr
+    misspelt = text("--chat-template-config", '{"thanx": 1}')
+    assert misspelt.returncode == 2
+    assert "has 'thanx', which the chat template does not mention; did you mean 'thank'" in misspelt.stderr
 
 
 def test_a_shell_completes_commands_flags_and_models() -> None:
