@@ -4,13 +4,12 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
 from support.command import QUESTION, call
 from support.counts import count
-from support.kinds import KINDS, Loaded, load_kind
+from support.kinds import KINDS, load_kind
 
 import kvant
 from kvant.sample_utils import make_sampler
@@ -28,39 +27,19 @@ def _without_compilation() -> Iterator[None]:
     mx.enable_compile()
 
 
-def _alone(loaded: Loaded, seed: int, max_tokens: int, **options: Any) -> str:
-    """What one run gives, at full precision."""
-    sampler = make_sampler(temp=3, seed=seed)
-    given = {"max_tokens": max_tokens, "sampler": sampler, "kv_bits": 0, "prefill_step_size": 16}
-    return kvant.generate(*loaded, PROMPT, **given, **options) + "\n"
-
-
 @pytest.mark.parametrize("kind", count(["mistral", "qwen3_next"], POOLED))
 def test_each_is_a_run_with_the_next_seed(kind: str, tmp_path: Path) -> None:
     """Prompt and answers run past the windows."""
     loaded = load_kind(kind, tmp_path / "model")
     loaded[1].eos_token_ids = set()
-    alone = [_alone(loaded, 3 + number, 24) for number in range(4)]
+    options = {"max_tokens": 24, "kv_bits": 0, "prefill_step_size": 16}
+    alone = [kvant.generate(*loaded, PROMPT, sampler=make_sampler(temp=3, seed=3 + n), **options) for n in range(4)]
     assert len(set(alone)) == 4
     flags = ["--model", str(tmp_path / "model"), "--temp", "3", "-m", "24", "--seed", "3", "--n", "4", *PLAIN]
     done = call("generate", PROMPT, *flags, "--sequences", "3")
-    assert done.stdout == "\n".join(alone)
+    assert done.stdout == "\n".join(f"{text}\n" for text in alone)
     assert re.findall(r"^prompt: (\d+) tokens", done.stderr, re.MULTILINE) == ["40"]
     assert "for 3 sequences at once" in done.stderr
-
-
-def test_answers_that_end_at_different_times(tmp_path: Path) -> None:
-    """A stop string ends one, the others go on, and the texts come in order."""
-    loaded = load_kind("qwen2", tmp_path / "model")
-    loaded[1].eos_token_ids = set()
-    stops = ["w1", "w2", "w3", "w4"]
-    alone = [_alone(loaded, number, 12, stop=stops) for number in range(6)]
-    assert len({len(text.split()) for text in alone}) > 2
-    flags = ["--model", str(tmp_path / "model"), "--temp", "3", "-m", "12", "--seed", "0", "--n", "6", *PLAIN]
-    done = call("generate", PROMPT, *flags, "-q", *(f"--stop={stop}" for stop in stops))
-    assert done.stdout == "\n".join(alone)
-    cut = sum(len(text.split()) == 12 for text in alone)
-    assert done.stderr == "cut at --max-tokens 12\n" * cut
 
 
 def test_a_prompt_that_fills_its_pages_and_the_reservation(tmp_path: Path) -> None:

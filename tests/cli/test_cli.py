@@ -108,20 +108,23 @@ def test_closed_streams(closed: str) -> None:
 
 
 def test_a_template_that_fails_does_not_end_the_chat(pocket_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(pocket_folder, folder)
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
+    folder = Path(shutil.copytree(pocket_folder, tmp_path / "model"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = folder / "chat_template.jinja"
     check = "{% if messages[-1]['content'] == 'no' %}{{ raise_exception('not this one') }}{% endif %}"
-    path.write_text(json.dumps(settings | {"chat_template": check + settings["chat_template"]}))
+    template.write_text(check + settings.pop("chat_template"))
     done = call("chat", "--model", str(folder), "-m", "5", stdin="no\nHello!\n//x\n")
     assert done.returncode == 0
     assert "error: the chat template failed: not this one" in done.stderr
     assert done.stdout.strip()
-    path.write_text(json.dumps({k: v for k, v in settings.items() if k != "chat_template"}))
-    for command in ("chat", "generate"):
-        arguments = ["--model", str(folder), "-q"] + ([QUESTION] if command == "generate" else [])
-        _check_refusal(call(command, *arguments), 1, "the model has no chat template")
+    template.write_text("{{ '' }}")
+    done = call("chat", "--model", str(folder), "-q", stdin="Hi\n")
+    assert (done.returncode, done.stdout, done.stderr[:7], done.stderr.count("\n")) == (0, "", "error: ", 1)
+    _check_refusal(call("generate", "Hi", "--model", str(folder), "-q"), 1, "empty")
+    template.unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    for command in (["chat"], ["generate", "Hi"]):
+        _check_refusal(call(*command, "--model", str(folder), "-q"), 1, "the model has no chat template")
 
 
 def test_broken_model_folders(make_checkpoint: Callable[..., tuple[Path, object]], tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Files that a user names, and what is no file: one line, and nothing is read without end."""
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -37,15 +36,6 @@ def test_a_link_and_a_home_are_followed(tmp_path: Path, monkeypatch: pytest.Monk
         read_given("~/link", 3)
     with pytest.raises(KvantError, match="nobodyhere"):
         read_given("~nobodyhere/link", 4)
-
-
-@pytest.mark.parametrize("command", ["generate", "chat"])
-def test_a_template_that_renders_nothing(command: str, tmp_path: Path, pocket_folder: Path) -> None:
-    folder = Path(shutil.copytree(pocket_folder, tmp_path / "model"))
-    (folder / "chat_template.jinja").write_text("{{ '' }}")
-    done = call(command, "--model", str(folder), "-q", *(["Hi"] if command == "generate" else []), stdin="Hi\n")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (int(command == "generate"), "", 1)
-    assert "error: " in done.stderr
 
 
 def test_a_conversation_that_cannot_be_saved_can_go_elsewhere(tmp_path: Path) -> None:

@@ -48,6 +48,12 @@ class Chat(Terminal):
         self.wait(lambda: "".join(self.input.split()).endswith(typed))
         self.send("\r")
 
+    def begin_answer(self, tokens: int) -> None:
+        """Ask, and wait until the answer is under way."""
+        self.enter(f"/set max_tokens {tokens}")
+        self.press(f"{QUESTION}\r")
+        self.wait_for("Pip. Once")
+
     @property
     def input(self) -> str:
         """The line of input as it is shown."""
@@ -119,8 +125,7 @@ def test_a_message_of_several_lines(chat: Chat) -> None:
 
 
 def test_ctrl_c_stops_an_answer_and_clears_a_line(chat: Chat) -> None:
-    chat.enter("/set max_tokens 1000")
-    chat.press(f"{QUESTION}\r")
+    chat.begin_answer(1000)
     chat.wait_for(_answer(QUESTION))
     chat.send(CTRL_C)
     shown = chat.since(QUESTION).partition(" stopped")[0].strip()
@@ -134,9 +139,7 @@ def test_ctrl_c_stops_an_answer_and_clears_a_line(chat: Chat) -> None:
 
 
 def test_keys_typed_during_an_answer_are_dropped(chat: Chat) -> None:
-    chat.enter("/set max_tokens 120")
-    chat.press(f"{QUESTION}\r")
-    chat.wait_for("Pip. Once")
+    chat.begin_answer(120)
     shown = len(chat.written)
     chat.send("Zx \x1b[A\r")
     assert chat.input == ""
@@ -164,9 +167,7 @@ def test_commands_and_paths_are_completed(chat: Chat, tmp_path: Path) -> None:
 
 
 def test_resizing_during_an_answer(chat: Chat) -> None:
-    chat.enter("/set max_tokens 120")
-    chat.press(f"{QUESTION}\r")
-    chat.wait_for("Pip. Once")
+    chat.begin_answer(120)
     chat.resize(40, 20)
     chat.send("")
     try:
@@ -227,13 +228,12 @@ def test_thinking_is_dim_and_not_in_the_history(pocket_folder: Path, tmp_path: P
 
 @pytest.mark.parametrize("during_an_answer", [True, False])
 def test_the_terminal_is_as_it_was_after_a_signal(during_an_answer: bool, tmp_path: Path) -> None:
-    with Chat("chat", *FLAGS, "-m", "1500", HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path)) as chat:
+    with Chat("chat", *FLAGS, HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path)) as chat:
         found = termios.tcgetattr(chat.child.child_fd)
         chat.wait_ready()
         assert termios.tcgetattr(chat.child.child_fd)[3] != found[3]
         if during_an_answer:
-            chat.press(f"{QUESTION}\r")
-            chat.wait_for("Pip. Once")
+            chat.begin_answer(1500)
             assert not termios.tcgetattr(chat.child.child_fd)[3] & termios.ECHO
         chat.child.kill(signal.SIGTERM)
         chat.wait(lambda: not chat.child.isalive())
