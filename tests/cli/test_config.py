@@ -82,9 +82,8 @@ def test_the_file_lies_in_the_users_folder(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "KVANT_CONFIG"} | own
 
     def kvant(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*COMMAND, *arguments], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
+        command = [*COMMAND, *arguments]
+        return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
 
     path = Path(kvant("config", "--path").stdout.removesuffix("\n"))
     assert path.is_relative_to(tmp_path)
