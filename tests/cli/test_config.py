@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.command import COMMAND, QUESTION, call
+from support.command import COMMAND, QUESTION, call, refusal
 
 Write = Callable[[str], Path]
 
@@ -128,21 +128,16 @@ def test_the_command_shows_it(write: Write) -> None:
 )
 def test_mistakes(write: Write, text: str, message: str) -> None:
     write(text)
-    done = call("generate", "Hi")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert message in done.stderr
+    assert message in refusal(2, "generate", "Hi")
 
 
 def test_presets_and_files_that_are_not_there(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write("[presets.poet]\ntemp = 1\n[presets.clerk]\ntemp = 0\n")
-    done = call("chat", "--preset", "poets")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith(f"--preset is 'poets'; {path} has poet, clerk; did you mean 'poet'?\n")
+    error = refusal(2, "chat", "--preset", "poets")
+    assert f"--preset is 'poets'; {path} has poet, clerk; did you mean 'poet'?" in error
     write("a." * 20_000 + "a = 1")
     assert "at most 32768" in call("generate", "Hi").stderr
     assert call("models").returncode == 0, "a command that takes nothing from it does not read it"
     for name in (f"{path}.none", "~nobodyhere/x"):
         monkeypatch.setenv("KVANT_CONFIG", name)
-        done = call("generate", "Hi")
-        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-        assert f"KVANT_CONFIG is '{name}', which is not a file" in done.stderr
+        assert f"KVANT_CONFIG is '{name}', which is not a file" in refusal(1, "generate", "Hi")

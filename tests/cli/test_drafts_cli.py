@@ -8,7 +8,7 @@ from pathlib import Path
 import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 import pytest
-from support.command import QUESTION, call
+from support.command import QUESTION, call, refusal
 from support.draft_models import save_draft_model
 from support.drafts import draft_by_chance
 from support.kinds import load_kind
@@ -98,18 +98,14 @@ def test_refused_before_anything_is_said_of_answers(prompts: str, monkeypatch: p
     """As a bridged model's pool refuses them."""
     monkeypatch.setattr(Pool, "takes_back", False)
     for flags in (["--prompts-file", prompts, *STORY[1:]], [*STORY, "--n", "2"]):
-        done = call("generate", *flags, "--draft", "prompt")
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "--draft is 'prompt'; side by side" in done.stderr
-        assert "generated" not in done.stderr
+        assert "--draft is 'prompt'; side by side" in refusal(2, "generate", *flags, "--draft", "prompt")
 
 
 def test_another_tokenizer_is_refused_before_a_weight_is_read(tmp_path: Path) -> None:
     load_kind("qwen2", tmp_path / "other")
     (tmp_path / "other" / "model.safetensors").write_bytes(b"")
-    done = call("generate", "--draft-model", str(tmp_path / "other"), "Hi")
-    assert done.returncode == 1
-    assert "the draft model's tokenizer differs: token 0 is '<unk>' there and " in done.stderr
+    error = refusal(1, "generate", "--draft-model", str(tmp_path / "other"), "Hi")
+    assert "the draft model's tokenizer differs: token 0 is '<unk>' there and " in error
 
 
 @pytest.mark.parametrize(

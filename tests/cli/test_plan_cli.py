@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from mlx.utils import tree_flatten
 from support.checkpoints import qwen2_config, qwen3_config, qwen3_moe_config, reference_model, save_checkpoint
-from support.command import call
+from support.command import call, refusal
 
 from kvant import weights
 from kvant.cache import CacheOptions
@@ -146,13 +146,12 @@ def test_generate_refuses_before_it_loads(small: Any, monkeypatch: Any, pocket_f
     limit = plan(checkpoint, max_kv_size=900, device="cpu").total
     small(limit)
     for arguments in (["generate", "Hello", "--max-kv-size", "2048"], ["chat", "--max-kv-size", "2048"]):
-        done = call(*arguments)
-        assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr.startswith("kvant: error: 2048 tokens need ")
-        assert "(weights 12.35 MB, cache 2.36 MB, " in done.stderr
-        assert f"there are {format_bytes(limit)} (a small machine)" in done.stderr
-        found = re.search(r"; --max-kv-size (\d+)( or --kv-bits 4)? would fit\n$", done.stderr)
-        assert found, done.stderr
+        error = refusal(1, *arguments)
+        assert error.startswith("kvant: error: 2048 tokens need ")
+        assert "(weights 12.35 MB, cache 2.36 MB, " in error
+        assert f"there are {format_bytes(limit)} (a small machine)" in error
+        found = re.search(r"; --max-kv-size (\d+)( or --kv-bits 4)? would fit$", error)
+        assert found, error
     tokens = int(found[1])
     totals = [plan(checkpoint, max_kv_size=n, device="cpu").total for n in (tokens, tokens + 1)]
     assert totals[0] <= limit < totals[1]
@@ -233,10 +232,9 @@ def test_what_the_weights_split_off_is_planned_again_once_it_is_known(save: Any,
     )
     small((guessed.total + known.total) // 2)
     run = ["generate", "Hello", "--model", str(folder), "-m", "1", "--prefill-step-size", "8"]
-    refused = call(*run)
-    assert (refused.returncode, refused.stdout) == (1, "")
-    assert f"1024 tokens need {format_bytes(known.total)}" in refused.stderr
-    (tokens,) = re.findall("; --max-kv-size ([0-9]+)", refused.stderr)
+    error = refusal(1, *run)
+    assert f"1024 tokens need {format_bytes(known.total)}" in error
+    (tokens,) = re.findall("; --max-kv-size ([0-9]+)", error)
     for size in (tokens, "auto"):
         assert call(*run, "--max-kv-size", size).stderr.startswith(f"cache: {tokens} tokens reserved")
 

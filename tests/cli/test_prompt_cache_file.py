@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from support.command import QUESTION, call
+from support.command import QUESTION, call, refusal
 
 STORY = "The fox Pip lived in a den by the river. He had a friend, a bear named Bob. " * 6
 GENERATE = ["generate", "-m", "12", "--temp", "0"]
@@ -62,10 +62,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         ([*GENERATE, "Hello!", "--prompt-cache-file", story, "--kv-bits", "4"], "of another format"),
         ([*GENERATE, "Hello!", "--prompt-cache-file", story, "--max-kv-size", "14"], "14 reserved"),
     ):
-        done = call(*arguments)
-        assert (done.returncode, done.stdout) == (1, ""), arguments
-        assert words in done.stderr
-        assert "Traceback" not in done.stderr
+        assert words in refusal(1, *arguments)
     assert Path(chat).read_bytes() == before
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command import QUESTION, call
+from support.command import QUESTION, call, refusal
 
 from kvant.cli import answering, session
 from kvant.cli.options import BadValueError
@@ -71,6 +71,7 @@ REFUSED: list[tuple[Any, str]] = [
     (b'{"prompt": "\\ud800"}', "prompt is .*; expected Unicode, without half of a surrogate pair"),
     ({"messages": []}, r"messages is \[\]; expected a list of objects with role and content"),
     ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\] has None as its content; expected text"),
+    ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, r"messages\[0\] has 'name'; expected role, con"),
     (PROMPT | {"max_token": 3}, "it has 'max_token'; did you mean 'max_tokens'"),
     (PROMPT | {"n": 3}, "it has 'n'; expected prompt, messages, id, max_tokens, stop and options of sampling"),
     (PROMPT | {"id": 1.5}, "id is 1.5; expected text or a whole number"),
@@ -196,9 +197,7 @@ def test_kernels_are_the_pools(path: str, fused_calls: list[Any]) -> None:
 )
 def test_a_bad_line_ends_it_before_anything_is_generated(line: dict[str, Any], words: str, path: str) -> None:
     Path(path).write_text(f"{Path(path).read_text()}\n{json.dumps(line)}\n")
-    done = call(*FLAGS, "--prompts-file", path, "--json")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"{path}: {words}" in done.stderr
+    assert f"{path}: {words}" in refusal(2, *FLAGS, "--prompts-file", path, "--json")
 
 
 def test_a_pool_that_does_not_fit(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,10 +206,9 @@ def test_a_pool_that_does_not_fit(path: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(session, "this_machine", lambda device=None: Machine("cpu", 2 * limit, limit, "a machine"))
     Path(path).write_text("\n".join(json.dumps({"prompt": QUESTION, "id": n}) for n in range(8)))
     flags = ["generate", "--prompts-file", path, "--stop", "a", "-m", "1900"]
-    refused = call(*flags)
-    assert (refused.returncode, refused.stdout) == (1, "")
-    assert "8 sequences of 1918 tokens need " in refused.stderr
-    (fitting,) = map(int, re.findall(r"; --sequences (\d+) would fit$", refused.stderr))
+    error = refusal(1, *flags)
+    assert "8 sequences of 1918 tokens need " in error
+    (fitting,) = map(int, re.findall(r"; --sequences (\d+) would fit$", error))
     assert [call(*flags, "--sequences", str(n)).returncode for n in (fitting, fitting + 1)] == [0, 1]
 
 

@@ -1,13 +1,22 @@
 """Command lines that are refused: one line that names the flag or the file, before anything starts or is written."""
 
 import json
+import os
 import shlex
+import socket
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from support.command import call
+from support.bridged import write_mlx_lm, write_words
+from support.command import refusal
+
+from kvant.cli import session
+from kvant.errors import KvantError
+from kvant.files import read_given
 
 PROMPTS = [
     {"prompt": "Hello!"},
@@ -231,10 +240,72 @@ def test_a_command_line(code: int, line: str, words: str, folder: Path, monkeypa
     monkeypatch.chdir(folder)
     if line.startswith("bench"):
         monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process is started"))
-    done = call(*shlex.split(line))
-    assert (done.returncode, done.stdout) == (code, ""), done.stderr
-    *before, error = done.stderr.splitlines()
-    assert all(said.startswith(("cache: ", "memory: ", "sampling: ")) for said in before)
-    assert error.startswith("kvant: error: ")
-    assert words in error
+    assert words in refusal(code, *shlex.split(line))
     assert {path.name: path.read_text() for path in folder.iterdir()} == FILES
+
+
+@pytest.mark.parametrize("flags", [["generate", "--prompts-file"], ["serve", "--port", "0", "--api-key-file"]])
+@pytest.mark.parametrize("kind", ["device", "pipe", "large", "missing"])
+def test_what_is_no_file_is_refused(flags: list[str], kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "given"
+    if kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "large":
+        with open(path, "wb") as file:
+            file.truncate(2**40)
+    assert str(path) in refusal(1, *flags, str(path))
+
+
+def test_a_link_and_a_home_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "real").write_bytes(b"text")
+    (tmp_path / "link").symlink_to("real")
+    assert read_given("~/link", 4) == b"text"
+    with pytest.raises(KvantError, match="at most 3"):
+        read_given("~/link", 3)
+    with pytest.raises(KvantError, match="nobodyhere"):
+        read_given("~nobodyhere/link", 4)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \r\n", b"two words", b"schl\xc3\xbcssel", b"ok\nk\x00ey", b"x" * 1001])
+def test_files_that_hold_no_keys(content: bytes, tmp_path: Path) -> None:
+    """The message names the line, and never says what is in it."""
+    (tmp_path / "keys").write_bytes(content)
+    error = refusal(2, "serve", "--port", "0", "--api-key-file", str(tmp_path / "keys"))
+    assert "--api-key-file" in error
+    said = error.partition("--api-key-file")[2].partition("line")[2]
+    assert not any(word.decode("latin-1") in said for word in content.split())
+
+
+def test_a_port_that_is_taken_is_told_before_a_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        error = refusal(1, "serve", "no-such-model", "--port", port)
+    assert f"cannot listen on 127.0.0.1 port {port}: " in error
+    assert "another process listens there" in error
+
+
+def test_a_server_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    for name in [name for name in sys.modules if name.startswith("kvant.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert "kvant serve needs the extra 'serve'" in refusal(1, "serve", "--port", "0")
+
+
+def test_a_servers_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan says what would fit, before a weight is read."""
+    real = session.this_machine()
+    monkeypatch.setattr(session, "this_machine", lambda device=None: replace(real, limit_bytes=500_000_000))
+    error = refusal(1, "serve", "--port", "0", "--sequences", "200", "--max-kv-size", "2048")
+    for words in ("200 sequences of 2048 tokens need ", "less 150.00 MB for requests", "would fit"):
+        assert words in error
+
+
+def test_a_model_that_has_no_pool(tmp_path: Path) -> None:
+    """Llama 4's chunks have no pages. It is told by name, before anything listens."""
+    write_words(folder := write_mlx_lm(tmp_path / "chunks", "llama4"), 64)
+    error = refusal(1, "serve", str(folder), "--port", "0", "--max-kv-size", "16")
+    assert "llama4 attends in chunks, which a pool has no pages for" in error
+    assert "one sequence at a time works" in error

@@ -82,14 +82,6 @@ def test_the_seed_that_was_drawn_repeats_the_run() -> None:
     assert talk != first.stdout * 2
 
 
-def test_a_mistake_in_the_models_file_is_one_line(model: Path) -> None:
-    _says(model, temperature="hot")
-    done = call("generate", "Hi", "--model", str(model))
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert "generation_config.json: temperature is 'hot'; expected 0, or from 0.001 on" in done.stderr
-    assert call("generate", "Hi", "--model", str(model), "--temp", "0.5", "-m", "1").returncode == 0
-
-
 def test_an_answer_that_was_cut_says_so_even_when_quiet() -> None:
     assert call("generate", QUESTION, "-q", "-m", "3").stderr == "cut at --max-tokens 3\n"
     full = call("generate", QUESTION, "-q", "--max-kv-size", "30").stderr

@@ -80,6 +80,19 @@ def call(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(["kvant", *arguments], code, *texts)
 
 
+CHOSEN = ("cache: ", "memory: ", "sampling: ", "pocket · ")  # how lines begin that say what a command works with
+
+
+def refusal(code: int, *arguments: str) -> str:
+    """The line of error of a command that ends with this exit code, and prints nothing else but what it chose."""
+    done = call(*arguments)
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    *before, error = done.stderr.splitlines()
+    assert all(line.startswith(CHOSEN) for line in before), done.stderr
+    assert error.startswith("kvant: error: ")
+    return error
+
+
 def children(process: int) -> list[int]:
     """Those that a process started."""
     listed = subprocess.run(["ps", "-Ao", "pid=,ppid="], capture_output=True, text=True, check=True).stdout

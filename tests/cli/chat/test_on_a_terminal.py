@@ -239,3 +239,24 @@ def test_the_terminal_is_as_it_was_after_a_signal(during_an_answer: bool, tmp_pa
         chat.wait(lambda: not chat.child.isalive())
         assert chat.child.exitstatus == 128 + signal.SIGTERM
         assert termios.tcgetattr(chat.child.child_fd) == found
+
+
+def test_a_conversation_that_cannot_be_saved_can_go_elsewhere(tmp_path: Path) -> None:
+    first, taken, second = (tmp_path / name for name in ("first", "taken", "second"))
+    first.mkdir()
+    taken.write_text("mine")
+    with Terminal(
+        "chat", "-m", "2", "--prompt-cache-file", str(first / "chat"), columns=200, HOME=str(tmp_path)
+    ) as chat:
+        chat.wait_for("/2048 tokens")
+        chat.press("Hi\r")
+        chat.wait_for("cut at max_tokens")
+        first.rmdir()
+        chat.press("\x04")
+        chat.wait_for("save the conversation where?")
+        chat.press(f"{taken}\r")
+        chat.wait_for("is there already")
+        chat.press(f"{second}\r")
+        chat.wait(lambda: not chat.read())
+    assert second.stat().st_size > 1000
+    assert taken.read_text() == "mine"
