@@ -149,8 +149,8 @@ def test_variables_of_the_chat_template(command: str, model: Path) -> None:
     plain = text("--chat-template-config", '{"thank": false}').stdout
     assert text().stdout == plain != text("--chat-template-config", '{"thank": true}').stdout
     misspelt = text("--chat-template-config", '{"thanx": 1}')
-    assert misspelt.returncode == 2
-    assert "has 'thanx', which the chat template does not mention; did you mean 'thank'" in misspelt.stderr
+    assert (misspelt.returncode, misspelt.stdout) == (2, "")
+    assert "did you mean 'thank'" in misspelt.stderr
 
 
 def test_a_shell_completes_commands_flags_and_models() -> None:

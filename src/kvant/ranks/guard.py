@@ -145,10 +145,7 @@ class Guard:
 
     @contextmanager
     def within(self, seconds: float, doing: str) -> Iterator[None]:
-        """End this process if what is inside is not done in time, with a line that names ``doing``.
-
-        What is inside may hold the interpreter's lock.
-        """
+        """End this process with a line that names ``doing``, which may hold the interpreter's lock, if it takes longer."""
         line = "" if self.rank else f"kvant: error: {doing} took longer than {seconds:g} s; this run is over\n"
         command = [sys.executable, "-I", "-S", "-c", TIMER, str(os.getpid()), str(seconds), line]
         timer = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is not for it
