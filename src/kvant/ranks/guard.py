@@ -145,7 +145,7 @@ class Guard:
 
     @contextmanager
     def within(self, seconds: float, doing: str) -> Iterator[None]:
-        """End this process with a line that names ``doing``, which may hold the interpreter's lock, if it takes longer."""
+        """End this process, with a line that names ``doing``, unless it is done in time; it may hold Python's lock."""
         line = "" if self.rank else f"kvant: error: {doing} took longer than {seconds:g} s; this run is over\n"
         command = [sys.executable, "-I", "-S", "-c", TIMER, str(os.getpid()), str(seconds), line]
         timer = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is not for it
