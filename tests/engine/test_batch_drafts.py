@@ -19,10 +19,10 @@ from kvant.cache import ModelCache
 from kvant.engine.drafting.batch_choice import BatchChoice, StepKind
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.request import Request
-from kvant.engine.sampling import make_logits_processors, make_sampler
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import ArgumentError
 from kvant.models import Decoder
+from kvant.sample_utils import make_logits_processors, make_sampler
 
 Pocket = tuple[Decoder, Any]
 

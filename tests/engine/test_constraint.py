@@ -17,9 +17,9 @@ from kvant import batch_generate, generate, stream_generate
 from kvant.engine.batch_engine import BatchEngine
 from kvant.engine.conversation import Conversation
 from kvant.engine.request import Request, Token
-from kvant.engine.sampling import make_logits_processors, make_sampler
 from kvant.errors import GrammarError
 from kvant.models import Decoder
+from kvant.sample_utils import make_logits_processors, make_sampler
 from kvant.text.grammar import Grammar, Grammars
 from kvant.text.tokenizer import Tokenizer
 

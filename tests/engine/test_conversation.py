@@ -25,9 +25,9 @@ from support.conversations import (
 from support.counts import count
 
 from kvant.engine.conversation import Conversation
-from kvant.engine.sampling import make_logits_processors, make_sampler
 from kvant.errors import ContextError, PromptError
 from kvant.models import Decoder
+from kvant.sample_utils import make_logits_processors, make_sampler
 from kvant.text.process import resident_bytes
 from kvant.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -14,7 +14,7 @@ from support.interruption import Interruption
 from support.kinds import KINDS, Loaded
 
 from kvant.engine.conversation import Conversation
-from kvant.engine.sampling import make_logits_processors
+from kvant.sample_utils import make_logits_processors
 
 pytestmark = pytest.mark.usefixtures("without_compilation")
 # Each kind, and the formats where they differ most: a window of kvant's own, one of mlx-lm's, a state.

@@ -13,10 +13,10 @@ from support.kinds import KINDS, Loaded
 
 import kvant
 from kvant.engine.conversation import Conversation
-from kvant.engine.sampling import make_logits_processors
 from kvant.engine.saved import KEY, as_metadata, messages_of
 from kvant.errors import SnapshotError
 from kvant.models import Decoder
+from kvant.sample_utils import make_logits_processors
 from kvant.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("without_compilation")

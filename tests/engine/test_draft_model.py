@@ -21,9 +21,9 @@ from kvant.engine.drafting.choice import StepCosts
 from kvant.engine.model_drafter import ModelDrafter
 from kvant.engine.model_drafts import ModelChoice, ModelDrafts
 from kvant.engine.run import Run
-from kvant.engine.sampling import make_sampler
 from kvant.errors import ArgumentError, ModelError
 from kvant.models import Decoder, LanguageModel
+from kvant.sample_utils import make_sampler
 from kvant.text.tokenizer import Tokenizer
 
 Pocket = tuple[Decoder, Tokenizer]

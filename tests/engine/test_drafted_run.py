@@ -9,8 +9,8 @@ from support.drafts import KnownDrafts
 
 from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.run import Run
-from kvant.engine.sampling import make_logits_processors, make_sampler
 from kvant.models import Decoder
+from kvant.sample_utils import make_logits_processors, make_sampler
 
 Pocket = tuple[Decoder, Any]
 PROMPT = [(7 * i) % 1000 + 20 for i in range(40)]

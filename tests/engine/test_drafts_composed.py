@@ -18,9 +18,9 @@ from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.drafting.choice import StepCosts
 from kvant.engine.response import GenerationResponse
 from kvant.engine.run import Run, prefill
-from kvant.engine.sampling import make_sampler
 from kvant.errors import ArgumentError
 from kvant.models import Decoder
+from kvant.sample_utils import make_sampler
 from kvant.text.grammar import Grammars
 
 Pocket = tuple[Decoder, Any]

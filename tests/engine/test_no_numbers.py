@@ -11,9 +11,9 @@ from support.batches import PAGES, alone, ids_of, run_all, scheduler_of
 
 from kvant import batch_generate, generate, stream_generate
 from kvant.engine.request import Request
-from kvant.engine.sampling import make_sampler
 from kvant.errors import LogitsError
 from kvant.models import Decoder
+from kvant.sample_utils import make_sampler
 from kvant.text.grammar import Grammars
 
 Pocket = tuple[Decoder, Any]

@@ -20,10 +20,10 @@ from kvant.cache.pool_sequence import PoolSequence
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import Request
-from kvant.engine.sampling import make_logits_processors, make_sampler
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import ArgumentError
 from kvant.models import Decoder, LanguageModel
+from kvant.sample_utils import make_logits_processors, make_sampler
 from kvant.text.tokenizer import Tokenizer
 
 Pocket = tuple[Decoder, Tokenizer]

@@ -9,8 +9,8 @@ from support.counts import count
 from support.interruption import Interruption
 
 from kvant.engine.request import Request
-from kvant.engine.sampling import make_sampler
 from kvant.models import Decoder
+from kvant.sample_utils import make_sampler
 
 Pocket = tuple[Decoder, Any]
 

@@ -16,8 +16,8 @@ import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+from kvant import sample_utils
 from kvant.engine import run as running
-from kvant.engine import sampling
 from kvant.engine.load import find_model
 from kvant.engine.run import Run
 from kvant.engine.step import CompiledStep
@@ -79,7 +79,7 @@ def sampled(model: Decoder, seed: int, *, compiled: bool) -> list[int]:
 
 def seeded(model: Decoder, seed: int) -> list[Any]:
     """30 tokens of kvant's own sampler: not compiled, then for each way of compiling the same, and its compilations."""
-    sampler = sampling.make_sampler(2.0, 0.99, 0.001, top_k=900, xtc_probability=0.3, seed=seed)
+    sampler = sample_utils.make_sampler(2.0, 0.99, 0.001, top_k=900, xtc_probability=0.3, seed=seed)
     found: list[Any] = [generate(model, 30, compiled=False, sampler=sampler)[0]]
     for options in ({}, {"logits_processors": [lambda tokens, logits: logits]}):
         tokens, *_ = generate(model, 30, compiled=True, sampler=sampler, **options)

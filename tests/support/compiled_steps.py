@@ -6,20 +6,19 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.cache import ModelCache
-from kvant.engine import sampling
 from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.draw import Sampler, greedy
 from kvant.engine.row_sampling import Row, sample_rows
 from kvant.engine.run import Run, prefill
-from kvant.engine.sampling import make_logits_processors
 from kvant.engine.step import CompiledStep
 from kvant.models import Decoder
+from kvant.sample_utils import make_logits_processors, make_sampler
 from support.drafts import KnownDrafts
 from support.numbers import relative_error
 
 PROMPT = [(7 * i) % 1000 for i in range(100)]
 SIZES = [1, 2, 3, 8, 4, 7]  # 3 is padded to 4, 7 to 8
-SAMPLERS: list[Sampler] = [greedy, sampling.make_sampler(2.0, 0.99, 0.001, top_k=900, xtc_probability=0.3, seed=3)]
+SAMPLERS: list[Sampler] = [greedy, make_sampler(2.0, 0.99, 0.001, top_k=900, xtc_probability=0.3, seed=3)]
 
 
 def prefilled(model: Decoder, rows: int = 512, bits: int = 8, **options: Any) -> ModelCache:
