@@ -20,7 +20,7 @@ OPTIONS: dict[str, Any] = {"max_tokens": 8, "prefill_step_size": 16, **SAY}
 ACTIONS = [
     *["send"] * 6,
     *["retry", "edit", "undo", "system", "reset", "save", "load", "fork"],
-    *["leave", "leave", "interrupt", "refuse", "meddle"],
+    *["leave", "leave", "interrupt", "interrupt", "refuse", "meddle"],
 ]
 
 
@@ -42,8 +42,8 @@ class Talk:
         model, tokenizer = self.loaded
         return Conversation(model, tokenizer, cache or model.make_cache(72, kv_bits=0), overflow="forget")
 
-    def question(self, most: int = 12) -> str:
-        return " ".join(f"w{self.rng.randrange(6, 128)}" for _ in range(self.rng.randrange(1, most)))
+    def question(self, least: int = 1) -> str:
+        return " ".join(f"w{self.rng.randrange(6, 128)}" for _ in range(self.rng.randrange(least, least + 11)))
 
     def begin(self, do: str, question: str, **options: Any) -> tuple[list[Any], str, Iterator[Any]]:
         """The messages before a turn, its question, and its answer."""
@@ -81,8 +81,8 @@ class Talk:
             responses.close()  # type: ignore[attr-defined]
 
     def interrupt(self, do: str) -> None:
-        again = self.rng.choice(["send", "retry", "edit"])
-        _, _, responses = self.begin(again, self.question(24), **OPTIONS, prompt_progress_callback=_interrupt)
+        again = self.rng.choice(["send", "send", "retry", "edit"])
+        _, _, responses = self.begin(again, self.question(50), **OPTIONS, prompt_progress_callback=_interrupt)
         with pytest.raises(KeyboardInterrupt):
             text_of(responses)
         assert self.conversation.forgotten == 0
@@ -153,7 +153,7 @@ def test_everything_together(loaded: Loaded, tmp_path: Path) -> None:
         folder = tmp_path / f"{seed}"
         folder.mkdir()
         talk, done = Talk(loaded, folder, rng), list[str]()
-        for do in rng.choices(ACTIONS, k=count(30, 60)):
+        for do in rng.choices(ACTIONS, k=count(40, 60)):
             done.append(do)
             getattr(talk, do)(do)
             if rng.random() < 0.4:
