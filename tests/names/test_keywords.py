@@ -62,6 +62,7 @@ REFUSED_BY_LOAD: list[tuple[dict[str, Any], str]] = [
     ({"path_or_hf_repo": "a", "path_or_name": "b"}, "path_or_hf_repo is given beside path_or_name"),
     ({"model_config": {"rope_theta": 1.0}}, "model_config has rope_theta"),
     ({"lazy": True}, "lazy is True"),
+    ({"path_or_hf_repo": "pocket", "revision": "main"}, "revision is 'main'"),
     ({"trust_remote_code": True}, "trust_remote_code is True; nothing in a model folder is executed"),
     (
         {"tokenizer_config": {"trust_remote_code": True}},
@@ -77,7 +78,7 @@ REFUSED_BY_LOAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED_BY_LOAD)
 def test_load_refuses_before_it_looks_for_the_model(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
+    with pytest.raises(ValueError, match=message):
         load(**{"path_or_hf_repo": "no/such-model"} | arguments)
 
 
