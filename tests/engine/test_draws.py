@@ -197,30 +197,19 @@ def test_a_run_that_goes_on_draws_as_one_that_was_not_cut(pocket: Pocket) -> Non
     assert parts == whole
 
 
-RECORDER = '#!/bin/sh\n[ "$1" = --version ] || echo "$@" >> "$TMPDIR/compiled"\n'
-
-
 def test_sampling_starts_no_compiler(tmp_path: Path) -> None:
-    """With no program on PATH at all, and with a compiler that notes its use."""
-    texts = []
-    for name in ("none", "noting"):
-        folder, temporary = tmp_path / name, tmp_path / f"{name}.tmp"
-        folder.mkdir()
-        temporary.mkdir()
-        if name == "noting":
-            for compiler in ("g++", "c++", "clang++"):
-                (folder / compiler).write_text(RECORDER)
-                (folder / compiler).chmod(0o755)
-        path = str(folder) if name == "none" else f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin"
-        flags = ["--temp", "0.8", "--top-p", "0.9", "--min-p", "0.01", "--top-k", "50", "--xtc-probability", "0.2"]
-        done = subprocess.run(
-            [sys.executable, "-m", "kvant", "generate", QUESTION, *flags, "--seed", "1", "-q", "-m", "20"],
-            env=os.environ | {"PATH": path, "TMPDIR": str(temporary)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert (done.returncode, done.stderr) == (0, "cut at --max-tokens 20\n")
-        assert [path.name for path in temporary.rglob("*") if path.is_file()] == []
-        texts.append(done.stdout)
-    assert texts[0] == texts[1] != ""
+    """With compilers alone on PATH, which note their use."""
+    for compiler in ("g++", "c++", "clang++"):
+        (tmp_path / compiler).write_text('#!/bin/sh\n[ "$1" = --version ] || echo "$@" >> "${0%/*}/compiled"\n')
+        (tmp_path / compiler).chmod(0o755)
+    flags = ["--temp", "0.8", "--top-p", "0.9", "--min-p", "0.01", "--top-k", "50", "--xtc-probability", "0.2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvant", "generate", QUESTION, *flags, "--seed", "1", "-q", "-m", "20"],
+        env=os.environ | {"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "cut at --max-tokens 20\n")
+    assert done.stdout
+    assert not (tmp_path / "compiled").exists()
