@@ -62,7 +62,7 @@ def _check(tokenizer: Tokenizer, tokens: list[Token], schema: Any, answers: int 
         assert last.finish_reason in ("stop", "length"), last.error
         if last.finish_reason == "stop":
             text = tokenizer.decode(ids_of(tokens, answer)[:-1])
-            assert problem(json.loads(text), schema, schema) is None, f"{schema}: {text}"
+            assert problem(json.loads(text), schema) is None, f"{schema}: {text}"
             ended += 1
     return ended
 
@@ -145,11 +145,11 @@ def test_alone(pocket: Pocket, person: Grammar) -> None:
         sampler = make_sampler(1.0, seed=seed)
         processors = [person, *make_logits_processors(repetition_penalty=1.1)]
         text = generate(model, tokenizer, "Once", max_tokens=120, sampler=sampler, logits_processors=processors)
-        assert problem(json.loads(text), PERSON, PERSON) is None
+        assert problem(json.loads(text), PERSON) is None
     *_, last = stream_generate(model, tokenizer, "Once", max_tokens=120, logits_processors=[person])
     assert last.finish_reason == "stop"
     texts = batch_generate(model, tokenizer, ["Once", "The bear"], max_tokens=120, logits_processors=[person]).texts
-    assert all(problem(json.loads(text), PERSON, PERSON) is None for text in texts)
+    assert all(problem(json.loads(text), PERSON) is None for text in texts)
     cut = generate(model, tokenizer, "Once", max_tokens=120, logits_processors=[person], stop='"age"')
     assert cut.startswith('{"name":"')
     assert cut.endswith(",")

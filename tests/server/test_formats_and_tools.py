@@ -57,7 +57,7 @@ def test_every_answer_under_a_schema_parses(server: Running) -> None:
     for choice in answer["choices"]:
         assert choice["finish_reason"] == "stop"
         found = json.loads(choice["message"]["content"])
-        assert problem(found, SCHEMA, SCHEMA) is None
+        assert problem(found, SCHEMA) is None
         assert not re.search(r"\s", choice["message"]["content"])
         for token in choice["logprobs"]["content"]:  # JSON has no infinity, and what cannot come is not told
             assert all(each["logprob"] > -9999 for each in token["top_logprobs"])
@@ -150,7 +150,7 @@ def test_a_format_beside_tools(server: Running) -> None:
     begins = {sign: [i for i in range(1280) if detokenizer.token_bytes(i)[:1] == sign] for sign in (b"{", b"<")}
     never = {sign: {str(token): -100 for token in tokens} for sign, tokens in begins.items()}
     answer = ask(server, logit_bias=never[b"<"], **fields)
-    assert problem(json.loads(answer["choices"][0]["message"]["content"]), SCHEMA, SCHEMA) is None
+    assert problem(json.loads(answer["choices"][0]["message"]["content"]), SCHEMA) is None
     assert calls_of(answer) == []
     answer = ask(server, logit_bias=never[b"{"], **fields)
     assert [name for name, _ in calls_of(answer)] == ["look"]
@@ -158,7 +158,7 @@ def test_a_format_beside_tools(server: Running) -> None:
     forced = ask(server, tool_choice="required", **fields)
     assert [name for name, _ in calls_of(forced)] == ["look"]
     told = ask(server, tool_choice="none", **fields)
-    assert problem(json.loads(told["choices"][0]["message"]["content"]), SCHEMA, SCHEMA) is None
+    assert problem(json.loads(told["choices"][0]["message"]["content"]), SCHEMA) is None
 
 
 def test_a_part_has_what_its_type_says(server: Running) -> None:

@@ -52,7 +52,7 @@ def _check_schema(grammars: Grammars, tokenizer: Tokenizer, seed: int) -> None:
     if tokens is None:
         raise AssertionError(f"{schema}: an answer without end")
     text = tokenizer.decode(tokens)
-    wrong = problem(json.loads(text), schema, schema)
+    wrong = problem(json.loads(text), schema)
     assert wrong is None, f"{schema}: {text}: {wrong}"
     compact = json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ":"))
     assert len(text.replace(" ", "")) >= len(compact.replace(" ", "")) - 8  # numbers may be written in other ways
