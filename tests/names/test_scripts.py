@@ -10,10 +10,8 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import pytest
-from mlx_lm.models.cache import make_prompt_cache as mlx_make_prompt_cache
 from support.counts import count
 
-import kvant
 from kvant.models import Decoder
 
 OTHER_END_OF_TEXT = """
@@ -53,7 +51,7 @@ model, tokenizer = load(MODEL)
 cache, text = make_prompt_cache(model), []
 for question in ("My fox is called Pip.", "What is my fox called?", "And where does he live?"):
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
-    text.append(generate(model, tokenizer, prompt=prompt, prompt_cache=cache))
+    text += [generate(model, tokenizer, prompt=prompt, prompt_cache=cache), cache[0].offset]
     save_prompt_cache("talk.safetensors", cache)
     cache = load_prompt_cache("talk.safetensors")
 """
@@ -188,17 +186,3 @@ def test_a_script_with_its_imports_changed(
     monkeypatch.chdir(tmp_path)
     ours = _text(run(changed(SCRIPTS[name]), "pocket"))
     assert ours == _text(run(SCRIPTS[name], str(pocket_folder)))
-
-
-@pytest.mark.parametrize("max_tokens", [5, 300])
-def test_the_cache_holds_what_mlx_lms_does(pocket_folder: Path, max_tokens: int) -> None:
-    """Every token, the end of text too: the next turn's prompt goes behind it."""
-    model, tokenizer = mlx_lm.load(str(pocket_folder))
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hello!"}], add_generation_prompt=True)
-    theirs, (own, own_tokenizer) = mlx_make_prompt_cache(model), kvant.load("pocket")
-    last = [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens, prompt_cache=theirs)][-1]
-    ours = own.make_cache(400)
-    kvant.generate(own, own_tokenizer, prompt, max_tokens=max_tokens, prompt_cache=ours)
-    assert ours.offset == theirs[0].offset
-    assert ours.ids[0][-1] == last
-    assert (last in own_tokenizer.eos_token_ids) == (max_tokens == 300)
