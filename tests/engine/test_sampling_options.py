@@ -70,7 +70,7 @@ def test_values_out_of_range(make: Callable[..., Any], options: dict[str, Any], 
 )
 def test_options_that_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SamplingOptions(**options).build(300)
+        SamplingOptions(**options).filled().build(300)
 
 
 @pytest.mark.parametrize(
@@ -101,16 +101,24 @@ def test_options_reach_sampler_and_processors() -> None:
         temp=0.5, top_p=0.9, min_p=0.1, min_tokens_to_keep=2, top_k=7, xtc_probability=0.2, seed=3
     )
     state = mx.random.state[0].tolist()  # type: ignore[index]
-    sampler, _ = options.build(300, special_tokens=[4, 299, 300, -1])
+    sampler, _ = options.filled().build(300, special_tokens=[4, 299, 300, -1])
     assert mx.random.state[0].tolist() == state  # type: ignore[index]
     assert isinstance(sampler, SeededSampler)
     assert replace(sampler, follows_mlx=True) == make_sampler(0.5, 0.9, 0.1, 2, 7, 0.2, 0.1, [4, 299], seed=3)
-    _, processors = SamplingOptions(
-        repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.5, frequency_context_size=2, logit_bias={1: 1}
-    ).build(300)
+    _, processors = (
+        SamplingOptions(
+            repetition_penalty=2.0,
+            presence_penalty=1.0,
+            frequency_penalty=0.5,
+            frequency_context_size=2,
+            logit_bias={1: 1},
+        )
+        .filled()
+        .build(300)
+    )
     assert processors == make_logits_processors({1: 1}, 2.0, 20, 1.0, 20, 0.5, 2)
     assert make_logits_processors({}, 0, 20, 0.0, 20, 0.0) == []
-    assert SamplingOptions().build(300) == (greedy, [])
+    assert SamplingOptions().filled().build(300) == (greedy, [])
 
 
 def test_each_option_has_one_definition() -> None:

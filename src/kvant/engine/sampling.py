@@ -136,7 +136,7 @@ class SamplingOptions:
         return replace(self, **found)
 
     def build(self, vocab_size: int, special_tokens: Sequence[int] = ()) -> tuple[Sampler, list[LogitsProcessor]]:
-        """The sampler and processors for these options, :meth:`filled` without a model's where they are not.
+        """The sampler and processors for these options, which are :meth:`filled`.
 
         Args:
             vocab_size: the model's.
@@ -145,17 +145,16 @@ class SamplingOptions:
         Raises:
             ArgumentError: a count or a biased token that the vocabulary does not have.
         """
-        chosen = self.filled()
-        assert chosen.temp is not None and chosen.top_p is not None and chosen.min_p is not None  # noqa: PT018
-        assert chosen.top_k is not None
+        assert self.temp is not None and self.top_p is not None and self.min_p is not None  # noqa: PT018
+        assert self.top_k is not None
         sampler: Sampler = greedy
-        if chosen.temp:
+        if self.temp:
             sampler = SeededSampler(
-                chosen.temp,
-                chosen.top_p,
-                chosen.min_p,
+                self.temp,
+                self.top_p,
+                self.min_p,
                 self.min_tokens_to_keep,
-                chosen.top_k,
+                self.top_k,
                 self.xtc_probability,
                 XTC_THRESHOLD if self.xtc_threshold is None else self.xtc_threshold,
                 tuple(token for token in special_tokens if 0 <= token < vocab_size),
@@ -163,7 +162,7 @@ class SamplingOptions:
             )
         made = make_processors(
             self.logit_bias,
-            chosen.repetition_penalty,
+            self.repetition_penalty,
             self.repetition_context_size or CONTEXT_SIZE,
             self.presence_penalty,
             self.presence_context_size or CONTEXT_SIZE,
