@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from support.grammars import spelled
 
 from kvant import generate, stream_generate
 from kvant.cache import FullKVCache, QuantizedKVCache
@@ -69,46 +70,30 @@ def test_the_end_after_some_tokens_is_never_printed(pocket: Pocket, prompt: list
     assert "".join(r.text for r in responses) == tokenizer.decode([r.token for r in responses[:-1]])
 
 
-def test_max_tokens_and_a_full_context(pocket: Pocket, prompt: list[int]) -> None:
+# The tokens there is room for are fed, and one more is sampled from the last.
+@pytest.mark.parametrize(
+    ("max_tokens", "room", "finish", "count"),
+    [(7, 20, "length", 7), (50, 4, "context", 5), (-1, 0, "context", 1), (4, 4, "length", 4), (5, 4, "length", 5)],
+)
+def test_max_tokens_and_a_full_context(
+    pocket: Pocket, prompt: list[int], max_tokens: int, room: int, finish: str, count: int
+) -> None:
     model, tokenizer = pocket
-    endless = {"logits_processors": _without_end(tokenizer)}
-    responses = list(stream_generate(model, tokenizer, prompt, max_tokens=7, **endless))
-    assert [r.finish_reason for r in responses] == [None] * 6 + ["length"]
-    cache = model.make_cache(len(prompt) + 4)
-    responses = list(stream_generate(model, tokenizer, prompt, max_tokens=50, prompt_cache=cache, **endless))
-    # The four tokens there is room for are fed; the last of five is sampled from the fourth.
-    assert [r.finish_reason for r in responses] == [None] * 4 + ["context"]
-    assert cache[0].offset == len(prompt) + 4
-    cache = model.make_cache(len(prompt))
-    responses = list(stream_generate(model, tokenizer, prompt, max_tokens=-1, prompt_cache=cache, **endless))
-    assert [r.finish_reason for r in responses] == ["context"]
+    cache = model.make_cache(len(prompt) + room)
+    options: dict[str, Any] = {"prompt_cache": cache, "logits_processors": _without_end(tokenizer)}
+    responses = list(stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, **options))
+    assert [r.finish_reason for r in responses] == [None] * (count - 1) + [finish]
+    assert cache.offset == len(prompt) + min(count, room)
 
 
 def test_stop_strings(pocket: Pocket, prompt: list[int]) -> None:
-    model, tokenizer = pocket
-    whole = generate(model, tokenizer, prompt, max_tokens=60)
-    at = len(whole) // 2
-    stop = whole[at : at + 9]
-    expected = whole[: whole.index(stop)]
-    assert generate(model, tokenizer, prompt, max_tokens=60, stop=stop) == expected
-    assert generate(model, tokenizer, prompt, max_tokens=60, stop=["never in a story", stop]) == expected
-    responses = list(stream_generate(model, tokenizer, prompt, max_tokens=60, stop=[stop]))
-    assert responses[-1].finish_reason == "stop"
-    assert generate(model, tokenizer, prompt, max_tokens=60, stop="never in a story") == whole
-
-
-class _Bytes:
-    """A tokenizer whose tokens are bytes, with mlx-lm's detokenizer."""
-
-    def __init__(self) -> None:
-        from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
-        from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-        table = bytes_to_unicode()
-        detokenizer = BPEStreamingDetokenizer.__new__(BPEStreamingDetokenizer)
-        detokenizer.tokenmap = [table[i] for i in range(256)]
-        detokenizer.reset()
-        self.detokenizer = detokenizer
+    whole = generate(*pocket, prompt, max_tokens=60)
+    stop = whole[len(whole) // 2 :][:9]
+    for stops in (stop, ["never in a story", stop]):
+        responses = list(stream_generate(*pocket, prompt, max_tokens=60, stop=stops))
+        assert "".join(response.text for response in responses) == whole[: whole.index(stop)]
+        assert responses[-1].finish_reason == "stop"
+    assert generate(*pocket, prompt, max_tokens=60, stop="never in a story") == whole
 
 
 @pytest.mark.parametrize(
@@ -118,9 +103,9 @@ class _Bytes:
         *(("one STOP two", "one "), ("aSTSTOPb", "aST"), ("xTOPSTOP", "x"), ("STOP", "")),
     ],
 )
-def test_text_is_cut_before_the_first_stop_string_and_in_no_character(text: str, expected: str) -> None:
-    stream = TextStream(_Bytes(), stop=["STOP", "TOPS"])  # type: ignore[arg-type]
-    pieces = [stream.add(byte) for byte in text.encode()]
+def test_text_is_cut_before_the_first_stop_string_and_in_no_character(pocket: Pocket, text: str, expected: str) -> None:
+    stream = TextStream(pocket[1], stop=["STOP", "TOPS"])
+    pieces = [stream.add(byte) for byte in spelled(pocket[1], text)]
     assert "\ufffd" not in "".join(pieces)
     assert "".join(pieces) + stream.finish() == expected
     assert stream.stopped == (expected != text)
