@@ -141,18 +141,16 @@ def test_log_probabilities_are_those_of_allowed_tokens(pocket: Pocket, grammars:
 def test_alone(pocket: Pocket, person: Grammar) -> None:
     """``generate`` and its relatives take a grammar among the logits processors, each call from its beginning."""
     model, tokenizer = pocket
-    for seed in (1, 2):
-        sampler = make_sampler(1.0, seed=seed)
-        processors = [person, *make_logits_processors(repetition_penalty=1.1)]
-        text = generate(model, tokenizer, "Once", max_tokens=120, sampler=sampler, logits_processors=processors)
-        assert problem(json.loads(text), PERSON) is None
-    *_, last = stream_generate(model, tokenizer, "Once", max_tokens=120, logits_processors=[person])
-    assert last.finish_reason == "stop"
-    texts = batch_generate(model, tokenizer, ["Once", "The bear"], max_tokens=120, logits_processors=[person]).texts
+    penalized: dict[str, Any] = {"logits_processors": [person, *make_logits_processors(repetition_penalty=1.1)]}
+    options: dict[str, Any] = {"max_tokens": 120, "logits_processors": [person]}
+    drawn = [make_sampler(1.0, seed=seed) for seed in (1, 2)]
+    texts = [generate(model, tokenizer, "Once", sampler=each, **options | penalized) for each in drawn]
+    texts += batch_generate(model, tokenizer, ["Once", "The bear"], **options).texts
     assert all(problem(json.loads(text), PERSON) is None for text in texts)
-    cut = generate(model, tokenizer, "Once", max_tokens=120, logits_processors=[person], stop='"age"')
-    assert cut.startswith('{"name":"')
-    assert cut.endswith(",")
+    *_, last = stream_generate(model, tokenizer, "Once", **options)
+    assert last.finish_reason == "stop"
+    cut = generate(model, tokenizer, "Once", stop='"age"', **options)
+    assert (cut[:9], cut[-1]) == ('{"name":"', ",")
 
 
 def test_a_conversation_that_forgets_in_the_middle_of_an_answer(pocket: Pocket, grammars: Grammars) -> None:

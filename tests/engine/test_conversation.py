@@ -4,10 +4,7 @@ Ids are compared with the template's own rendering, and logits with the model fe
 """
 
 import gc
-import json
 import os
-import shutil
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -27,7 +24,7 @@ from kvant.errors import ContextError
 from kvant.models import Decoder
 from kvant.sample_utils import make_logits_processors, make_sampler
 from kvant.text.process import resident_bytes
-from kvant.text.tokenizer import Tokenizer, load_tokenizer
+from kvant.text.tokenizer import Tokenizer
 
 ANSWERED = {"max_tokens": 25}
 Pocket = tuple[Decoder, Tokenizer]
@@ -186,22 +183,6 @@ def test_a_stop_string_at_the_last_token_of_a_full_context(pocket: Pocket) -> No
     assert (responses[-1].finish_reason, len(responses)) == ("stop", room)
     assert (copy.forgotten, copy.num_tokens) == (0, 90)
     assert copy.messages[-1]["content"] == "".join(answer[:room])[:-12]
-
-
-def test_template_variables_reach_every_rendering(pocket: Pocket, pocket_folder: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(pocket_folder, tmp_path / "model")
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    settings["chat_template"] = "{% if shout %}!{% endif %}" + settings["chat_template"]
-    path.write_text(json.dumps(settings))
-    tokenizer = load_tokenizer(folder)
-    conversation = _make((pocket[0], tokenizer), 60, overflow="forget", template_variables={"shout": True})
-    forgotten = 0
-    for question in QUESTIONS:
-        text_of(conversation.send(question, max_tokens=12))
-        assert tokenizer.decode(conversation._cache.ids[0]).startswith("!<|im_start|>user")
-        forgotten += conversation.forgotten
-    assert forgotten
 
 
 def test_seeds_count_positions(pocket: Pocket) -> None:

@@ -201,23 +201,21 @@ def test_options_beside_a_cache_can_only_confirm_it(pocket: Pocket) -> None:
 # prompt caches
 
 
-def test_mlx_lms_functions_on_kvants_objects_and_kvants_own(pocket: Pocket) -> None:
+def test_mlx_lms_functions_on_kvants_objects(pocket: Pocket) -> None:
     model, tokenizer = pocket
-    for functions in (kvant, mlx_lm_cache):
-        cache = functions.make_prompt_cache(model)  # type: ignore[attr-defined]
-        assert cache.max_seq_len == model.config.max_position_embeddings
-        prompt = tokenizer.encode(PROMPT)
-        first = _tokens(stream_generate(model, tokenizer, prompt, 8, prompt_cache=cache))
-        assert functions.can_trim_prompt_cache(cache)  # type: ignore[attr-defined]
-        assert functions.trim_prompt_cache(cache, 9) == 9  # type: ignore[attr-defined]
-        assert cache.ids == [prompt[:-1]]
-        again = _tokens(stream_generate(model, tokenizer, prompt[-1:], 8, prompt_cache=cache))
-        assert again == first
-    assert kvant.trim_prompt_cache([], 3) == 0
+    cache: Any = mlx_lm_cache.make_prompt_cache(model)
+    assert cache.max_seq_len == model.config.max_position_embeddings
+    prompt = tokenizer.encode(PROMPT)
+    first = _tokens(stream_generate(model, tokenizer, prompt, 8, prompt_cache=cache))
+    assert mlx_lm_cache.can_trim_prompt_cache(cache)
+    assert mlx_lm_cache.trim_prompt_cache(cache, 9) == 9
+    assert cache.ids == [prompt[:-1]]
+    assert _tokens(stream_generate(model, tokenizer, prompt[-1:], 8, prompt_cache=cache)) == first
 
 
 def test_a_cache_of_either_kind_of_model(pocket: Pocket, tmp_path: Path) -> None:
     model, _ = pocket
+    assert kvant.trim_prompt_cache([], 3) == 0
     own = kvant.make_prompt_cache(model, 50, kv_bits=4, kv_group_size=16)
     assert own.max_seq_len == 50
     assert own.nbytes == model.make_cache(50, kv_bits=4, kv_group_size=16).nbytes
