@@ -130,10 +130,8 @@ def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.arr
     if masks:
         logits = with_rows(logits, [*masks], allowed_only(rows_of(logits, [*masks]), [*masks.values()]))
     seeded = [number for number, sampler in enumerate(samplers) if isinstance(sampler, SeededSampler)]
-    positions = [rows[number].position for number in seeded]
-    return draw_rows(
-        logits, samplers, draw_keys([samplers[number] for number in seeded], positions) if seeded else None
-    )
+    keys = draw_keys([samplers[n] for n in seeded], [rows[n].position for n in seeded]) if seeded else None
+    return draw_rows(logits, samplers, keys)
 
 
 def draw_rows(logits: mx.array, samplers: Sequence[Sampler], keys: mx.array | None) -> tuple[mx.array, mx.array]:
