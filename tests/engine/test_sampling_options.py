@@ -41,7 +41,10 @@ from kvant.sample_utils import make_logits_processors, make_sampler
         (make_sampler, {"seed": 1.0}, "seed is 1.0"),
         (make_logits_processors, {"repetition_penalty": -1.0}, "repetition_penalty is -1.0; expected above 0"),
         (make_logits_processors, {"presence_penalty": math.nan}, "presence_penalty is nan; expected a finite number"),
-        (make_logits_processors, {"frequency_context_size": 0}, "frequency_context_size is 0; expected at least 1"),
+        *(
+            (make_logits_processors, {f"{kind}_context_size": 0}, f"{kind}_context_size is 0; expected at least 1")
+            for kind in ("repetition", "presence", "frequency")
+        ),
     ],
 )
 def test_values_out_of_range(make: Callable[..., Any], options: dict[str, Any], message: str) -> None:
