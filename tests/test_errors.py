@@ -48,11 +48,8 @@ def test_a_hostile_name(name: str) -> None:
     assert all(cell_len(printable(name, columns)) <= columns for columns in (40, 41, 100))
 
 
-def test_an_error_that_says_nothing() -> None:
-    assert one_line(RuntimeError("\n \n")) == "RuntimeError"
-
-
 def test_what_fits_stays() -> None:
+    assert one_line(RuntimeError("\n \n")) == "RuntimeError"
     wide = "Zo\u00eb: \N{CJK UNIFIED IDEOGRAPH-6F22} is 5; expected 'a b'"
     for text in ("", "plain", "x" * 223, wide, "a" * 100 + " " + "b" * 100):
         assert printable(text) == str(KvantError(text)) == text
@@ -63,9 +60,6 @@ def test_a_path_keeps_its_ends_and_the_reason_stays_whole() -> None:
     text = str(ModelError(f"{path}: num_hidden_layers is 'x'; expected an int"))
     assert text.startswith("/Users/somebody/")
     assert text.endswith("/config.json: num_hidden_layers is 'x'; expected an int")
-
-
-def test_what_a_person_is_to_compare_or_copy_stays_whole() -> None:
     path, digests = "/Users/somebody/" + "folder/" * 30, ("a" * 64, "b" * 64)
     text = f"{path}: sha256 {digests[0]}; expected {digests[1]}; remove {path} and pull again"
     assert str(WeightsError(text)) == text

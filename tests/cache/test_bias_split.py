@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from bias_split import plant
 from support import oracle
+from support.checkpoints import load_reference
 from support.numbers import relative_error
 
 from kvant.models import Decoder, load_decoder
@@ -22,6 +24,7 @@ from kvant.operators.rotary import Rotary
 Make = Callable[..., tuple[Path, nn.Module]]
 H, K, D, THETA = 4, 2, 64, 1e6
 FLOAT32_EPSILON = 2**-23
+IDS = mx.random.randint(0, 300, (1, 40), key=mx.random.key(3))
 
 
 def _rotate(x: np.ndarray, first: int) -> np.ndarray:
@@ -55,21 +58,22 @@ class _Layer:
         largest_value = np.abs(self.whole[1]).max()
         self.tolerance = 8 * FLOAT32_EPSILON * max(1.0, np.abs(scores).max()) * largest_value
 
+    def rows(self, split: bool) -> list[mx.array]:
+        """Query, key and value as a cache with or without the split takes them."""
+        return [mx.array(x.astype(np.float32)) for x in (self.query, *(self.stored if split else self.whole))]
+
     def attend(self, bounds: list[int], split: bool) -> np.ndarray:
         """The operator in steps of given bounds, through a cache without quantization."""
-        tokens = self.query.shape[1]
-        cache = mx.full((1, 1, 2, K, tokens + 2, D), math.nan)
-        key, value = self.stored if split else self.whole
-        outputs = []
-        for first, last in pairwise(bounds):
-            rows = [mx.array(x[:, first:last].astype(np.float32)) for x in (self.query, key, value)]
-            outputs.append(
-                multi_head_cache_attention(
-                    *rows, first, cache, num_heads=H, num_kv_heads=K, head_dim=D, is_causal=True, cache_layout=1,
-                    bias_split=self.split if split else None,
-                )
-            )  # fmt: skip
-        return np.array(mx.concatenate(outputs, axis=1))
+        cache = mx.full((1, 1, 2, K, self.query.shape[1] + 2, D), math.nan)
+        rows, bias = self.rows(split), self.split if split else None
+        return np.concatenate(
+            [_operator([x[:, a:b] for x in rows], a, cache, bias_split=bias) for a, b in pairwise(bounds)], axis=1
+        )
+
+
+def _operator(rows: list[mx.array], start: int, cache: mx.array, mask: mx.array | None = None, **rest: Any) -> mx.array:
+    sizes = {"num_heads": H, "num_kv_heads": K, "head_dim": D, "is_causal": True, "cache_layout": 1}
+    return multi_head_cache_attention(*rows, start, cache, None, mask, **sizes, **rest)
 
 
 PAIRS = {"none": (), "last": (31,), "some": (3, 17, 30, 31), "all": tuple(range(32))}
@@ -100,15 +104,10 @@ def test_the_tolerance_notices_a_missing_bias() -> None:
 
 
 def test_a_query_with_every_key_masked_gives_zeros() -> None:
-    layer = _Layer(4, 5.0, PAIRS["last"], seed=0)
-    rows = [mx.array(x.astype(np.float32)) for x in (layer.query, *layer.stored)]
-    mask = mx.array(np.tri(4, k=-1, dtype=bool))  # the first query sees nothing
-    output = multi_head_cache_attention(
-        *rows, 0, mx.zeros((1, 1, 2, K, 4, D)), None, mask, num_heads=H, num_kv_heads=K, head_dim=D, is_causal=True,
-        cache_layout=1, bias_split=layer.split,
-    )  # fmt: skip
+    layer, mask = _Layer(4, 5.0, PAIRS["last"], seed=0), np.tri(4, k=-1, dtype=bool)  # the first query sees nothing
+    output = _operator(layer.rows(True), 0, mx.zeros((1, 1, 2, K, 4, D)), mx.array(mask), bias_split=layer.split)
     assert not output[:, 0].any().item()
-    expected = oracle.attend(layer.query, *layer.whole, attn_mask=np.tri(4, k=-1, dtype=bool), is_causal=True)
+    expected = oracle.attend(layer.query, *layer.whole, attn_mask=mask, is_causal=True)
     assert np.abs(np.array(output) - expected).max() < layer.tolerance
 
 
@@ -125,53 +124,14 @@ def test_a_query_with_every_key_masked_gives_zeros() -> None:
     ],
 )
 def test_a_split_that_does_not_fit_is_refused_before_anything_is_written(change: dict[str, Any], message: str) -> None:
-    layer = _Layer(4, 5.0, PAIRS["last"], seed=0)
-    fields = {name: getattr(layer.split, name) for name in ("key_bias", "pairs", "rotation", "value_bias")}
-    layer.split = BiasSplit(**(fields | change))
-    cache = mx.ones((1, 1, 2, K, 4, D))
-    rows = [mx.array(x.astype(np.float32)) for x in (layer.query, *layer.stored)]
+    layer, cache = _Layer(4, 5.0, PAIRS["last"], seed=0), mx.ones((1, 1, 2, K, 4, D))
     with pytest.raises(ValueError, match=message):
-        multi_head_cache_attention(
-            *rows, 0, cache, num_heads=H, num_kv_heads=K, head_dim=D, is_causal=True, cache_layout=1,
-            bias_split=layer.split,
-        )  # fmt: skip
+        _operator(layer.rows(True), 0, cache, bias_split=replace(layer.split, **change))
     assert (cache == 1).all().item()
 
 
-@pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("constant", [0.0, 900.0])
-def test_attention_of_the_pocket_model_is_exact(
-    pocket_folder: Path, tmp_path: Path, heldout_ids: list[int], constant: float, steps: str, split: bool
-) -> None:
-    """Every layer on real inputs, through the engine's cache, against the oracle on the whole keys and values."""
-    model = load_decoder(plant(pocket_folder, tmp_path / "planted", constant))
-    x = model._embed_tokens.rows(mx.array([heldout_ids[:40]]))
-    for layer, cache in zip(model.layers, model.make_cache(42, kv_bits=0, bias_split=split), strict=True):
-        normed = mx.fast.rms_norm(x, layer.norms["before_attention"], layer.rms_norm_eps)
-        heads = (np.array(layer.self_attn.qkv_proj(normed)) + np.array(layer.self_attn.qkv_bias.whole)).astype(float)
-        heads = heads.reshape(1, 40, H + 2 * K, D)
-        query, key, value = _rotate(heads[:, :, :H], 0), _rotate(heads[:, :, H : H + K], 0), heads[:, :, H + K :]
-        expected = oracle.attend(query, key, value, is_causal=True)
-        given = []
-        cache.reset()
-        own = layer.self_attn
-        bias = own.qkv_bias.stored if split else own.qkv_bias.whole
-        for first, last in pairwise(STEPS[steps]):
-            qkv = (own.qkv_proj(normed[:, first:last]) + bias).reshape(1, last - first, H + 2 * K, D)
-            qkv = qkv.transpose(0, 2, 1, 3)
-            turned = mx.fast.rope(qkv[:, : H + K], D, traditional=False, base=THETA, scale=1.0, offset=first)
-            given.append(cache.attend(turned[:, :H], turned[:, H:], qkv[:, H + K :]))
-            cache.sequence.commit(last - first)
-        scores = np.abs(np.einsum("bskd,btkd->bkst", query[:, :, :: H // K], key)).max() / math.sqrt(D)
-        tolerance = 8 * FLOAT32_EPSILON * max(1.0, scores) * np.abs(value).max()
-        error = np.abs(np.array(mx.concatenate(given, axis=2)).transpose(0, 2, 1, 3) - expected).max()
-        assert error < tolerance
-        x = layer(x, Rotary.plain(D, THETA).at(0, 40, mx.float32), None)
-
-
-def _with_large_key_bias(make: Make, size: float, elements: tuple[int, ...], **changes: Any) -> Decoder:
-    """A random model whose keys have a constant at given elements of every head."""
+def _with_large_key_bias(make: Make, size: float, elements: tuple[int, ...], **changes: Any) -> tuple[Decoder, Any]:
+    """A random model whose keys have a constant at given elements of every head, and mlx-lm's with its weights."""
     folder, _ = make(**changes)
     path = folder / "model.safetensors"
     weights = {name: mx.array(x) for name, x in mx.load(str(path)).items()}
@@ -181,29 +141,27 @@ def _with_large_key_bias(make: Make, size: float, elements: tuple[int, ...], **c
             bias[:, mx.array(elements)] = size
             weights[name] = bias.flatten()
     mx.save_safetensors(str(path), weights)
-    return load_decoder(folder)
+    return load_decoder(folder), load_reference(folder)
 
 
-def test_the_model_chooses_the_pairs_that_outweigh_the_rest(make_checkpoint: Make) -> None:
-    model = _with_large_key_bias(make_checkpoint, 300.0, (31, 40))
-    for layer in model.layers:
-        assert {31, 8} <= set(layer.self_attn.qkv_bias.pairs)
-
-
-@pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize("size", [0.5, 900.0])
-def test_models_agree_with_and_without(make_checkpoint: Make, size: float, bits: int | None) -> None:
-    """The same logits for prefill, chunks and decode; a constant in the slowest pair cancels in the softmax."""
-    model = _with_large_key_bias(make_checkpoint, size, (31, 63))
-    ids = mx.random.randint(0, 300, (1, 40), key=mx.random.key(3))
-    expected = model(ids)
-    for bounds in STEPS.values():
-        cache = model.make_cache(64, kv_bits=0)
-        assert all(layer.bias_split is not None for layer in cache)
+def _check_model(model: Decoder, reference: Any, ids: mx.array, size: float) -> None:
+    """mlx-lm's logits, for prefill, chunks and decode."""
+    expected = reference(ids)
+    for split, bounds in product((True, False), STEPS.values()):
+        cache = model.make_cache(64, kv_bits=0, bias_split=split)
+        assert all((layer.bias_split is not None) == split for layer in cache)
         parts = [model(ids[:, a:b], cache=cache) for a, b in pairwise(bounds)]
-        error = mx.abs(mx.concatenate(parts, axis=1) - expected).max() / mx.abs(expected).max()
         # Scores reach about 10 * size; their rounding moves the weights of the softmax by as much.
-        assert error.item() < 40 * FLOAT32_EPSILON * max(1.0, 10 * size)
+        assert relative_error(mx.concatenate(parts, axis=1), expected) < 40 * FLOAT32_EPSILON * max(1.0, 10 * size)
+
+
+@pytest.mark.parametrize("constant", [0.0, 900.0])
+def test_the_pocket_model_agrees_with_mlx_lm(
+    pocket_folder: Path, tmp_path: Path, heldout_ids: list[int], constant: float
+) -> None:
+    """A constant in the slowest pair cancels in the softmax."""
+    folder = plant(pocket_folder, tmp_path / "planted", constant)
+    _check_model(load_decoder(folder), load_reference(folder), mx.array([heldout_ids[:40]]), constant)
 
 
 ROPES = {
@@ -220,49 +178,34 @@ ROPES = {
 def test_models_with_other_rotary_positions_agree(make_checkpoint: Make, kind: str) -> None:
     """A constant in a pair of the middle, which every one of these kinds turns by another angle than the plain one."""
     rope = {"rope_type": kind, "rope_theta": 1e4, **ROPES[kind]}
-    model = _with_large_key_bias(make_checkpoint, 30.0, (16, 48), rope_parameters=rope, max_position_embeddings=24)
+    changes = {"rope_parameters": rope, "max_position_embeddings": 24}
+    model, reference = _with_large_key_bias(make_checkpoint, 30.0, (16, 48), **changes)
     assert all(16 in layer.self_attn.qkv_bias.pairs for layer in model.layers)
-    plain, turned = Rotary.plain(64, 1e4), model.config.rope.rotary(64)
-    tables = [rotation_table(rotary, [16], 40) for rotary in (plain, turned)]
-    assert mx.abs(tables[0] - tables[1]).max().item() > 0.01
-    ids = mx.random.randint(0, 300, (1, 40), key=mx.random.key(3))
-    expected = model(ids)
-    for bounds in STEPS.values():
-        cache = model.make_cache(40, kv_bits=0)
-        parts = [model(ids[:, a:b], cache=cache) for a, b in pairwise(bounds)]
-        assert relative_error(mx.concatenate(parts, axis=1), expected) < 40 * FLOAT32_EPSILON * 10 * 30
+    # Of dynamic mlx-lm makes other angles; the model itself, without a cache, is what there is.
+    _check_model(model, model if kind == "dynamic" else reference, IDS, 30.0)
 
 
-def test_split_off_stores_whole_keys_and_split_on_stores_none_of_the_bias(make_checkpoint: Make) -> None:
-    model = _with_large_key_bias(make_checkpoint, 300.0, (31, 63))
-    ids = mx.random.randint(0, 300, (1, 40), key=mx.random.key(3))
-    largest = {}
+def test_what_the_split_is_for(make_checkpoint: Make) -> None:
+    """Pairs that outweigh the rest are chosen, nothing of their bias is stored, and four bits are enough."""
+    model, _ = _with_large_key_bias(make_checkpoint, 300.0, (31, 40), num_hidden_layers=3)
+    assert all({31, 8} <= set(layer.self_attn.qkv_bias.pairs) for layer in model.layers)
+    expected = model(IDS)
+    largest, error = {}, {}
     for split in (True, False):
-        cache = model.make_cache(64, kv_bits=0, bias_split=split)
-        mx.eval(model(ids, cache=cache))
-        largest[split] = max(mx.abs(layer.cache[:, :, 0]).max().item() for layer in cache)
-        assert all((layer.bias_split is not None) == split for layer in cache)
+        plain, cache = (model.make_cache(64, kv_bits=b, kv_group_size=32, bias_split=split) for b in (0, 4))
+        mx.eval(model(IDS, cache=plain))
+        largest[split] = max(mx.abs(layer.cache[:, :, 0]).max().item() for layer in plain)
+        error[split] = mx.abs(model(IDS, cache=cache) - expected).mean().item()
     assert largest[True] < 30 < 250 < largest[False]
-
-
-def test_four_bits_need_the_split(make_checkpoint: Make) -> None:
-    model = _with_large_key_bias(make_checkpoint, 300.0, (31, 63), num_hidden_layers=3)
-    ids = mx.random.randint(0, 300, (1, 64), key=mx.random.key(3))
-    expected = model(ids)
-    error = {}
-    for split in (True, False):
-        logits = model(ids, cache=model.make_cache(64, kv_bits=4, kv_group_size=32, bias_split=split))
-        error[split] = mx.abs(logits - expected).mean().item()
     assert error[True] < 0.3 * error[False]
 
 
 def test_the_tables_are_counted(make_checkpoint: Make) -> None:
-    model = _with_large_key_bias(make_checkpoint, 300.0, (31, 63))
+    model, _ = _with_large_key_bias(make_checkpoint, 300.0, (31, 63))
     tokens = 100
     for layer, cache in zip(model.layers, model.make_cache(tokens), strict=True):
         pairs = len(layer.self_attn.qkv_bias.pairs)
         levels_and_scales = 2 * 2 * tokens * (64 + 2 * 2)
-        tables = 4 * (2 * pairs * tokens + 2 * 2 * pairs + 2 * 64)
-        assert cache.nbytes == levels_and_scales + tables
+        assert cache.nbytes == levels_and_scales + 4 * (2 * pairs * tokens + 2 * 2 * pairs + 2 * 64)
     plain = model.make_cache(tokens, bias_split=False)
     assert [cache.nbytes for cache in plain] == [levels_and_scales] * len(plain)

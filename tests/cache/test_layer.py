@@ -1,15 +1,20 @@
-"""One layer's cache: attention against the oracle, plain, static and fused; appends in place; refusals."""
+"""One layer's cache: attention against the oracle, plain, static and fused; appends in place; bytes; refusals."""
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from support import oracle
-from support.numbers import relative_error
+from support.numbers import peak_bytes, relative_error
 
-from kvant.cache import CompiledCacheView, QuantizedKVCache
+from kvant.cache import CompiledCacheView, FullKVCache, QuantizedKVCache, WindowKVCache
+from kvant.engine.run import Run
 from kvant.errors import ContextError
+from kvant.models import load_decoder
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.rotary import Rotary
 
@@ -23,12 +28,7 @@ def normal(seed: int, *shape: int) -> mx.array:
 
 def split_of(K: int, D: int) -> BiasSplit:
     pairs = (3, D // 2 - 1)
-    return BiasSplit(
-        key_bias=mx.random.normal((K, 2, 2), key=mx.random.key(3)) * 30,
-        pairs=pairs,
-        rotation=rotation_table(Rotary.plain(D, 1e4), pairs, ROOM),
-        value_bias=mx.random.normal((K, D), key=mx.random.key(4)),
-    )
+    return BiasSplit(normal(3, K, 2, 2) * 30, pairs, rotation_table(Rotary.plain(D, 1e4), pairs, ROOM), normal(4, K, D))
 
 
 def filled(K: int, D: int, past: mx.array, offset: int, **options: Any) -> QuantizedKVCache:
@@ -41,26 +41,30 @@ def filled(K: int, D: int, past: mx.array, offset: int, **options: Any) -> Quant
     return cache
 
 
-@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+@pytest.mark.parametrize("kind", ["none", "bool", "float", "float of all heads"])
 @pytest.mark.parametrize("S", [1, 3, 8])
 @pytest.mark.parametrize("offset", [0, 9, 19])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_is_the_oracle_s(shape: tuple[int, int, int], offset: int, S: int, kind: str) -> None:
-    """In float64."""
+    """In float64; of the cache that grows, too."""
     H, K, D = shape
     past, query, key = normal(1, 1, K, ROOM, D), normal(2, 1, H, S, D), normal(5, 1, K, S, D)
-    cache = filled(K, D, past, offset, kv_bits=0)
+    growing = FullKVCache()
+    growing.attend(past, past, past + 1)
+    growing.trim(ROOM - offset)
     rng = np.random.default_rng(6)
-    keep = rng.random((H, S, offset + S)) > 0.3
-    mask = {"none": None, "float": np.where(keep, rng.standard_normal(keep.shape), -np.inf).astype(np.float32)}
-    given = mask.get(kind, keep)
-    output = cache.attend(query, key, key * 2, mask=None if given is None else mx.array(given))
+    keep = rng.random((S, offset + S) if kind.endswith("heads") else (1, H, S, offset + S)) > 0.3
+    mask = np.where(keep, rng.standard_normal(keep.shape), -np.inf).astype(np.float32) if "float" in kind else keep
+    given = None if kind == "none" else mx.array(mask)
     rows = [  # (1, T, K, D)
         np.array(mx.concatenate([old[:, :, :offset], new], axis=2)).swapaxes(1, 2)
         for old, new in ((past, key), (past + 1, key * 2))
     ]
-    expected = oracle.attend(np.array(query).swapaxes(1, 2), *rows, is_causal=True, attn_mask=given).swapaxes(1, 2)
-    assert np.abs(np.array(output) - expected).max() < 1e-5 * (1 + np.abs(expected).max())
+    attn_mask = None if given is None else mask
+    expected = oracle.attend(np.array(query).swapaxes(1, 2), *rows, is_causal=True, attn_mask=attn_mask).swapaxes(1, 2)
+    for cache in (filled(K, D, past, offset, kv_bits=0), growing):
+        output = cache.attend(query, key, key * 2, mask=given)
+        assert np.abs(np.array(output) - expected).max() < 1e-5 * (1 + np.abs(expected).max())
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -107,17 +111,17 @@ def peak_of_appends(room: int, bits: int, *, static: bool, hold: bool = False) -
     mx.eval(cache.attend(query, rows, rows))
     held = [cache.cache[..., :1, :]] if hold else []
     mx.eval(held)
-    mx.synchronize()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    for _ in range(10):
-        if static:
-            layer = CompiledCacheView(cache, mx.array(cache.offset), 40)
-            mx.eval(layer.attend(query[:, :, :1], rows[:, :, :1], rows[:, :, :1]), cache.arrays)
-            cache.sequence.commit(1)
-        else:
-            mx.eval(cache.attend(query, rows, rows))
-    return mx.get_peak_memory() - before
+
+    def append() -> None:
+        for _ in range(10):
+            if static:
+                layer = CompiledCacheView(cache, mx.array(cache.offset), 40)
+                mx.eval(layer.attend(query[:, :, :1], rows[:, :, :1], rows[:, :, :1]), cache.arrays)
+                cache.sequence.commit(1)
+            else:
+                mx.eval(cache.attend(query, rows, rows))
+
+    return peak_bytes(append)
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -129,20 +133,86 @@ def test_appends_are_in_place(bits: int, static: bool) -> None:
     assert peak_of_appends(65536, bits, static=static, hold=True) > 15_000_000
 
 
-def test_what_a_layer_alone_refuses() -> None:
-    cache = QuantizedKVCache(8, 2, 64)
+def test_decoding_copies_no_cache(make_checkpoint: Callable[..., tuple[Path, Any]]) -> None:
+    """In the engine's own loop: 65,536 tokens have 17.8 MB a layer."""
+    model = load_decoder(make_checkpoint(max_position_embeddings=65536)[0])
+    peaks = []
+    for tokens in (256, 65536):
+        steps = Run(model, list(range(1, 9)), model.make_cache(tokens), max_tokens=48)
+        for _ in range(8):
+            next(steps)
+        peaks.append(peak_bytes(partial(list, steps)))
+    assert peaks[1] - peaks[0] < 200_000
+
+
+@pytest.mark.parametrize("window", [{}, {"window": 4}])
+def test_what_does_not_fit_is_refused_before_anything_is_written(window: dict[str, int]) -> None:
+    make: Any = WindowKVCache if window else QuantizedKVCache
+    cache = make(8, 2, 64, **window)
     rows = normal(1, 1, 2, 6, 64)
     cache.attend(rows, rows, rows)
-    quantized = mx.array(cache.cache)
+    held = [mx.array(array) for array in cache.arrays]
     with pytest.raises(ContextError, match="3 more tokens do not fit: 6 of the 8 reserved tokens are used"):
         cache.attend(rows[:, :, :3], rows[:, :, :3], rows[:, :, :3])
-    two = normal(1, 2, 2, 1, 64)
-    with pytest.raises(ValueError, match="one sequence"):
-        cache.attend(two, two, two)
-    for wrong in (-1, True, 1.5, [1]):
+    for shape, message in (((2, 2, 1, 64), "one sequence"), ((1, 1, 1, 64), "2 kv heads")):
+        with pytest.raises(ValueError, match=message):
+            cache.attend(*[normal(1, *shape)] * 3)
+    for wrong in ((1, 6), (7,), (3, 1, 7), (1, 1, 1, 8)):
+        with pytest.raises(ValueError, match="mask has"):
+            cache.attend(rows[:, :, :1], rows[:, :, :1], rows[:, :, :1], mask=mx.zeros(wrong))
+    for number in (-1, True, 1.5, [1]):
         with pytest.raises(ValueError, match="expected an int, 0 or more"):
-            cache.trim(wrong)  # type: ignore[arg-type]
+            cache.trim(number)
     assert cache.offset == 6
-    assert mx.array_equal(cache.cache, quantized)
-    assert cache.trim(2) == 2
-    assert cache.trim(9) == 4
+    assert all(map(mx.array_equal, cache.arrays, held))
+    assert (cache.trim(2), cache.trim(9)) == (2, 4)
+
+
+def test_the_contract_of_a_cache_that_grows() -> None:
+    cache = FullKVCache()
+    one, two, other = normal(1, 1, 2, 3, 64), normal(2, 1, 2, 2, 64), normal(3, 1, 1, 1, 64)
+    _, _, offset, mask = cache.update_and_fetch(one, one + 1, mask_length=3, mask="causal")
+    assert (offset, mask) == (3, "causal")
+    key, value, offset, mask = cache.update_and_fetch(two, two + 1)
+    assert (offset, mask) == (5, None)
+    assert mx.array_equal(key, mx.concatenate([one, two], axis=2))
+    assert mx.array_equal(value, key + 1)
+    assert cache.nbytes == 2 * 5 * 2 * 64 * 4
+    with pytest.raises(ValueError, match="the cache holds"):
+        cache.update_and_fetch(other, other)
+    cache.reset()
+    assert (cache.offset, cache.nbytes, cache.update_and_fetch(other, other)[2]) == (0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "row_bytes"),
+    [
+        (100, {"kv_bits": 8, "kv_group_size": 32}, 64 + 2 * 2),
+        (100, {"kv_bits": 8, "kv_group_size": 8, "scale_dtype": mx.float32}, 64 + 8 * 4),
+        (100, {"kv_bits": 4, "kv_group_size": 32}, 32 + 2 * 2),
+        (100, {"kv_bits": 0}, 64 * 2),
+        (4 + 40 + 8, {"kv_bits": 8, "window": 40, "keep": 4, "slack": 8}, 64 + 2 * 2),
+        (100, {"kv_bits": 0, "window": 90}, 64 * 2),
+    ],
+)
+def test_bytes_are_exact_before_and_after(rows: int, options: dict[str, Any], row_bytes: int) -> None:
+    """Of 2 kv heads a key and a value. A ring has no more rows than are reserved."""
+    cache = (WindowKVCache if "window" in options else QuantizedKVCache)(100, 2, 64, **options)
+    for count in (70, 30):
+        assert cache.nbytes == 4 * rows * row_bytes
+        mx.eval(cache.attend(*[normal(count, 1, 2, count, 64)] * 3))
+    assert (cache.offset, cache.num_rows, cache.nbytes) == (100, rows, 4 * rows * row_bytes)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_seq_len": 0}, {"num_kv_heads": -1}, {"head_dim": True}, {"kv_bits": 3}, {"kv_group_size": 48},
+        {"kv_group_size": 0}, {"scale_dtype": mx.bfloat16}, {"dtype": mx.int8}, {"window": 0},
+        {"keep": -1, "window": 4}, {"slack": True, "window": 4},
+    ],
+)  # fmt: skip
+def test_bad_arguments(wrong: dict[str, Any]) -> None:
+    make: Any = WindowKVCache if "window" in wrong else QuantizedKVCache
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        make(**{"max_seq_len": 8, "num_kv_heads": 2, "head_dim": 64} | wrong)

@@ -17,98 +17,75 @@ Pocket = tuple[Decoder, Any]
 IDS = list(range(20, 45))
 
 
-def _caches(model: Decoder) -> list[ModelCache]:
-    return [
-        *(model.make_cache(64, kv_bits=bits) for bits in (8, 4, 0)),
-        ModelCache([FullKVCache() for _ in model.layers]),
-    ]
-
-
-def test_it_is_a_sequence_of_layers_with_one_count(pocket: Pocket) -> None:
+@pytest.fixture(params=[8, 4, 0, None])
+def caches(request: pytest.FixtureRequest, pocket: Pocket) -> list[ModelCache]:
+    """Two of the same format; None: that grow."""
     model, _ = pocket
-    for cache in _caches(model):
-        assert len(cache) == len(list(cache)) == len(model.layers)
-        model(mx.array([IDS]), cache=cache)
-        assert cache.offset == len(IDS)
-        assert cache.ids == [IDS]
-        assert {layer.offset for layer in cache} == {len(IDS)}
-        assert cache.nbytes == sum(layer.nbytes for layer in cache) > 0
+    if request.param is None:
+        return [ModelCache([FullKVCache() for _ in model.layers]) for _ in range(2)]
+    return [model.make_cache(64, kv_bits=request.param) for _ in range(2)]
 
 
-def test_mlx_lms_trim_counts_once(pocket: Pocket) -> None:
-    model, _ = pocket
-    for cache in _caches(model):
-        model(mx.array([IDS[:-9]]), cache=cache)
-        expected = model(mx.array([IDS[-9:]]), cache=cache)
-        assert can_trim_prompt_cache(cache)
-        assert trim_prompt_cache(cache, 3) == 3
-        assert trim_prompt_cache(cache, 3) == 3
-        assert (cache.offset, cache.ids) == (len(IDS) - 6, [IDS[:-6]])
-        assert [layer.trim(1) for layer in reversed(cache)] == [1] * len(cache)
-        assert [layer.trim(2) for layer in cache] == [2] * len(cache)
-        assert cache.offset == len(IDS) - 9
-        given = model(mx.array([IDS[-9:]]), cache=cache)
-        assert mx.array_equal(given, expected)
-        assert trim_prompt_cache(cache, 1000) == len(IDS)
-        assert cache.offset == 0
-
-
-def test_without_a_size_the_default_is_reserved(pocket: Pocket) -> None:
-    model, _ = pocket
-    assert model.make_cache().max_seq_len == model.config.max_position_embeddings == 2048
+def test_mlx_lms_trim_counts_once(pocket: Pocket, caches: list[ModelCache]) -> None:
+    (model, _), cache = pocket, caches[0]
+    model(mx.array([IDS[:-9]]), cache=cache)
+    expected = model(mx.array([IDS[-9:]]), cache=cache)
+    assert len(cache) == len(list(cache)) == len(model.layers)
+    assert {layer.offset for layer in cache} == {cache.offset} == {len(IDS)}
+    assert cache.nbytes == sum(layer.nbytes for layer in cache) > 0
+    assert can_trim_prompt_cache(cache)
+    assert [trim_prompt_cache(cache, 3) for _ in range(2)] == [3, 3]
+    assert (cache.offset, cache.ids) == (len(IDS) - 6, [IDS[:-6]])
+    assert [layer.trim(1) for layer in reversed(cache)] == [1] * len(cache)
+    assert [layer.trim(2) for layer in cache] == [2] * len(cache)
+    assert cache.offset == len(IDS) - 9
+    assert mx.array_equal(model(mx.array([IDS[-9:]]), cache=cache), expected)
+    assert trim_prompt_cache(cache, 1000) == len(IDS)
+    assert cache.offset == 0
 
 
 def test_mlx_lms_own_loop_runs_on_it(pocket: Pocket) -> None:
     model, _ = pocket
     cache = make_prompt_cache(model)
     assert isinstance(cache, ModelCache)
+    assert cache.max_seq_len == model.config.max_position_embeddings == 2048
     given = [token for token, _ in generate_step(mx.array(IDS), model, max_tokens=12, prompt_cache=cache)]
     assert given == [token for token, _ in Run(model, IDS, model.make_cache(64), max_tokens=12)]
     assert cache.ids[0][: len(IDS) + 11] == IDS + given[:11]
 
 
-def test_a_step_counts_when_it_is_committed(pocket: Pocket) -> None:
+def test_a_step_counts_when_it_is_committed(pocket: Pocket, caches: list[ModelCache]) -> None:
     """What was fed and not committed, or only in part, is as if it had not been: the bytes behind do not matter."""
-    model, _ = pocket
-    for cache, fresh in zip(_caches(model), _caches(model), strict=True):
-        for used in (cache, fresh):
-            model(mx.array([IDS]), cache=used)
-        mx.eval(model.hidden_states(mx.array([[7] * 8]), cache=cache))
-        assert cache.offset == len(IDS)
-        mx.eval(model.hidden_states(mx.array([[50, 51, 9, 9, 9]]), cache=cache))
-        cache.commit(2)
-        assert cache.ids == [[*IDS, 50, 51]]
-        model(mx.array([[50, 51, 8, 8, 8]]), cache=fresh)
-        fresh.trim(3)
-        assert mx.array_equal(*(model(mx.array([[60, 61]]), cache=used) for used in (cache, fresh)))
+    (model, _), (cache, fresh) = pocket, caches
+    for used in caches:
+        model(mx.array([IDS]), cache=used)
+    mx.eval(model.hidden_states(mx.array([[7] * 8]), cache=cache))
+    assert cache.offset == len(IDS)
+    mx.eval(model.hidden_states(mx.array([[50, 51, 9, 9, 9]]), cache=cache))
+    cache.commit(2)
+    assert cache.ids == [[*IDS, 50, 51]]
+    model(mx.array([[50, 51, 8, 8, 8]]), cache=fresh)
+    fresh.trim(3)
+    assert mx.array_equal(*(model(mx.array([[60, 61]]), cache=used) for used in (cache, fresh)))
 
 
-def test_commits_that_are_refused(pocket: Pocket) -> None:
+def test_steps_and_commits_that_are_refused(pocket: Pocket) -> None:
     model, _ = pocket
-    cache = model.make_cache(32)
+    cache = model.make_cache(8)
     with pytest.raises(RuntimeError, match="no step to commit"):
         cache.commit()
     model.hidden_states(mx.array([[5, 6]]), cache=cache)
-    with pytest.raises(ValueError, match="num_tokens is 3; the step has 2"):
-        cache.commit(3)
-    with pytest.raises(ValueError, match="num_tokens is -1"):
-        cache.commit(-1)
+    for number in (3, -1):
+        with pytest.raises(ValueError, match=f"num_tokens is {number}"):
+            cache.commit(number)
+        with pytest.raises(ValueError, match="-1; expected an int, 0 or more"):
+            cache.trim_to(-1)
     cache.trim(0)
     with pytest.raises(RuntimeError, match="no step to commit"):
         cache.commit(1)
-    assert cache.offset == 0
-
-
-def test_room(pocket: Pocket) -> None:
-    model, _ = pocket
-    cache = model.make_cache(8)
-    model(mx.array([[1, 2, 3]]), cache=cache)
-    cache.reserve(5)
-    with pytest.raises(ContextError, match="6 more tokens do not fit: 3 of the 8 reserved tokens are used"):
-        cache.reserve(6)
-    with pytest.raises(ContextError, match="6 more tokens do not fit"):
-        model(mx.array([[1] * 6]), cache=cache)
-    assert cache.step is None
+    with pytest.raises(ContextError, match="9 more tokens do not fit"):
+        model(mx.array([[1] * 9]), cache=cache)
+    assert (cache.offset, cache.step) == (0, None)
 
 
 def test_released_memory_is_given_back(pocket: Pocket) -> None:
@@ -132,14 +109,14 @@ def test_a_list_of_layers_becomes_one_cache(pocket: Pocket) -> None:
     other = copy.deepcopy(layers)
     model(mx.array([[5]]), cache=layers)
     assert (layers[0].offset, other[0].offset) == (len(IDS) + 1, len(IDS))
-    with pytest.raises(ValueError, match="layers of several caches"):
-        ModelCache([*layers[:2], *other[2:]])
-    used = [FullKVCache() for _ in model.layers]
-    rows = mx.zeros((1, 2, 3, 64))
+    used, one, rows = [FullKVCache() for _ in range(2)], QuantizedKVCache(8, 2, 64), mx.zeros((1, 2, 3, 64))
     used[1].update_and_fetch(rows, rows)
-    with pytest.raises(ValueError, match="layer 1 of the cache holds 3 tokens; expected an empty one"):
-        ModelCache(used)
-    one = QuantizedKVCache(8, 2, 64)
-    for bad, message in (([], "0 layers"), ([one, one], "none twice"), ([one, object()], "holds a object")):
+    for bad, message in (
+        ([*layers[:2], *other[2:]], "layers of several caches"),
+        (used, "layer 1 of the cache holds 3 tokens; expected an empty one"),
+        ([], "0 layers"),
+        ([one, one], "none twice"),
+        ([one, object()], "holds a object"),
+    ):
         with pytest.raises(ValueError, match=message):
             ModelCache(bad)  # type: ignore[arg-type]

@@ -4,20 +4,13 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from support.pools import check_pages, close, decode, prefill, tiny_model
+from support.numbers import peak_bytes
+from support.pools import TEXT, check_pages, close, decode, next_logits, prefill, tiny_model
 
 from kvant.cache import FullKVCache, ModelCache
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.errors import ContextError
 from kvant.models import Decoder
-
-TEXT = [(7 * i * i + 3 * i) % 290 for i in range(1000)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    """Layers that see everything, and two widths of windows."""
-    return tiny_model(tmp_path_factory.mktemp("windows"), (None, 40, 200))
 
 
 def _pool(model: Decoder, bits: int) -> Pool:
@@ -31,94 +24,70 @@ def _fed(model: Decoder, bits: int, length: int, reserved: int = 1000) -> ModelC
     return cache
 
 
-def _next(model: Decoder, pool: Pool, sequence: PoolSequence, cache: ModelCache) -> None:
-    """One more token through both has the same logits."""
-    token = TEXT[sequence.length + 1]
-    given = decode(model, pool, [sequence], [token])
-    assert close(given, model(mx.array([[token]]), cache=cache)[:, -1])
+def _check_next(model: Decoder, pool: Pool, sequence: PoolSequence, cache: ModelCache, steps: int = 1) -> None:
+    """More tokens through both have the same logits."""
+    for token in TEXT[sequence.length : sequence.length + steps]:
+        given = decode(model, pool, [sequence], [token])
+        assert close(given, model(mx.array([[token]]), cache=cache)[:, -1])
 
 
 @pytest.mark.parametrize("bits", [8, 4, 0])
-@pytest.mark.parametrize("length", [1, 39, 128, 300, 777])
-def test_a_caches_tokens_go_on_in_a_pool(model: Decoder, bits: int, length: int) -> None:
-    cache, pool = _fed(model, bits, length), _pool(model, bits)
+@pytest.mark.parametrize(
+    ("length", "reserved"), [(1, 1000), (30, 36), (39, 1000), (128, 1000), (300, 1000), (777, 900)]
+)
+def test_tokens_go_into_a_pool_and_out_again(
+    windows: Decoder, bits: int, length: int, reserved: int, tmp_path: Path
+) -> None:
+    """A cache reserved for less than a window goes in, too."""
+    cache, pool = _fed(windows, bits, length, reserved), _pool(windows, bits)
     sequence = pool.sequence(900)
     sequence.load(cache)
     assert (sequence.length, sequence.ids) == (length, TEXT[:length])
     check_pages(pool, [sequence])
-    for _ in range(3):
-        _next(model, pool, sequence, cache)
-    sequence.share_prefix()
+    _check_next(windows, pool, sequence, cache, 3)
+    made = sequence.to_cache()
+    assert (made.max_seq_len, made.ids) == (900, [TEXT[: length + 3]])
+    back = [n for n in range(max(0, length - 30), length) if made.can_trim_to(n)]
+    assert all(map(sequence.can_trim_to, back)), "a row that is missing"
+    made.save(tmp_path / "saved")
+    other = windows.make_cache(1000, kv_bits=bits, kv_group_size=16)
+    other.load(tmp_path / "saved")
     fork = sequence.fork()
-    _next(model, pool, fork, cache)
+    _check_next(windows, pool, sequence, made, 3)
+    _check_next(windows, pool, fork, other, 3)
     check_pages(pool, [sequence, fork])
 
 
-@pytest.mark.parametrize("bits", [8, 4, 0])
-@pytest.mark.parametrize("length", [1, 39, 300, 777])
-def test_a_sequence_goes_on_in_a_cache_and_in_a_file(model: Decoder, bits: int, length: int, tmp_path: Path) -> None:
-    pool = _pool(model, bits)
-    sequence = pool.sequence(900)
-    prefill(model, pool, sequence, TEXT[:length])
-    cache = sequence.to_cache()
-    assert (cache.max_seq_len, cache.ids) == (900, [TEXT[:length]])
-    back = [length - n for n in range(min(length, 30)) if cache.can_trim_to(length - n)]
-    assert all(sequence.can_trim_to(shorter) for shorter in back), "a row that is missing"
-    if bits == 0:
-        trimmed = cache.fork()
-        trimmed.trim_to(back[-1])
-        given = model(mx.array([[5]]), cache=trimmed)[:, -1]
-        assert close(given, model.logits(model.hidden_states(mx.array([[*TEXT[: back[-1]], 5]]))[:, -1]))
-    cache.save(tmp_path / "saved")
-    other = model.make_cache(1000, kv_bits=bits, kv_group_size=16)
-    other.load(tmp_path / "saved")
-    mine = sequence.fork()
-    for _ in range(3):
-        _next(model, pool, sequence, cache)
-    for _ in range(3):
-        _next(model, pool, mine, other)
-
-
-def test_a_cache_goes_back_no_further_than_its_sequence(model: Decoder) -> None:
+def test_a_cache_goes_back_no_further_than_its_sequence(windows: Decoder) -> None:
     """The window of 40 moved on to page 1 with the last token: a ring's usual 17 tokens back would miss its rows."""
-    pool = _pool(model, 0)
+    pool = _pool(windows, 0)
     sequence = pool.sequence(900)
-    prefill(model, pool, sequence, TEXT[:167])
-    decode(model, pool, [sequence], TEXT[167:168])
+    prefill(windows, pool, sequence, TEXT[:167])
+    decode(windows, pool, [sequence], TEXT[167:168])
     cache = sequence.to_cache()
-    assert [n for n in range(140, 169) if cache.can_trim_to(n)] == [n for n in range(140, 169) if n >= 167]
+    assert [n for n in range(140, 169) if cache.can_trim_to(n)] == [167, 168]
     cache.trim_to(167)
-    expected = model.logits(model.hidden_states(mx.array([[*TEXT[:167], 5]]))[:, -1])
-    assert close(model(mx.array([[5]]), cache=cache)[:, -1], expected)
+    assert close(windows(mx.array([[5]]), cache=cache)[:, -1], next_logits(windows, [*TEXT[:167], 5]))
 
 
-def test_a_cache_reserved_for_less_than_a_window_goes_in(model: Decoder) -> None:
-    pool = _pool(model, 8)
-    sequence = pool.sequence(900)
-    cache = _fed(model, 8, 30, reserved=36)
-    assert all(layer.window is None for layer in cache)
-    sequence.load(cache)
-    _next(model, pool, sequence, cache)
-
-
-def test_what_does_not_go_in(model: Decoder, tmp_path: Path) -> None:
-    pool = _pool(model, 8)
+def test_what_does_not_go_in(windows: Decoder) -> None:
+    pool = _pool(windows, 8)
     sequence = pool.sequence(100)
     refused = [
-        (_fed(model, 8, 101), ContextError, "101 more tokens do not fit: 0 of the 100 reserved tokens are used"),
-        (_fed(model, 4, 10), ValueError, "kv_bits is 4; expected 8, in layer 0"),
-        (model.make_cache(50, kv_group_size=8), ValueError, "kv_group_size is 8; expected 16, in layer 0"),
-        (model.make_cache(50, kv_group_size=16, bias_split=False), ValueError, "split_pairs is None"),
-        (ModelCache([FullKVCache() for _ in model.layers]), ValueError, "kind is 'full'; expected 'quantized'"),
+        (_fed(windows, 8, 101), ContextError, "101 more tokens do not fit: 0 of the 100 reserved tokens are used"),
+        (_fed(windows, 4, 10), ValueError, "kv_bits is 4; expected 8, in layer 0"),
+        (windows.make_cache(50, kv_group_size=8), ValueError, "kv_group_size is 8; expected 16, in layer 0"),
+        (windows.make_cache(50, kv_group_size=16, bias_split=False), ValueError, "split_pairs is None"),
+        (ModelCache([FullKVCache() for _ in windows.layers]), ValueError, "kind is 'full'; expected 'quantized'"),
         (ModelCache([FullKVCache()]), ValueError, "the cache has 1 layers; expected 3"),
     ]
     for cache, kind, message in refused:
         with pytest.raises(kind, match=message):
             sequence.load(cache)
         assert sequence.length == 0
-    sequence.load(_fed(model, 8, 10))
+    sequence.load(_fed(windows, 8, 10))
     with pytest.raises(ValueError, match="the sequence holds 10 tokens; expected an empty one"):
-        sequence.load(_fed(model, 8, 10))
+        sequence.load(_fed(windows, 8, 10))
     with pytest.raises(ContextError, match="10 more tokens do not fit"):
         sequence.to_cache(9)
 
@@ -135,30 +104,25 @@ def test_a_page_whose_first_rows_a_ring_has_lost_is_not_shared(tmp_path: Path) -
     assert other.length == 0
     prefill(model, pool, sequence, TEXT[828:870], step=42)
     sequence.trim_to(820)
-    expected = model.logits(model.hidden_states(mx.array([TEXT[:821]]))[:, -1])
-    assert close(decode(model, pool, [sequence], TEXT[820:821]), expected)
+    assert close(decode(model, pool, [sequence], TEXT[820:821]), next_logits(model, TEXT[:821]))
     assert not sequence.can_trim_to(810)
 
 
-def test_pages_that_others_share_are_not_loaded_into(model: Decoder) -> None:
-    pool = _pool(model, 0)
-    prompt = TEXT[500:800]
+def test_pages_that_others_share_are_not_loaded_into(windows: Decoder) -> None:
+    pool, prompt = _pool(windows, 0), TEXT[500:800]
     first = pool.sequence(400)
-    prefill(model, pool, first, prompt)
+    prefill(windows, pool, first, prompt)
     first.share_prefix()
     first.trim_to(0)
-    cache = _fed(model, 0, 300)
-    first.load(cache)
-    _next(model, pool, first, cache)
+    first.load(_fed(windows, 0, 300))
     second = pool.sequence(400, prompt)
     assert second.length == 256
-    expected = model.logits(model.hidden_states(mx.array([prompt]))[:, -1])
-    assert close(prefill(model, pool, second, prompt[256:]), expected)
+    assert close(prefill(windows, pool, second, prompt[256:]), next_logits(windows, prompt))
     check_pages(pool, [first, second])
 
 
-def test_a_load_that_is_interrupted_leaves_an_empty_sequence(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, cache = _pool(model, 0), _fed(model, 0, 500)
+def test_a_load_that_is_interrupted_leaves_an_empty_sequence(windows: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, cache = _pool(windows, 0), _fed(windows, 0, 500)
     sequence = pool.sequence(900)
     with monkeypatch.context() as patch:
         patch.setattr(cache[2], "stored", lambda: 1 / 0)
@@ -167,22 +131,15 @@ def test_a_load_that_is_interrupted_leaves_an_empty_sequence(model: Decoder, mon
     assert sequence.length == 0
     check_pages(pool, [sequence])
     sequence.load(cache)
-    _next(model, pool, sequence, cache)
+    _check_next(windows, pool, sequence, cache)
 
 
-def test_nothing_holds_the_arrays_afterwards(model: Decoder) -> None:
+def test_nothing_holds_the_arrays_afterwards(windows: Decoder) -> None:
     """A step after it takes what one before it took, not another pool."""
-    pool = model.make_pool(200 * 128, sequences=4, kv_bits=8, kv_group_size=16, max_seq_len=900)
+    pool = windows.make_pool(200 * 128, sequences=4, kv_bits=8, kv_group_size=16, max_seq_len=900)
     sequence = pool.sequence(900)
-    prefill(model, pool, sequence, TEXT[:300])
-    peaks = []
-    for _ in range(2):
-        mx.synchronize()
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        decode(model, pool, [sequence], [5])
-        peaks.append(mx.get_peak_memory() - before)
-        cache = sequence.to_cache()
-        pool.sequence(900).load(cache)
-    smallest = min(array.nbytes for layer in pool.layers[:1] for array in layer.arrays)
-    assert abs(peaks[0] - peaks[1]) < 200_000 < smallest
+    prefill(windows, pool, sequence, TEXT[:300])
+    before = peak_bytes(lambda: decode(windows, pool, [sequence], [5]))
+    pool.sequence(900).load(sequence.to_cache())
+    after = peak_bytes(lambda: decode(windows, pool, [sequence], [5]))
+    assert abs(after - before) < 200_000 < min(array.nbytes for array in pool.layers[0].arrays)

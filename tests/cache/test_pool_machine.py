@@ -41,14 +41,8 @@ class _Machine(RuleBasedStateMachine):
     @initialize(pages=st.integers(6, 40), bias=st.booleans())
     def make(self, pages: int, bias: bool) -> None:
         self.model = _model(self.kind, self.head_dim)
-        self.pool = self.model.make_pool(
-            pages * PAGE,
-            sequences=MOST,
-            kv_bits=self.bits,
-            kv_group_size=16,
-            bias_split=bias,
-            prefill_step_size=STEP,
-        )
+        stored = {"kv_bits": self.bits, "kv_group_size": 16, "bias_split": bias}
+        self.pool = self.model.make_pool(pages * PAGE, sequences=MOST, prefill_step_size=STEP, **stored)
         for layer in self.pool.layers:  # a row that is read before it is written shows
             layer.arrays[-1][:] = float("nan")
         self.open: list[tuple[PoolSequence, OracleSequence]] = []
@@ -79,19 +73,16 @@ class _Machine(RuleBasedStateMachine):
         assert sequence.ids == prompt[:held]
         oracle = OracleSequence(self.model, self.pool)
         oracle.ids = prompt[:held]
-        unknown = [np.full(array.shape[:2] + array.shape[3:], np.nan) for array in self.pool.layers[0].arrays]
-        if self.bits:  # the scale says that it is unknown
-            unknown[0] = np.zeros(unknown[0].shape, np.uint8)
+        shapes = [array.shape[:2] + array.shape[3:] for array in self.pool.layers[0].arrays]
+        values, scales = np.zeros(shapes[0], np.uint8), np.full(shapes[-1], np.nan)  # the scale says that it is unknown
+        unknown = [values if self.bits else scales] * PAGE, [scales] * PAGE
         for number, part in enumerate(self.pool.parts):
-            numbers = [self.pool.layers.index(layer) for layer in part.layers]
             for page, digest in enumerate(digests(prompt[:held], salt)):
                 seen = page * PAGE + PAGE > part.first_seen(held)
-                for layer in numbers:
-                    values, scales = ([unknown[0]] * PAGE, [unknown[-1]] * PAGE)
-                    if seen:
-                        values, scales = self.shared[number, digest][layer]
-                    oracle.layers[layer].values += values
-                    oracle.layers[layer].scales += scales
+                for layer in map(self.pool.layers.index, part.layers):
+                    held_values, held_scales = self.shared[number, digest][layer] if seen else unknown
+                    oracle.layers[layer].values += held_values
+                    oracle.layers[layer].scales += held_scales
         self.open.append((sequence, oracle))
         while sequence.length < length:
             ids = [prompt[sequence.length : sequence.length + STEP]]

@@ -2,61 +2,37 @@
 
 import hashlib
 from array import array
-from pathlib import Path
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from support.counts import count
-from support.pools import check_pages, close, decode, prefill, tiny_model
+from support.pools import TEXT, check_pages, close, decode, next_logits, prefill
 
-from kvant.cache.pool import Pool, PoolSequence
+from kvant.cache.pool import Pool
 from kvant.cache.prefix import digests, root
 from kvant.errors import ContextError
 from kvant.models import Decoder
 
-TEXT = [(7 * i * i + 3 * i) % 290 for i in range(700)]
-WINDOWS = (None, 40, 200)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    """Layers that see everything, and two widths of windows."""
-    return tiny_model(tmp_path_factory.mktemp("windows"), WINDOWS)
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    """Two layers without a window."""
-    return tiny_model(tmp_path_factory.mktemp("plain"), (None, None))
-
 
 def _pool(model: Decoder, tokens: int = 4096, **options: Any) -> Pool:
-    return model.make_pool(tokens, sequences=8, kv_bits=0, prefill_step_size=128, **options)
+    return model.make_pool(tokens, **{"sequences": 8, "kv_bits": 0, "prefill_step_size": 128} | options)
 
 
-def _expected(model: Decoder, ids: list[int]) -> mx.array:
-    """The logits (1, vocab) of the last token, without any cache."""
-    return model.logits(model.hidden_states(mx.array([ids]))[:, -1])
-
-
-def test_a_shared_prefix_is_there_at_once_and_no_byte_is_copied(model: Decoder) -> None:
-    pool = _pool(model)
+def test_a_shared_prefix_is_there_at_once_and_no_byte_is_copied(windows: Decoder) -> None:
+    pool = _pool(windows)
     first = pool.sequence(700)
-    prefill(model, pool, first, TEXT[:600])
+    prefill(windows, pool, first, TEXT[:600])
     first.share_prefix()
     mx.reset_peak_memory()
     second = pool.sequence(700, TEXT[:513])
     assert mx.get_peak_memory() == 0, "nothing was allocated since"
-    assert second.length == 512
-    assert second.ids == TEXT[:512]
-    assert close(prefill(model, pool, second, TEXT[512:600]), _expected(model, TEXT[:600]))
-    check_pages(pool, [first, second])
-    first.release()
-    assert close(decode(model, pool, [second], [5]), _expected(model, [*TEXT[:600], 5]))
-    second.release()
-    check_pages(pool, [])
+    assert (second.length, second.ids) == (512, TEXT[:512])
+    assert close(prefill(windows, pool, second, TEXT[512:600]), next_logits(windows, TEXT[:600]))
+    for sequence in (first, second):
+        sequence.release()
     assert pool.num_free == pool.num_pages
     assert pool.sequence(600, TEXT[:512]).length == 0, "the windows' pages at 384 tokens were given back long ago"
 
@@ -66,15 +42,15 @@ def test_what_is_not_the_same_text_of_the_same_owner_is_not_shared(plain: Decode
     own = pool.sequence(600, salt=b"a")
     prefill(plain, pool, own, TEXT[:300])
     own.share_prefix(upto=255)
-    assert pool.sequence(700, TEXT, salt=b"a").length == 128
+    assert pool.sequence(700, TEXT[:700], salt=b"a").length == 128
     own.share_prefix()
-    assert pool.sequence(700, TEXT, salt=b"a").length == 256
+    assert pool.sequence(700, TEXT[:700], salt=b"a").length == 256
     assert pool.sequence(700, TEXT[:256], salt=b"a").length == 128, "a token is to be fed"
-    assert pool.sequence(700, TEXT, salt=b"b").length == 0
-    assert pool.sequence(700, TEXT).length == 0
+    assert pool.sequence(700, TEXT[:700], salt=b"b").length == 0
+    assert pool.sequence(700, TEXT[:700]).length == 0
     other = [*TEXT[:100], 1 + TEXT[100], *TEXT[101:600]]
     assert pool.sequence(600, other, salt=b"a").length == 0, "its second page has the same tokens behind another first"
-    assert pool.sequence(700, [*TEXT[:200], 1, *TEXT[201:]], salt=b"a").length == 128
+    assert pool.sequence(700, [*TEXT[:200], 1, *TEXT[201:700]], salt=b"a").length == 128
 
 
 def test_no_salt_is_another_salts_first_page() -> None:
@@ -103,19 +79,18 @@ def test_the_rows_of_a_page_that_begins_alike_are_copied(plain: Decoder) -> None
     assert elsewhere.length == 200, "in the middle of a whole page"
     second = pool.sequence(400, TEXT[:380], salt=b"a", whole_pages=False)
     assert second.ids == TEXT[:300]
-    check_pages(pool, [first, elsewhere, second])
     # The owner goes on in a page of its own, the readers in their copies.
-    assert close(decode(plain, pool, [first], [5]), _expected(plain, [*TEXT[:300], 5]))
-    assert close(prefill(plain, pool, second, TEXT[300:380]), _expected(plain, TEXT[:380]))
-    assert close(prefill(plain, pool, elsewhere, [7, 8]), _expected(plain, [*TEXT[:200], 7, 8]))
+    assert close(decode(plain, pool, [first], [5]), next_logits(plain, [*TEXT[:300], 5]))
+    assert close(prefill(plain, pool, second, TEXT[300:380]), next_logits(plain, TEXT[:380]))
+    assert close(prefill(plain, pool, elsewhere, [7, 8]), next_logits(plain, [*TEXT[:200], 7, 8]))
     assert held([*TEXT[:300], 9]) == 300
     check_pages(pool, [first, elsewhere, second])
 
 
-def test_with_windows_only_whole_pages_are_shared(model: Decoder) -> None:
-    pool = _pool(model)
+def test_with_windows_only_whole_pages_are_shared(windows: Decoder) -> None:
+    pool = _pool(windows)
     first = pool.sequence(400)
-    prefill(model, pool, first, TEXT[:300])
+    prefill(windows, pool, first, TEXT[:300])
     first.share_prefix(last_page=True)
     assert pool.sequence(400, TEXT[:400], whole_pages=False).length == 256
 
@@ -124,7 +99,8 @@ def test_with_windows_only_whole_pages_are_shared(model: Decoder) -> None:
 def test_conversations_that_branch_are_read_as_they_were_written(plain: Decoder, bits: int) -> None:
     """Random branches of one text, in a pool that is always full: tokens of a shared row are those that were fed."""
     random = Random(bits)
-    pool = plain.make_pool(1280, sequences=4, kv_bits=bits, kv_group_size=16, prefill_step_size=128)
+    stored = {"kv_bits": bits, "kv_group_size": 16}
+    pool = _pool(plain, 1280, sequences=4, **stored)
     texts: list[list[int]] = [TEXT[:300]]
     copied = 0
     for _ in range(count(30, 300)):
@@ -136,11 +112,10 @@ def test_conversations_that_branch_are_read_as_they_were_written(plain: Decoder,
         copied += held % 128
         logits = prefill(plain, pool, sequence, text[held:400])
         if bits:
-            fresh = plain.make_pool(512, sequences=1, kv_bits=bits, kv_group_size=16, prefill_step_size=128)
-            expected = prefill(plain, fresh, fresh.sequence(400), text[:400])
-            assert mx.abs(logits - expected).max() < 0.05 * mx.abs(expected).max()
+            fresh = _pool(plain, 512, sequences=1, **stored)
+            assert close(logits, prefill(plain, fresh, fresh.sequence(400), text[:400]), 0.05)
         else:
-            assert close(logits, _expected(plain, text[:400]))
+            assert close(logits, next_logits(plain, text[:400]))
         sequence.share_prefix(last_page=True)
         sequence.release()
         check_pages(pool, [])
@@ -169,19 +144,19 @@ def test_pages_that_only_the_index_holds_make_room_the_least_recently_used_first
     assert pool.sequence(401, texts[1]).length == 128
 
 
-def test_a_copy_that_there_is_no_page_for_is_refused_before_anything_is_written(plain: Decoder) -> None:
+def test_a_shared_page_that_is_written_is_copied(plain: Decoder) -> None:
+    """Where there is no page for the copy, the step is refused before anything is written."""
     pool = _pool(plain, 640)  # 5 pages
     parent = pool.sequence(384)
     prefill(plain, pool, parent, TEXT[:256])
-    child = parent.fork(384)
-    third = pool.sequence(128)
+    child, third = parent.fork(384), pool.sequence(128)
     child.trim_to(100)
-    with pytest.raises(ContextError, match="1 shared pages are to be written; of 5 pages 0 are free for a copy"):
+    with pytest.raises(ContextError, match="1 shared pages are to be written; of 5 pages 0 are free"):
         decode(plain, pool, [child], [9])
     assert child.length == 100
-    assert close(decode(plain, pool, [parent], [9]), _expected(plain, [*TEXT[:256], 9]))
     third.release()
-    assert close(decode(plain, pool, [child], [9]), _expected(plain, [*TEXT[:100], 9]))
+    assert close(decode(plain, pool, [child], [9]), next_logits(plain, [*TEXT[:100], 9]))
+    assert close(decode(plain, pool, [parent], [9]), next_logits(plain, [*TEXT[:256], 9]))
     check_pages(pool, [parent, child])
 
 
@@ -191,61 +166,36 @@ def test_a_page_that_only_the_index_shares_is_written_without_a_copy_where_there
     prefill(plain, pool, sequence, TEXT[:256])
     sequence.share_prefix()
     sequence.trim_to(100)
-    assert close(decode(plain, pool, [sequence], [9]), _expected(plain, [*TEXT[:100], 9]))
+    assert close(decode(plain, pool, [sequence], [9]), next_logits(plain, [*TEXT[:100], 9]))
     sequence.release()
     assert pool.sequence(256, TEXT[:256]).length == 0
 
 
-def test_pools_and_prefixes_of_quantized_tokens_are_read_as_they_were_written(model: Decoder) -> None:
-    """A hit gives the logits that feeding the same chunks again gives, bit for bit."""
-    for bits in (8, 4):
-        pool = model.make_pool(4096, sequences=8, kv_bits=bits, kv_group_size=16, prefill_step_size=128)
-        first = pool.sequence(700)
-        expected = prefill(model, pool, first, TEXT[:400])
-        first.share_prefix()
-        second = pool.sequence(700, TEXT[:400])
-        assert second.length == 384
-        assert mx.array_equal(prefill(model, pool, second, TEXT[384:400]), expected)
-
-
 def test_room_is_said_with_its_numbers(plain: Decoder) -> None:
     pool = _pool(plain, 1024)
-    sequences = [pool.sequence(300)]
+    sequence = pool.sequence(300)
     assert (pool.num_pages, pool.num_free, pool.page_size) == (8, 5, 128)
-    assert (pool.pages_needed(640), pool.pages_needed(641)) == (5, 6)
-    assert (pool.fits(640), pool.fits(641)) == (True, False)
-    with pytest.raises(ContextError, match="700 tokens need 6 more pages of 128; 5 of 8 are free"):
-        pool.sequence(700)
-    with pytest.raises(ContextError, match="a sequence of 1025 tokens is asked for; one of this pool has at most 1024"):
-        pool.sequence(1025)
-    with pytest.raises(ContextError, match="the prompt has 700 tokens; max_tokens of its sequence is 100"):
-        pool.sequence(100, TEXT)
-    with pytest.raises(ValueError, match="max_tokens is 0; expected a positive int"):
-        pool.sequence(0)
-    with pytest.raises(ContextError, match="700 tokens need 6 more pages"):
-        sequences[0].fork(700)
-    check_pages(pool, sequences)
-    pool = _pool(plain, 8 * 128 * 2)
-    sequences = [pool.sequence(1) for _ in range(8)]
-    with pytest.raises(ContextError, match="the pool is for 8 sequences; all of them are in use"):
-        sequences[0].fork()
-    sequences.pop().release()
-    sequences.append(sequences[0].fork())
-    prefill(plain, pool, sequences[0], TEXT[:1])
-    with pytest.raises(ContextError, match="1 more tokens do not fit: 1 of the 1 reserved tokens are used"):
-        decode(plain, pool, sequences, [5] * 8)
-    with pytest.raises(ValueError, match="129 new tokens in one step; the pool takes 128"):
-        plain.next_logits(mx.array([TEXT[:129]]), pool.batch([pool_sequence(pool, sequences)]))
+    assert [(pool.pages_needed(n), pool.fits(n)) for n in (640, 641)] == [(5, True), (6, False)]
+    small, full = _pool(plain, 8 * 128), _pool(plain, 1024, sequences=1)
+    one, other = small.sequence(1), full.sequence(1)
+    prefill(plain, small, one, TEXT[:1])
+    refused: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: pool.sequence(700), ContextError, "700 tokens need 6 more pages of 128; 5 of 8 are free"),
+        (lambda: pool.sequence(1025), ContextError, "1025 tokens is asked for; one of this pool has at most 1024"),
+        (lambda: pool.sequence(100, TEXT[:700]), ContextError, "700 tokens; max_tokens of its sequence is 100"),
+        (lambda: pool.sequence(0), ValueError, "max_tokens is 0; expected a positive int"),
+        (lambda: sequence.fork(700), ContextError, "700 tokens need 6 more pages"),
+        (other.fork, ContextError, "the pool is for 1 sequences; all of them are in use"),
+        (lambda: decode(plain, small, [one], [5]), ContextError, "1 of the 1 reserved tokens are used"),
+        (lambda: prefill(plain, pool, sequence, TEXT, 129), ValueError, "129 new tokens in one step; .* takes 128"),
+    ]
+    for use, kind, message in refused:
+        with pytest.raises(kind, match=message):
+            use()
+    check_pages(pool, [sequence])
 
 
-def pool_sequence(pool: Pool, sequences: list[PoolSequence]) -> PoolSequence:
-    """A sequence in place of those that are open."""
-    for sequence in sequences:
-        sequence.release()
-    return pool.sequence(300)
-
-
-def test_release(plain: Decoder, tmp_path: Path) -> None:
+def test_release(plain: Decoder) -> None:
     pool = _pool(plain, 1024)
     sequence, other = pool.sequence(300), pool.sequence(300)
     batch = pool.batch([sequence, other])
@@ -255,14 +205,13 @@ def test_release(plain: Decoder, tmp_path: Path) -> None:
     assert pool.num_free == 5
     batch.commit()
     assert (sequence.length, other.length) == (0, 1), "a sequence released during a step counts nothing"
-    uses = [
+    for use in (
         lambda: pool.batch([sequence]).begin(mx.array([[1]])),
         lambda: sequence.trim(0),
-        lambda: sequence.fork(),
-        lambda: sequence.share_prefix(),
-        lambda: sequence.to_cache(),
+        sequence.fork,
+        sequence.share_prefix,
+        sequence.to_cache,
         lambda: sequence.load(plain.make_cache(8, kv_bits=0)),
-    ]
-    for use in uses:
+    ):
         with pytest.raises(RuntimeError, match="the sequence was released"):
             use()

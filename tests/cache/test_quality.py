@@ -1,28 +1,14 @@
 """What quantizing the cache costs in quality, on held-out text through the embedded model."""
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from kvant.cache import ModelCache
 from kvant.models import Decoder
 
-Pocket = tuple[Decoder, Any]
 MEAN_BOUND, P99_BOUND = 1e-4, 1e-3  # nats
-
-
-def _half_way(model: Decoder, ids: list[int], **cache_format: Any) -> ModelCache:
-    """A cache that holds the first half of the text."""
-    cache = model.make_cache(len(ids), **cache_format)
-    mx.eval(model(mx.array([ids[: len(ids) // 2]]), cache=cache))
-    return cache
-
-
-def _logprobs(model: Decoder, ids: list[int], cache: ModelCache) -> mx.array:
-    """Log-probabilities over the second half, (S, vocab)."""
-    logits = model(mx.array([ids[len(ids) // 2 :]]), cache=cache)[0]
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def _divergence(expected: mx.array, given: mx.array) -> tuple[float, float]:
@@ -31,38 +17,40 @@ def _divergence(expected: mx.array, given: mx.array) -> tuple[float, float]:
     return kld.mean().item(), kld[int(0.99 * kld.size)].item()
 
 
+Logprobs = Callable[..., mx.array]
+
+
 @pytest.fixture(scope="module")
-def exact(pocket: Pocket, heldout_ids: list[int]) -> mx.array:
-    model, _ = pocket
-    return _logprobs(model, heldout_ids, _half_way(model, heldout_ids, kv_bits=0))
+def logprobs(pocket: tuple[Decoder, Any], heldout_ids: list[int]) -> Logprobs:
+    """Log-probabilities (S, vocab) of a text's second half; the first is in a cache of this format."""
+    model, half = pocket[0], len(heldout_ids) // 2
+
+    def compute(roll: int = 0, **stored: Any) -> mx.array:
+        cache = model.make_cache(len(heldout_ids), **stored)
+        mx.eval(model(mx.array([heldout_ids[:half]]), cache=cache))
+        for layer in cache:
+            layer.arrays[-1] = mx.roll(layer.arrays[-1], roll, axis=-1)
+        logits = model(mx.array([heldout_ids[half:]]), cache=cache)[0]
+        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+    return compute
 
 
-@pytest.mark.parametrize("kv_group_size", [8, 32, 64])
-def test_eight_bits_cost_nothing_that_matters(
-    pocket: Pocket, heldout_ids: list[int], exact: mx.array, kv_group_size: int
-) -> None:
-    model, _ = pocket
-    cache = _half_way(model, heldout_ids, kv_bits=8, kv_group_size=kv_group_size)
-    mean, p99 = _divergence(exact, _logprobs(model, heldout_ids, cache))
-    assert 0 < mean < MEAN_BOUND
-    assert p99 < P99_BOUND
+@pytest.fixture(scope="module")
+def exact(logprobs: Logprobs) -> mx.array:
+    return logprobs(kv_bits=0)
 
 
-def test_a_scale_shifted_by_one_group_is_noticed(pocket: Pocket, heldout_ids: list[int], exact: mx.array) -> None:
-    model, _ = pocket
-    cache = _half_way(model, heldout_ids, kv_bits=8)
-    for layer in cache:
-        layer.arrays[1] = mx.roll(layer.scale, 1, axis=-1)
-    mean, p99 = _divergence(exact, _logprobs(model, heldout_ids, cache))
+def test_eight_bits_cost_nothing_that_matters_and_smaller_groups_cost_less(logprobs: Logprobs, exact: mx.array) -> None:
+    formats = [(8, 8), (8, 32), (8, 64), (4, 8), (4, 64)]
+    found = [_divergence(exact, logprobs(kv_bits=bits, kv_group_size=group)) for bits, group in formats]
+    for mean, p99 in found[:3]:
+        assert 0 < mean < MEAN_BOUND
+        assert p99 < P99_BOUND
+    assert found == sorted(found)
+
+
+def test_a_scale_shifted_by_one_group_is_noticed(logprobs: Logprobs, exact: mx.array) -> None:
+    mean, p99 = _divergence(exact, logprobs(kv_bits=8, roll=1))
     assert mean > MEAN_BOUND
     assert p99 > P99_BOUND
-
-
-def test_more_bits_and_smaller_groups_are_better(pocket: Pocket, heldout_ids: list[int], exact: mx.array) -> None:
-    model, _ = pocket
-    formats = [(8, 32), (4, 8), (4, 64)]
-    means = [
-        _divergence(exact, _logprobs(model, heldout_ids, _half_way(model, heldout_ids, kv_bits=b, kv_group_size=g)))[0]
-        for b, g in formats
-    ]
-    assert means == sorted(means)

@@ -118,14 +118,11 @@ def test_a_record_that_cannot_be_read_hides_no_other_model(
 def test_a_question_a_system_prompt_and_a_conversation(pocket: Pocket) -> None:
     said: list[dict[str, str]] = [{"role": "system", "content": "You are Bo."}]
     expected = []
-    asked = (
-        (lambda *words: call(*words)[0], ("-m", MODEL, "-s", "You are Bo.", QUESTION)),
-        (run, ("-m", "llm", "-c", "Who is Pip?")),
-    )
-    for write, arguments in asked:  # the next: another process
+    for arguments in (("-m", MODEL, "-s", "You are Bo.", QUESTION), ("-c", "Who is Pip?")):
         said.append({"role": "user", "content": arguments[-1]})
+        kvant_llm._idle.clear()  # as in another process
         text, prompt_tokens = _answer(pocket, said)
-        assert write(*arguments, *GREEDY) == text.strip() + "\n"
+        assert call(*arguments, *GREEDY)[0] == text.strip() + "\n"
         said.append({"role": "assistant", "content": text})
         expected.append((prompt_tokens, {"finish_reason": "stop"}))
     assert [(entry["input_tokens"], entry["response_json"]) for entry in logs()] == expected

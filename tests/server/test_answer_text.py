@@ -1,13 +1,13 @@
 """One answer's tokens to text: characters in parts, stop texts, thinking and calls, each with its log-probabilities."""
 
 import copy
-import json
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from support.server import Running, running, start
+from support.interfaces import CHAT, COMPLETIONS, text_of
+from support.server import Running, running, sse_events, start
 
 from kvant.engine.request import Request, Token
 from kvant.models import Decoder
@@ -25,7 +25,6 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 
 
 def with_marks(tokenizer: Tokenizer, start: str, end: str) -> Tokenizer:
-    """The tokenizer of a model that thinks between marks."""
     thinker = copy.copy(tokenizer)
     thinker.think_start, thinker.think_end = start, end
     return thinker
@@ -45,18 +44,12 @@ def read(
     return text, events
 
 
-def bytes_to_ids(tokenizer: Tokenizer) -> dict[bytes, int]:
-    detokenizer = tokenizer.detokenizer
-    return {detokenizer.token_bytes(token): token for token in range(len(tokenizer))}
-
-
 def places(event: Text) -> list[int]:
     return [-int(token.logprob) for token in event.logprobs]
 
 
 def test_a_character_of_several_tokens(pocket: Pocket) -> None:
-    """Its text comes when it is whole, with the tokens of all its bytes."""
-    known = bytes_to_ids(pocket[1])
+    known = {pocket[1].detokenizer.token_bytes(token): token for token in range(len(pocket[1]))}
     pieces = [b"a", b"\xe2", b"\x82", b"\xac", b"b", b"\xe2", b"\x82"]
     text, events = read(pocket[1], [known[piece] for piece in pieces])
     assert [event.text for event in events[:3]] == ["a", "€", "b"]
@@ -89,7 +82,6 @@ def test_stop_texts_by_chance(pocket: Pocket) -> None:
 
 @pytest.mark.parametrize("stop", [(), ("hm",), ("</think>",), ("es",)])
 def test_thinking(pocket: Pocket, stop: Sequence[str]) -> None:
-    """Marks are nobody's text, and stop texts are looked for in the answer alone."""
     tokenizer = with_marks(pocket[1], "<think>", "</think>")
     pieces = ["<think>", "\n", "hm", "\n", "</think>", "\n\n", "Yes", ", fox"]
     ids = [tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]
@@ -135,10 +127,10 @@ class Windowed(Tokenizer):
 def test_a_tokenizer_that_decodes_in_its_process(server: Running, pocket: Pocket) -> None:
     windowed = copy.copy(pocket[1])
     windowed.__class__ = Windowed
-    body = {"model": "pocket", "prompt": "Once upon a time", "max_tokens": 30, "temperature": 0, "logprobs": 2}
+    asked: Any = ("Once upon a time", 30)
     with running(start(Settings(port=0, sequences=1, max_kv_size=128), pocket[0], windowed)) as found:
-        answer = found.client.post("/v1/completions", json=body).json()["choices"]
-        assert answer == server.client.post("/v1/completions", json=body).json()["choices"]
+        answer = COMPLETIONS.ask(found, *asked, logprobs=2)["choices"]
+        assert answer == COMPLETIONS.ask(server, *asked, logprobs=2)["choices"]
 
 
 @pytest.fixture(scope="module")
@@ -150,29 +142,19 @@ def thinker(pocket: Pocket) -> Iterator[Running]:
 
 
 def test_thinking_over_http(thinker: Running) -> None:
-    messages = [{"role": "user", "content": "Tell me a story about a fox."}]
-    body = {"model": "pocket", "messages": messages, "max_tokens": 20, "temperature": 0, "logprobs": True}
-    answer = thinker.client.post("/v1/chat/completions", json=body).json()
-    message = answer["choices"][0]["message"]
+    body = CHAT.body("Tell me a story about a fox.", 20, logprobs=True)
+    answer = CHAT.ask(thinker, tokens=20, logprobs=True)
+    message, told = answer["choices"][0]["message"], answer["choices"][0]["logprobs"]["content"]
     assert message["reasoning_content"] == " upon a "
     assert message["content"].startswith(" there was a fox")
-    told = answer["choices"][0]["logprobs"]["content"]
     assert "".join(each["token"] for each in told) == message["content"]
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 20 - len(told)
-    with thinker.client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as streamed:
-        lines = [line.removeprefix("data: ") for line in streamed.iter_lines() if line.startswith("data: {")]
-    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+    deltas = [event["choices"][0]["delta"] for event in sse_events(thinker, CHAT.path, body)]
     for name in ("reasoning_content", "content"):
         assert "".join(delta.get(name) or "" for delta in deltas) == message[name]
-    # It comes back in with the conversation.
-    messages += [message, {"role": "user", "content": "More."}]
-    assert thinker.client.post("/v1/chat/completions", json=body | {"messages": messages}).status_code == 200
-    # A format is what follows the thinking.
-    wanted = {"structured_outputs": {"regex": " there were [0-9]{2}"}, "max_tokens": 60}
-    message = thinker.client.post("/v1/chat/completions", json=body | wanted).json()["choices"][0]["message"]
-    assert message["content"].startswith(" there were ")
-    # Continued text is not split.
-    body = {"model": "pocket", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0, "echo": True}
-    answer = thinker.client.post("/v1/completions", json=body).json()
-    assert answer["choices"][0]["text"].startswith("Once upon a time")
+    # A format is what follows the thinking. Continued text is not split.
+    wanted = {"structured_outputs": {"regex": " there were [0-9]{2}"}}
+    assert text_of(CHAT.ask(thinker, tokens=60, **wanted)).startswith(" there were ")
+    answer = COMPLETIONS.ask(thinker, "Once upon a time", 4, echo=True)
+    assert text_of(answer).startswith("Once upon a time")
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0

@@ -4,18 +4,17 @@ import json
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.server import Running, running, start
+from support.interfaces import CHAT, COMPLETIONS, FOX, Interface
+from support.server import Running, running, start, wait
 
 from kvant.models import Decoder
 from kvant.server.settings import Settings
 
 Pocket = tuple[Decoder, Any]
-PATH = "/v1/chat/completions"
-SOON = 20  # seconds until which a test waits for what takes milliseconds
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +25,10 @@ def narrow(pocket: Pocket) -> Iterator[Running]:
         yield found
 
 
-def wait(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def is_free(server: Running) -> bool:
     counts = server.service.engine.counts
-    return not (counts.waiting or counts.prefilling or counts.running) and (
-        counts.free_pages == server.service.pool.num_pages
-    )
+    busy = counts.waiting or counts.prefilling or counts.running
+    return not busy and counts.free_pages == server.service.pool.num_pages
 
 
 def ended(server: Running) -> dict[str, float]:
@@ -46,35 +37,24 @@ def ended(server: Running) -> dict[str, float]:
     return {reason: float(number) for reason, number in lines}
 
 
-def send(server: Running, path: str = PATH, **fields: Any) -> socket.socket:
+def send(server: Running, to: Interface = CHAT, asked: Any = FOX, **fields: Any) -> socket.socket:
     """A connection that has asked for a long answer and has read nothing."""
-    given: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me a story."}]} if path == PATH else {}
-    body = json.dumps({"model": "pocket", "max_tokens": 1900, "ignore_eos": True} | given | fields).encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=SOON)
-    head = f"POST {path} HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
+    body = json.dumps(to.body(asked, **{"tokens": 1900, "ignore_eos": True, **fields})).encode()
+    connection = server.connect()
+    head = f"POST {to.path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
     return connection
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        (PATH, {"stream": True}),
-        (PATH, {"stream": False}),
-        (PATH, {"stream": True, "n": 2}),
-        ("/v1/completions", {"stream": True, "prompt": ["A", "B", "C"]}),
-        ("/v1/completions", {"stream": False, "prompt": ["A", "B", "C"]}),
-    ],
-)
-def test_a_client_that_goes_away(narrow: Running, path: str, fields: dict[str, Any]) -> None:
-    """Its pages are free at once, whether it had read something or not: no answer goes on to its end."""
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("to", "fields"), [(CHAT, {}), (CHAT, {"n": 2}), (COMPLETIONS, {"asked": ["A", "B", "C"]})])
+def test_a_client_that_goes_away(narrow: Running, to: Interface, fields: dict[str, Any], stream: bool) -> None:
     wait(lambda: is_free(narrow))
     before = ended(narrow)
     for reads in (True, False):
-        with send(narrow, path, **fields) as connection:
+        with send(narrow, to, stream=stream, **fields) as connection:
             wait(lambda: narrow.service.engine.counts.running > 0)
-            if fields["stream"] and reads:
+            if stream and reads:
                 assert b"200 OK" in connection.recv(4096)
         wait(lambda: is_free(narrow))
     after = ended(narrow)
@@ -88,8 +68,7 @@ def test_a_client_that_goes_away_while_it_waits(narrow: Running) -> None:
         with send(narrow, stream=True):
             wait(lambda: narrow.service.engine.counts.waiting == 1)
             # The queue is full: another one is told so.
-            body = {"model": "pocket", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
-            refused = narrow.client.post(PATH, json=body)
+            refused = CHAT.post(narrow, stream=True)
             assert refused.status_code == 429
             assert int(refused.headers["retry-after"]) >= 1
             assert refused.json()["error"]["code"] == "rate_limit_exceeded"
@@ -98,14 +77,12 @@ def test_a_client_that_goes_away_while_it_waits(narrow: Running) -> None:
 
 
 def test_a_slow_reader_holds_nobody_up(narrow: Running) -> None:
-    """It reads nothing of a long answer with more text than its socket takes; another answer comes meanwhile."""
-    fields = {"stream": True, "logprobs": True, "top_logprobs": 20, "temperature": 0, "max_tokens": 200}
+    fields: dict[str, Any] = {"stream": True, "logprobs": True, "top_logprobs": 20, "tokens": 200}
     for listening in narrow.server.servers[0].sockets:  # what is accepted from it buffers little
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     with send(narrow, **fields) as slow:
         wait(lambda: narrow.service.engine.counts.running > 0)
-        body = {"model": "pocket", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
-        assert narrow.client.post(PATH, json=body).status_code == 200
+        CHAT.ask(narrow, tokens=5)
         # The engine is done with the slow one before anything of it is read.
         wait(lambda: is_free(narrow))
         time.sleep(0.1)

@@ -12,6 +12,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from support.interfaces import CHAT, COMPLETIONS, RESPONSES
 from support.server import Running, read_all, running, start
 
 from kvant.server.body import MAX_DEPTH, Fields, check_depth, decode
@@ -30,7 +31,6 @@ async def length(request: Request) -> Response:
 
 @pytest.fixture(scope="module")
 def short(pocket: Any) -> Iterator[Running]:
-    """A server of short bodies and short times."""
     limits = Limits(body_bytes=LONG, all_bodies_bytes=2 * LONG + LONG // 2, body_s=0.4)
     settings = Settings(port=0, sequences=1, max_kv_size=128, limits=limits)
     with running(start(settings, *pocket), [Route("/length", length, methods=["POST"])]) as found:
@@ -52,21 +52,15 @@ def test_a_body_up_to_the_limit(short: Running) -> None:
         body = b"x" * (LONG + more)
         answers = [short.client.post("/length", content=body), short.client.post("/length", content=iter([body, b"y"]))]
         assert [answer.status_code for answer in answers] == [status, 413]  # the second has no Content-Length
-    error = answers[0].json()["error"]
-    assert error["message"] == f"the body is longer than {LONG} bytes"
-    assert error["code"] == "request_too_large"
-    refused = short.client.post("/v1/messages", content=body).json()
-    assert refused["error"]["type"] == "request_too_large"
+    assert answers[0].json()["error"]["code"] == "request_too_large"
+    assert short.client.post("/v1/messages", content=body).json()["error"]["type"] == "request_too_large"
 
 
 def test_lengths_that_lie(short: Running) -> None:
-    """Of a longer body the rest is no request; of a shorter one the rest is waited for, and not for long."""
     answer = short.exchange(f"{HEAD}Content-Length: 3\r\n\r\n".encode() + b"x" * 5000)
     assert _status(answer) == 200
     assert answer.count(b"HTTP/1.1 200") == 1
-    began = time.monotonic()
     assert _status(short.exchange(f"{HEAD}Content-Length: 50\r\n\r\nshort".encode())) == 408
-    assert time.monotonic() - began < 10
     for lie in ("Content-Length: -1", "Content-Length: 1e9", "Content-Length: 3\r\nContent-Length: 4", f"{9:0>9999}"):
         assert _status(short.exchange(f"{HEAD}{lie}\r\n\r\nabc".encode())) == 400
     huge = f"{HEAD}Expect: 100-continue\r\nContent-Length: {10**15}\r\n\r\n"
@@ -80,29 +74,17 @@ def test_lengths_that_lie(short: Running) -> None:
 def test_a_slow_body(short: Running) -> None:
     with short.connect() as connection:
         connection.sendall(f"{HEAD}Content-Length: 1000\r\n\r\n".encode())
-        began = time.monotonic()
-        answer = b""
         connection.settimeout(0.05)
-        while not answer and time.monotonic() < began + 10:
+        for _ in range(200):
             connection.sendall(b"x")
             with suppress(TimeoutError):
-                answer = connection.recv(4096)
-        assert _status(answer) == 408
-    assert short.client.get("/health").status_code == 200
-
-
-def test_a_client_that_goes_while_it_sends(short: Running) -> None:
-    for _ in range(20):
-        with short.connect() as connection:
-            connection.sendall(f"{HEAD}Content-Length: 1000\r\n\r\nhalf".encode())
-    end = time.monotonic() + 20
-    while short.service.active:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+                assert _status(connection.recv(4096)) == 408
+                break
+        else:
+            raise AssertionError("it is still waited for")
 
 
 def test_many_bodies_together(short: Running) -> None:
-    """What they hold is bounded, whatever comes of them. One that is refused leaves its room to others."""
     head = f"{HEAD}Content-Length: {LONG}\r\n\r\n".encode()
     with ExitStack() as held:
         slow = [held.enter_context(short.connect()) for _ in range(2)]
@@ -122,7 +104,7 @@ def test_many_bodies_together(short: Running) -> None:
 def test_a_prompt_that_is_too_long_whatever_its_tokens_are(server: Running) -> None:
     """It is told before it is encoded, which could take seconds and hundreds of megabytes."""
     for prompt, said in (("hello " * 1_000_000, "6000000 characters"), ([1] * 100_000, "100000 tokens")):
-        answer = server.client.post("/v1/completions", json={"model": "pocket", "prompt": prompt, "max_tokens": 1})
+        answer = COMPLETIONS.post(server, prompt)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
         assert f"the prompt has {said}; there is room for 512 tokens" in answer.json()["error"]["message"]
 
@@ -134,7 +116,7 @@ class Anything(Fields, frozen=True):
     own: "Anything | None" = None
 
 
-def _nested(depth: int, opening: str = '{"a":', ending: str = "}") -> str:
+def _nested(depth: int, opening: str, ending: str = "}") -> str:
     return opening * depth + "0" + ending * depth
 
 
@@ -150,14 +132,13 @@ def test_depth(opening: str, ending: str) -> None:
 
 
 def test_depth_of_wide_bodies() -> None:
-    """Brackets in strings are no depth, nor are those beside each other."""
     check_depth({"a": ["[" * 10_000] * 3, "b": [[{}]] * 10_000})
     with pytest.raises(ApiError):
         check_depth({"a": [0, json.loads("[" * 70 + "]" * 70), 0]})
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"\xff", b'{"any": "\\ud800"}', b'{"any": 1e999}', b'{"any": NaN}', b"\xef\xbb\xbf{}"]
+    "body", [b"", b"[]", b"\xff", b'{"any": "\\ud800"}', b'{"any": 1e999}', b'{"any": NaN}', b"\xef\xbb\xbf{}"]
 )
 def test_what_is_no_json(body: bytes) -> None:
     with pytest.raises(ApiError) as refused:
@@ -166,26 +147,23 @@ def test_what_is_no_json(body: bytes) -> None:
 
 
 def test_counting_values() -> None:
-    """Against the decoded body. Strings of marks, quotes and backslashes do not count."""
+    def marks(node: Any) -> int:
+        """The commas and opening brackets of a decoded value."""
+        if not isinstance(node, list | dict):
+            return 0
+        inner = node.values() if isinstance(node, dict) else node
+        return 1 + max(0, len(node) - 1) + sum(map(marks, inner))
+
     texts = ["", "\\", '"', '\\"', '",[{', "\\\\", "a\\", 'a\\"', "\n\t\u2028é"]
     texts += ["{" * 70_000, '"' * 70_000, "\\" * 70_001]
     for first in texts:
         for second in texts[:: 1 if len(first) < 10 else 4]:
             found = {"a": [first, second, {first: second}], second: {"b": [[], {}], "c": first}}
             for body in (json.dumps(found).encode(), msgspec.json.encode(found)):
-                assert count_values(body) == _marks(json.loads(body))
-
-
-def _marks(node: Any) -> int:
-    """The commas and opening brackets of a value."""
-    if not isinstance(node, list | dict):
-        return 0
-    inner = node.values() if isinstance(node, dict) else node
-    return 1 + max(0, len(node) - 1) + sum(map(_marks, inner))
+                assert count_values(body) == marks(json.loads(body))
 
 
 def test_a_body_of_too_many_values(server: Running) -> None:
-    """It is refused before it is decoded. A text with as many commas is a text."""
     many = b'{"prompt": [' + b"[],[],[]," * (MAX_VALUES // 3) + b"0]}"
     answer = server.client.post("/tokenize", content=many)
     assert answer.status_code == 400
@@ -194,21 +172,16 @@ def test_a_body_of_too_many_values(server: Running) -> None:
     assert server.client.post("/tokenize", content=text).status_code == 404
 
 
-def test_arguments_of_too_many_values(server: Running) -> None:
+@pytest.mark.parametrize(("part", "refused"), [("[],", True), ('"[,{",', False)])
+def test_arguments_of_too_many_values(server: Running, part: str, refused: bool) -> None:
     """They are JSON in a text of the body. Commas of their own texts do not count."""
-    for part, refused in (("[],", True), ('"[,{",', False)):
-        arguments = '{"a": [' + part * (MAX_VALUES // 4) + "0]}"
-        calls = [
-            {"id": f"{n}", "type": "function", "function": {"name": "f", "arguments": arguments}} for n in range(3)
-        ]
-        messages = [{"role": "assistant", "tool_calls": calls}, {"role": "user", "content": "x"}]
-        items = [{"type": "function_call", "call_id": f"{n}", "name": "f", "arguments": arguments} for n in range(3)]
-        asked = [("/v1/chat/completions", "messages", messages), ("/v1/responses", "input", items)]
-        for path, field, given in asked:
-            answer = server.client.post(path, json={"model": "pocket", field: given})
-            assert answer.status_code == 400
-            said = answer.json()["error"]["message"]
-            assert (f"expected {MAX_VALUES} at most" in said) is refused, said
+    call = {"name": "f", "arguments": '{"a": [' + part * (MAX_VALUES // 4) + "0]}"}
+    calls = [{"id": f"{n}", "type": "function", "function": call} for n in range(3)]
+    messages = [{"role": "assistant", "tool_calls": calls}, {"role": "user", "content": "x"}]
+    items = [{"type": "function_call", "call_id": f"{n}", **call} for n in range(3)]
+    for answer in (CHAT.post(server, messages), RESPONSES.post(server, items)):
+        assert answer.status_code == 400
+        assert (f"expected {MAX_VALUES} at most" in answer.json()["error"]["message"]) is refused
 
 
 def test_chunks_of_one_byte(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

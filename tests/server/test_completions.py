@@ -1,20 +1,16 @@
 """OpenAI's completions over HTTP: prompts as text and ids, one or several, in the older shape."""
 
-import json
 from typing import Any
 
 import pytest
-from support.server import Running
+from support.interfaces import CHAT, COMPLETIONS
+from support.server import Running, sse_events
 
-PATH = "/v1/completions"
 TEXT = "Once upon a time there was a fox"
 
 
-def ask(server: Running, prompt: Any = TEXT, **fields: Any) -> dict[str, Any]:
-    body = {"model": "pocket", "prompt": prompt, "max_tokens": 12, "temperature": 0} | fields
-    answered = server.client.post(PATH, json=body)
-    assert answered.status_code == 200, answered.text
-    return dict(answered.json())
+def ask(server: Running, prompt: Any = TEXT, tokens: int | None = 12, **fields: Any) -> dict[str, Any]:
+    return COMPLETIONS.ask(server, prompt, tokens, **fields)
 
 
 def texts_of(answer: dict[str, Any]) -> list[str]:
@@ -33,34 +29,28 @@ def test_prompts_in_every_form(server: Running) -> None:
     assert texts_of(answer) == [*alone, *alone, *other_alone * 4]
     assert answer["usage"]["prompt_tokens"] == len(ids) + 2 * len(other_ids)
     assert texts_of(ask(server, [TEXT, ids], echo=True)) == [TEXT + alone[0]] * 2
-    assert ask(server, max_tokens=None)["usage"]["completion_tokens"] <= 16  # OpenAI's default
+    assert ask(server, tokens=None)["usage"]["completion_tokens"] <= 16  # OpenAI's default
     assert answer["object"] == "text_completion"
     assert {choice["finish_reason"] for choice in answer["choices"]} <= {"length", "stop"}
 
 
 def test_many_prompts_are_more_than_run_at_once(server: Running) -> None:
-    """Twice as many as the queue has places: they wait here, and not all in the queue."""
     prompts = [f"A fox and {number} bears" for number in range(2 * server.service.settings.max_queue)]
-    answer = ask(server, prompts, max_tokens=2, echo=True)
+    answer = ask(server, prompts, 2, echo=True)
     assert all(text.startswith(prompt) for text, prompt in zip(texts_of(answer), prompts, strict=True))
 
 
 def test_log_probabilities_are_those_of_chat(server: Running) -> None:
-    """The numbers are held against the model's own in chat's tests: here they are the same in the older shape."""
-    tokenizer = server.service.tokenizer
     messages = [{"role": "user", "content": "Tell me a story."}]
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    fields = {"model": "pocket", "max_tokens": 12, "temperature": 0}
-    body = {"messages": messages, "logprobs": True, "top_logprobs": 3} | fields
-    chat = server.client.post("/v1/chat/completions", json=body).json()["choices"][0]
+    prompt = server.service.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    chat = CHAT.ask(server, messages, 12, logprobs=True, top_logprobs=3)["choices"][0]
     choice = ask(server, prompt, logprobs=3)["choices"][0]
     assert choice["text"] == chat["message"]["content"]
     told, content = choice["logprobs"], chat["logprobs"]["content"]
     assert told["tokens"] == [each["token"] for each in content]
     assert told["token_logprobs"] == pytest.approx([each["logprob"] for each in content], abs=1e-4)
-    assert [list(each) for each in told["top_logprobs"]] == [
-        [other["token"] for other in each["top_logprobs"]] for each in content
-    ]
+    tops = [[other["token"] for other in each["top_logprobs"]] for each in content]
+    assert [list(each) for each in told["top_logprobs"]] == tops
     at = 0
     for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
         assert offset == at
@@ -73,11 +63,8 @@ def test_log_probabilities_are_those_of_chat(server: Running) -> None:
 def test_a_stream_is_the_whole(server: Running) -> None:
     fields = {"prompt": [TEXT, "The bear"], "n": 2, "seed": 3, "temperature": 1.1, "logprobs": 1, "stop": "the"}
     whole = ask(server, **fields)
-    body = {"model": "pocket", "max_tokens": 12, "stream": True, "stream_options": {"include_usage": True}, **fields}
-    with server.client.stream("POST", PATH, json=body) as answered:
-        lines = [line for line in answered.iter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    body = COMPLETIONS.body(tokens=12, stream_options={"include_usage": True}, **fields)
+    chunks = sse_events(server, COMPLETIONS.path, body)
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
@@ -92,31 +79,3 @@ def test_a_stream_is_the_whole(server: Running) -> None:
         for found, expected in zip(told.pop("top_logprobs"), whole_told.pop("top_logprobs"), strict=True):
             assert found == pytest.approx(expected, abs=1e-3)
         assert told == whole_told
-
-
-REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
-    ({"suffix": "end"}, "suffix", "only continues text"),
-    ({"best_of": 2}, "best_of", "is 2; expected 1, which is n"),
-    ({"logprobs": 6}, "logprobs", "is 6; expected 0 to 5"),
-    ({"logprobs": 1, "echo": True}, "echo", "expected echo or logprobs"),
-    ({"prompt": []}, "prompt", "has 0 prompts; expected 1 to 128"),
-    ({"prompt": ["a"] * 129}, "prompt", "has 129 prompts"),
-    ({"prompt": [1, "a"]}, "prompt", "numbers beside prompts"),
-    ({"prompt": ""}, "prompt", "the prompt is empty"),
-    ({"prompt": ["fox", ""]}, "prompt", "the prompt is empty"),
-    ({"prompt": [1280]}, "prompt", "token id 1280; the model knows 0 to 1279"),
-    ({"prompt": ["fox", "a " * 600]}, "prompt", "512 are reserved"),
-    ({"messages": []}, "messages", "unknown field"),
-    ({"n": 5}, "n", "expected 1 to 4"),
-    ({"stream_options": {}}, "stream_options", "no effect without stream"),
-]
-
-
-def test_what_is_wrong_is_refused_by_name(server: Running) -> None:
-    for fields, param, part in REFUSED:
-        body = {"model": "pocket", "prompt": TEXT, "max_tokens": 2} | fields
-        answered = server.client.post(PATH, json=body)
-        assert answered.status_code == 400, fields
-        error = answered.json()["error"]
-        assert (error["type"], error["param"]) == ("invalid_request_error", param), error
-        assert part in error["message"], error

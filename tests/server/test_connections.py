@@ -5,7 +5,7 @@ import random
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from support.counts import count
-from support.server import Running, read_all, running, start
+from support.server import Running, read_all, running, start, wait
 
 from kvant.server.settings import Limits, Settings
 
@@ -44,24 +44,19 @@ def strict(pocket: Any) -> Iterator[Running]:
         yield found
 
 
-def _closed_after(connection: socket.socket, pieces: Iterator[bytes], every: float = 0.05) -> float:
-    """Seconds until the server closes a connection on which these come."""
-    began = time.monotonic()
-    connection.settimeout(every)
-    while time.monotonic() < began + 10:
-        try:
-            if connection.recv(4096) == b"":
-                return time.monotonic() - began
-        except TimeoutError:
-            pass
-        except ConnectionError:
-            return time.monotonic() - began
-        if (piece := next(pieces, None)) is not None:
-            try:
-                connection.sendall(piece)
-            except ConnectionError:
-                return time.monotonic() - began
-    raise AssertionError("the connection is still open")
+def _is_closed(connection: socket.socket, pieces: Iterator[bytes]) -> bool:
+    """Whether the server closes a connection on which these come, one each 0.05 s, within 4 s."""
+    end = time.monotonic() + 4
+    connection.settimeout(0.05)
+    try:
+        while time.monotonic() < end:
+            with suppress(TimeoutError):
+                if connection.recv(4096) == b"":
+                    return True
+            connection.sendall(next(pieces, b""))
+    except ConnectionError:
+        return True
+    return False
 
 
 def _read_answers(connection: socket.socket, number: int) -> None:
@@ -87,14 +82,12 @@ def _read_answers(connection: socket.socket, number: int) -> None:
     ids=["silent", "a byte", "slow headers", "slow headers of a second request", "idle", "a slow body nobody reads"],
 )
 def test_a_connection_cannot_be_held(strict: Running, first: bytes, pieces: list[bytes]) -> None:
-    """Bytes that keep coming, one at a time, do not put its end off."""
     with strict.connect() as connection:
         connection.sendall(first)
-        assert _closed_after(connection, iter(pieces)) < 4
+        assert _is_closed(connection, iter(pieces))
 
 
 def test_one_connection_for_many_requests(strict: Running) -> None:
-    """A timer of one request does not end the next."""
     with strict.connect() as connection:
         for _ in range(8):
             connection.sendall(ASK)
@@ -105,7 +98,6 @@ def test_one_connection_for_many_requests(strict: Running) -> None:
 
 
 def test_too_many_connections(strict: Running) -> None:
-    """One more is told so at once. Those that hold them lose them soon."""
     with ExitStack() as held:
         for _ in range(6):
             held.enter_context(strict.connect())
@@ -113,24 +105,16 @@ def test_too_many_connections(strict: Running) -> None:
         answer = strict.exchange(b"")
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1" in answer
-        end = time.monotonic() + 10
-        while not strict.exchange(ASK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")).startswith(
-            b"HTTP/1.1 200"
-        ):
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        closing = ASK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+        wait(lambda: strict.exchange(closing).startswith(b"HTTP/1.1 200"))
 
 
 def test_a_client_that_does_not_read(strict: Running) -> None:
-    """What is written for it stays bounded, and it is left."""
     SENT.clear()
     ENDED.clear()
     with strict.connect() as connection:
         connection.sendall(ASK.replace(b"/health", b"/endless"))
-        end = time.monotonic() + 10
-        while not ENDED:
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait(lambda: ENDED)
         assert sum(SENT) < 64 << 20
         read_all(connection)
 
@@ -142,7 +126,6 @@ def test_headers_that_are_too_long(server: Running) -> None:
 
 
 def test_bytes_that_are_no_http(pocket: Any) -> None:
-    """A request with some of its bytes changed is answered with an error or closed; the server goes on."""
     rng = random.Random(0)
     whole = (
         b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 17\r\n"

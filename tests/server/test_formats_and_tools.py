@@ -5,69 +5,52 @@ import re
 from typing import Any
 
 import pytest
+from support.interfaces import CHAT, pieces
 from support.schemas import problem
 from support.server import Running
 
-PATH = "/v1/chat/completions"
 ASKED = [{"role": "user", "content": "What is the weather in Paris?"}]
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "n": {"type": "integer", "minimum": 0, "maximum": 99},
-        "tags": {"type": "array", "items": {"enum": ["red", "blue", "gr\u00fcn"]}, "maxItems": 2},
-    },
-    "required": ["n", "tags"],
-    "additionalProperties": False,
-}
-LOOK: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Look.",
-        "parameters": {
-            "type": "object",
-            "properties": {"at": {"enum": ["fox", "bear"]}},
-            "required": ["at"],
-            "additionalProperties": False,
-        },
-    },
-}
-WAIT = {
-    "type": "function",
-    "function": {"name": "wait", "parameters": {"type": "object", "additionalProperties": False}},
-}
+TAGS = {"type": "array", "items": {"enum": ["red", "blue", "gr\u00fcn"]}, "maxItems": 2}
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
+SCHEMA = {"type": "object", "properties": {"n": NUMBER, "tags": TAGS}, "required": ["n", "tags"]}
+SCHEMA["additionalProperties"] = False
+WANTED = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+AT = {"type": "object", "properties": {"at": {"enum": ["fox", "bear"]}}, "required": ["at"]}
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {**AT, "additionalProperties": False}}}
+NOTHING = {"type": "object", "additionalProperties": False}
+WAIT = {"type": "function", "function": {"name": "wait", "parameters": NOTHING}}
 
 
-def ask(server: Running, **fields: Any) -> dict[str, Any]:
-    body = {"model": "pocket", "messages": ASKED, "max_tokens": 80, "temperature": 1, "seed": 1} | fields
-    answered = server.client.post(PATH, json=body)
-    assert answered.status_code == 200, answered.text
-    return dict(answered.json())
+def ask(server: Running, tokens: int = 80, **fields: Any) -> dict[str, Any]:
+    return CHAT.ask(server, ASKED, tokens, **{"temperature": 1, "seed": 1, **fields})
 
 
-def refused(server: Running, **fields: Any) -> dict[str, Any]:
-    answered = server.client.post(PATH, json={"model": "pocket", "messages": ASKED, "max_tokens": 2} | fields)
+def refused(server: Running, **fields: Any) -> str:
+    answered = CHAT.post(server, ASKED, 2, **fields)
     assert answered.status_code == 400, answered.text
-    return dict(answered.json()["error"])
+    return str(answered.json()["error"]["message"])
+
+
+def content_of(choice: dict[str, Any]) -> Any:
+    """What an answer under SCHEMA says."""
+    found = json.loads(choice["message"]["content"])
+    assert problem(found, SCHEMA) is None
+    return found
 
 
 def test_every_answer_under_a_schema_parses(server: Running) -> None:
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
-    answer = ask(server, n=4, temperature=2, response_format=wanted, logprobs=True, top_logprobs=3)
+    answer = ask(server, n=4, temperature=2, response_format=WANTED, logprobs=True, top_logprobs=3)
     for choice in answer["choices"]:
         assert choice["finish_reason"] == "stop"
-        found = json.loads(choice["message"]["content"])
-        assert problem(found, SCHEMA) is None
+        assert content_of(choice)
         assert not re.search(r"\s", choice["message"]["content"])
         for token in choice["logprobs"]["content"]:  # JSON has no infinity, and what cannot come is not told
             assert all(each["logprob"] > -9999 for each in token["top_logprobs"])
     assert len({choice["message"]["content"] for choice in answer["choices"]}) > 1
-    # Alone, the last one is the same.
-    alone = ask(server, temperature=2, seed=4, response_format=wanted)
+    alone = ask(server, temperature=2, seed=4, response_format=WANTED)
     assert alone["choices"][0]["message"] == answer["choices"][3]["message"]
-    cut = ask(server, max_tokens=3, response_format=wanted)
-    assert cut["choices"][0]["finish_reason"] == "length"
-    assert cut["usage"]["completion_tokens"] == 3
+    cut = ask(server, tokens=3, response_format=WANTED)
+    assert (cut["choices"][0]["finish_reason"], cut["usage"]["completion_tokens"]) == ("length", 3)
 
 
 @pytest.mark.parametrize(
@@ -89,78 +72,38 @@ def test_other_formats(server: Running, fields: dict[str, Any], pattern: str) ->
 def test_formats_that_cannot_be_had(server: Running) -> None:
     for schema, part in [({"type": "robot"}, "robot"), ({"not": {}}, "not"), ({"$ref": "http://x/y"}, "http")]:
         error = refused(server, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
-        assert error["message"].startswith("the json_schema cannot be used: ")
-        assert part in error["message"]
+        assert error.startswith("the json_schema cannot be used: ")
+        assert part in error
     for wrong in ({"required": 5, "properties": {}}, {"type": "number", "exclusiveMinimum": 10**400}):
-        assert "json_schema" in refused(server, structured_outputs={"json": wrong})["message"]
-    assert refused(server, structured_outputs={"regex": "("})["message"].startswith("the regex cannot be used: ")
-    assert "ignore_eos" in refused(server, response_format={"type": "json_object"}, ignore_eos=True)["message"]
+        assert "json_schema" in refused(server, structured_outputs={"json": wrong})
+    assert refused(server, structured_outputs={"regex": "("}).startswith("the regex cannot be used: ")
+    assert "ignore_eos" in refused(server, response_format={"type": "json_object"}, ignore_eos=True)
 
 
 def calls_of(answer: dict[str, Any]) -> list[tuple[str, Any]]:
-    message = answer["choices"][0]["message"]
-    calls = message.get("tool_calls", [])
+    calls = [piece for piece in pieces(answer) if "name" in piece]
     assert len({call["id"] for call in calls}) == len(calls)
     assert {call["type"] for call in calls} <= {"function"}
-    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+    return [(call["name"], json.loads(call["arguments"])) for call in calls]
 
 
-def test_calls_that_are_asked_for(server: Running) -> None:
+def test_which_calls_are_made_and_which_tools_are_told(server: Running) -> None:
     named = {"type": "function", "function": {"name": "wait"}}
-    only_one = {"parallel_tool_calls": False, "max_tokens": 150}
-    answer = ask(server, tools=[LOOK, WAIT], tool_choice=named, **only_one)
+    answer = ask(server, 150, tools=[LOOK, WAIT], tool_choice=named, parallel_tool_calls=False)
     assert calls_of(answer) == [("wait", {})]
-    assert answer["choices"][0]["finish_reason"] == "tool_calls"
-    assert answer["choices"][0]["message"]["content"] is None
-    answer = ask(server, tools=[LOOK], tool_choice="required", **only_one)
-    (name, arguments), *more = calls_of(answer)
-    assert (name, more) == ("look", [])
-    assert arguments in ({"at": "fox"}, {"at": "bear"})
-    # The model is told of no tools that it must not call.
-    told = ask(server, tools=[LOOK], max_tokens=5)["usage"]["prompt_tokens"]
-    assert ask(server, tools=[LOOK], max_tokens=5, tool_choice="none")["usage"]["prompt_tokens"] < told - 50
-
-
-def test_a_call_in_a_stream_and_its_result(server: Running) -> None:
-    fields = {"tools": [LOOK, WAIT], "tool_choice": "required", "temperature": 0, "parallel_tool_calls": False}
-    whole = ask(server, max_tokens=150, **fields)["choices"][0]["message"]
-    body = {"model": "pocket", "messages": ASKED, "max_tokens": 150, "stream": True, **fields}
-    with server.client.stream("POST", PATH, json=body) as answered:
-        lines = [line.removeprefix("data: ") for line in answered.iter_lines() if line.startswith("data: {")]
-    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
-    (call,) = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert call.pop("index") == 0
-    assert {**call, "id": ""} == {**whole["tool_calls"][0], "id": ""}
-    messages = [*ASKED, whole, {"role": "tool", "tool_call_id": whole["tool_calls"][0]["id"], "content": "A red fox."}]
-    tokenizer = server.service.tokenizer
-    answer = ask(server, messages=messages, tools=[LOOK, WAIT], max_tokens=5)
-    shaped = [*messages]
-    function = whole["tool_calls"][0]["function"]
-    function = {**function, "arguments": json.loads(function["arguments"])}
-    shaped[1] = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-    ids = tokenizer.apply_chat_template(shaped, [LOOK, WAIT], add_generation_prompt=True)
-    assert answer["usage"]["prompt_tokens"] == len(ids)
+    told = ask(server, 5, tools=[LOOK])["usage"]["prompt_tokens"]
+    assert ask(server, 5, tools=[LOOK], tool_choice="none")["usage"]["prompt_tokens"] < told - 50
 
 
 def test_a_format_beside_tools(server: Running) -> None:
-    """An answer is a call, or text of the format; logit_bias tells pocket which."""
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    fields = {"tools": [LOOK], "response_format": wanted, "max_tokens": 150, "parallel_tool_calls": False}
-    detokenizer = server.service.tokenizer.detokenizer
-    begins = {sign: [i for i in range(1280) if detokenizer.token_bytes(i)[:1] == sign] for sign in (b"{", b"<")}
-    never = {sign: {str(token): -100 for token in tokens} for sign, tokens in begins.items()}
-    answer = ask(server, logit_bias=never[b"<"], **fields)
-    assert problem(json.loads(answer["choices"][0]["message"]["content"]), SCHEMA) is None
-    assert calls_of(answer) == []
-    answer = ask(server, logit_bias=never[b"{"], **fields)
-    assert [name for name, _ in calls_of(answer)] == ["look"]
-    assert answer["choices"][0]["message"]["content"] is None
-    forced = ask(server, tool_choice="required", **fields)
-    assert [name for name, _ in calls_of(forced)] == ["look"]
-    told = ask(server, tool_choice="none", **fields)
-    assert problem(json.loads(told["choices"][0]["message"]["content"]), SCHEMA) is None
-
-
-def test_a_part_has_what_its_type_says(server: Running) -> None:
-    part = {"type": "text", "text": "x", "image_url": {"url": "data:,"}}
-    assert "image_url" in refused(server, messages=[{"role": "user", "content": [part]}])["message"]
+    fields = {"tools": [LOOK], "response_format": WANTED, "tokens": 150, "parallel_tool_calls": False}
+    first = server.service.tokenizer.detokenizer.token_bytes
+    never = {sign: {str(i): -100 for i in range(1280) if first(i)[:1] == sign} for sign in (b"{", b"<")}
+    for choice in ({"logit_bias": never[b"<"]}, {"tool_choice": "none"}):
+        answer = ask(server, **fields, **choice)
+        assert content_of(answer["choices"][0])
+        assert calls_of(answer) == []
+    for choice in ({"logit_bias": never[b"{"]}, {"tool_choice": "required"}):
+        answer = ask(server, **fields, **choice)
+        assert [name for name, _ in calls_of(answer)] == ["look"]
+        assert answer["choices"][0]["message"]["content"] is None

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.interfaces import CHAT
 from support.pools import tiny_model
 from support.server import SOON, Running
 
@@ -40,46 +41,47 @@ def check(state: dict[str, Any], pool: Pool, scheduler: Scheduler) -> None:
         assert len(used) == part.pages.num - part.pages.num_free
 
 
+def step(scheduler: Scheduler, live: Live, pool: Pool, known: int) -> tuple[dict[str, Any], int]:
+    """The state after a step, held against the pool, and how many tokens came."""
+    new = scheduler.step()
+    live._looked, live._asked = 0.0, time.perf_counter()  # it is time
+    live.observe(scheduler, new)
+    state = live.read(known)
+    check(state, pool, scheduler)
+    return state, sum(token.token is not None for token in new)
+
+
 def test_the_state_is_the_pools_and_no_text_is_in_it(pocket: Any) -> None:
-    """Step by step: prompts that share pages, several answers of one, one that is cancelled."""
     model = pocket[0]
     pool = model.make_pool(PAGE * 24, sequences=5)
     scheduler, live = Scheduler(model, pool, max_batch=5), Live(pool)
-    assert live.facts["parts"] == [
-        {"window": None, "layers": 4, "pages": 24, "page_bytes": sum(layer.nbytes for layer in pool.layers) / 24}
-    ]
+    page = sum(layer.nbytes for layer in pool.layers) / 24
+    assert live.facts["parts"] == [{"window": None, "layers": 4, "pages": 24, "page_bytes": page}]
     live.read()
     text = [7] * 300
-    first, other = Request(text, max_tokens=9, answers=2), Request([*text, 8], max_tokens=4)
     gone = Request([9] * 20, max_tokens=50)
-    for request in (first, other, gone):
+    for request in (Request(text, max_tokens=9, answers=2), Request([*text, 8], max_tokens=4), gone):
         scheduler.submit(request)
-    tokens, numbers = [], set()
+    known, numbers = 0, set()
     while not scheduler.idle:
-        if len(tokens) == 10:
+        if known >= 10:
             scheduler.cancel(gone)
-        new = scheduler.step()
-        tokens += [token for token in new if token.token is not None]
-        live._looked, live._asked = 0.0, time.perf_counter()  # it is time
-        live.observe(scheduler, new)
-        state = live.read(len(tokens) - sum(token.token is not None for token in new))
-        assert state["generated"] == len(tokens)
-        assert len(state["tokens"]) == sum(token.token is not None for token in new)
+        state, more = step(scheduler, live, pool, known)
+        known += more
+        assert (state["generated"], len(state["tokens"])) == (known, more)
         own = [each["number"] for each in state["sequences"]]
         assert len(set(own)) == len(own)
         numbers |= set(own)
-        check(state, pool, scheduler)
     assert numbers <= {1, 2, 3, 4, 5}
     assert state["sequences"] == []
     assert spread(state["parts"][0]["kept"])
+    assert live.read()["tokens"] == live.read(99)["tokens"] == []  # only of who says how many it knows
     state = live.read(0)
-    first_ones = [token for token in state["tokens"] if token[2] is None]
-    assert len(first_ones) == 4  # of four answers
+    assert sum(ms is None for _, _, ms in state["tokens"]) == 4  # of four answers
     assert all(ms > 0 for _, _, ms in state["tokens"] if ms is not None)
     assert state["tokens"] == sorted(state["tokens"], key=lambda token: token[1])
-    assert set(state) == {
-        "pool", "time", "waiting", "prefilling", "running", "sequences", "parts", "generated", "tokens",
-    }  # fmt: skip
+    names = "pool time waiting prefilling running sequences parts generated tokens"
+    assert set(state) == set(names.split())
 
 
 def test_pages_that_move_with_a_window(tmp_path: Path) -> None:
@@ -92,28 +94,9 @@ def test_pages_that_move_with_a_window(tmp_path: Path) -> None:
         scheduler.submit(Request(prompt, max_tokens=20))
     starts = set()
     while not scheduler.idle:
-        new = scheduler.step()
-        live._looked, live._asked = 0.0, time.perf_counter()  # it is time
-        live.observe(scheduler, new)
-        state = live.read(0)
-        check(state, pool, scheduler)
+        state, _ = step(scheduler, live, pool, 0)
         starts |= {each["start"] for each in state["parts"][1]["sequences"]}
     assert starts >= {0, PAGE}
-
-
-def test_if_nobody_asks_it_looks_when_all_is_done(pocket: Any) -> None:
-    model = pocket[0]
-    pool = model.make_pool(PAGE * 4, sequences=1)
-    scheduler, live = Scheduler(model, pool, max_batch=1), Live(pool)
-    scheduler.submit(Request([5] * 200, max_tokens=20))
-    looked = set()
-    while not scheduler.idle:
-        live.observe(scheduler, scheduler.step())
-        looked.add(live._looked)
-    assert len(looked) == 2
-    assert live.read()["generated"] == 20
-    assert live.read()["tokens"] == []  # only of who says how many it knows
-    assert live.read(99)["tokens"] == []
 
 
 def test_who_asks_seldom_misses_times_and_nothing_grows(pocket: Any) -> None:
@@ -134,11 +117,9 @@ def test_an_error_ends_the_watching_and_not_the_engine(pocket: Any, caplog: pyte
 
 
 def test_who_asks_sees_an_answer(server: Running) -> None:
-    body = {"model": "pocket", "messages": [{"role": "user", "content": "A duck named Quirin."}], "max_tokens": 60}
     known = server.client.get("/live", params={"known": "x"}).json()["generated"]
-    asking = threading.Thread(
-        target=server.client.post, args=("/v1/chat/completions",), kwargs={"json": body | {"ignore_eos": True}}
-    )
+    body = CHAT.body("A duck named Quirin.", 60, ignore_eos=True)
+    asking = threading.Thread(target=server.client.post, args=(CHAT.path,), kwargs={"json": body})
     asking.start()
     seen: list[Any] = []
     state: dict[str, Any] = {}

@@ -4,7 +4,6 @@ import os
 from typing import Any
 
 import load_test
-import pytest
 from support.counts import count
 from support.server import Running
 
@@ -18,21 +17,14 @@ SOUND: dict[str, Any] = {
 
 
 def test_only_answers_that_are_allowed_and_every_page_is_free_afterwards(server: Running) -> None:
-    """Times are loose here: this process is the server, its clients and the tests' at once."""
     figures = load_test.load(server.url, os.getpid(), count(1.5, 20.0), count(60, 200))
     assert load_test.judge(figures, health_ms=5000) == []
     assert figures["health_asked"] > 3
     assert set(figures["kinds"]) == set(load_test.KINDS)
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"statuses": {"200": 1, "400": 1, "429": 1, "500": 1}}, "statuses [500]; expected none but"),
-        ({"idle_afterwards": False}, "idle_afterwards is false"),
-    ],
-)
-def test_what_is_wrong_is_found(change: dict[str, Any], problem: str) -> None:
+def test_what_is_wrong_is_found() -> None:
     assert load_test.judge(SOUND, 100) == []
-    [found] = load_test.judge(SOUND | change, 100)
-    assert found.startswith(problem)
+    for change in ({"statuses": {"200": 1, "400": 1, "429": 1, "500": 1}}, {"idle_afterwards": False}):
+        (found,) = load_test.judge(SOUND | change, 100)
+        assert found.startswith(*change)

@@ -1,17 +1,15 @@
 """The command as its user starts it, and the signals that end it."""
 
 import json
-import os
 import re
 import signal
 import sys
-import threading
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
-from support.server import SOON, start, started
+from support.interfaces import INTERFACES
+from support.server import SOON, started
 
 from kvant.cli.serve import REQUEST_BYTES
 from kvant.server import run
@@ -24,7 +22,7 @@ ASK = {"model": "pocket", "prompt": SECRET, "ignore_eos": True, "stream": True}
 
 
 def _resident(pid: int) -> int:
-    """The most bytes of memory that a process and those it started had; 0 where the system does not say."""
+    """The most bytes that a process and those it started had; 0 where the system does not say."""
     if sys.platform != "linux":
         return 0
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -33,7 +31,6 @@ def _resident(pid: int) -> int:
 
 
 def test_sigterm_lets_what_is_under_way_end(tmp_path: Path) -> None:
-    """Then the exit code is 0. Nothing was printed of prompts and keys, and the memory was the one that was."""
     keys = tmp_path / "keys"
     keys.write_text(f"other-key\n{KEY}\n")
     with started(tmp_path, "--api-key-file", "keys") as (process, client, lines):
@@ -47,7 +44,9 @@ def test_sigterm_lets_what_is_under_way_end(tmp_path: Path) -> None:
             while (health := client.get("/health")).status_code == 200:
                 pass
             assert health.json() == {"status": "ending", "waiting": 0, "running": 1}
-            assert client.post("/v1/completions", json=ASK).status_code == 503
+            for to in INTERFACES:
+                refused = client.post(to.path, json=to.body())
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
             found = [line.removeprefix("data: ") for line in events if line]
         assert found[-1] == "[DONE]"
         assert json.loads(found[-2])["choices"][0]["finish_reason"] == "length"
@@ -66,7 +65,6 @@ def test_sigterm_lets_what_is_under_way_end(tmp_path: Path) -> None:
 
 
 def test_sigkill_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Nothing is written, so nothing is half-written. The port is free at once."""
     with started(tmp_path) as (process, client, _):
         with client.stream("POST", "/v1/completions", json=ASK | {"max_tokens": 400}) as stream:
             events = stream.iter_lines()
@@ -84,41 +82,22 @@ def _written(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("openblas-")]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="its signals are others")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_at_once(pocket: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
-    """In this process, whose main thread serves."""
-    left: list[int] = []
-    service = start(Settings(port=0, sequences=1, max_kv_size=512), *pocket)
-    said: list[str] = []
-    asking: list[threading.Thread] = []
-
-    def leave(code: int) -> None:
-        left.append(code)
-        service.close()
-
-    def ask(url: str) -> None:
-        with (
-            httpx2.Client(base_url=url, trust_env=False, timeout=SOON) as client,
-            client.stream("POST", "/v1/completions", json=ASK | {"max_tokens": 400}) as stream,
-        ):
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    with started(tmp_path) as (process, client, lines):
+        with client.stream("POST", "/v1/completions", json=ASK | {"max_tokens": 400}) as stream:
             events = stream.iter_lines()
             next(events)
-            os.kill(os.getpid(), number)
-            while len(said) < 2:
-                next(events)
-            os.kill(os.getpid(), number)
-            list(events)
+            process.terminate()
+            while client.get("/health").status_code == 200:
+                pass
+            process.terminate()
+            with pytest.raises(httpx2.TransportError):
+                list(events)
+        assert process.wait(SOON) == 130
+    assert "another signal ends at once" in "".join(lines)
 
-    def announce(line: str) -> None:
-        said.append(line)
-        if len(said) == 1:
-            asking.append(threading.Thread(target=ask, args=(line,)))
-            asking[0].start()
 
-    monkeypatch.setattr(os, "_exit", leave)
-    code = run.serve(service, run.bind(service.settings), announce)
-    asking[0].join(SOON)
-    assert code == (0 if number == signal.SIGTERM else 130)  # where it is not ended at once
-    assert left == [130]
-    assert "another signal ends at once" in said[1]
+def test_ctrl_c_ends_with_its_code(tmp_path: Path) -> None:
+    with started(tmp_path) as (process, _, _):
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SOON) == 130

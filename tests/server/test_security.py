@@ -42,31 +42,23 @@ def _raw(server: Running, *headers: str) -> int:
     return int(server.exchange(f"{lines}\r\n\r\n".encode("latin-1")).split(b" ", 2)[1])
 
 
-@pytest.mark.parametrize(
-    "host",
-    ["127.0.0.1", "127.0.0.1:8080", "localhost", "localhost:1", "LocalHost:8080", "[::1]", "[::1]:65535"],
-)
-def test_own_hosts(server: Running, host: str) -> None:
-    assert _raw(server, f"Host: {host}") == 200
+OWN = ["127.0.0.1", "127.0.0.1:8080", "localhost", "localhost:1", "LocalHost:8080", "[::1]", "[::1]:65535"]
+REBOUND = [
+    "evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil.example", "evil-localhost",
+    "localhost:80@evil.example", "evil.example#localhost", "127.0.0.2", "0.0.0.0", "[::]", "::1", "2130706433",
+    "localhost.", "localhost:", "localhost:99999999", "", "127.0.0.1, evil.example", "localhost/evil.example",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        "evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil.example", "evil-localhost",
-        "localhost:80@evil.example", "evil.example#localhost", "127.0.0.2", "0.0.0.0", "[::]", "::1", "2130706433",
-        "localhost.", "localhost:", "localhost:99999999", "", "127.0.0.1, evil.example", "localhost/evil.example",
-    ],
-)  # fmt: skip
-def test_a_name_that_was_rebound_is_refused(server: Running, host: str) -> None:
-    assert _raw(server, f"Host: {host}") == 403
+@pytest.mark.parametrize(("host", "status"), [*((each, 200) for each in OWN), *((each, 403) for each in REBOUND)])
+def test_only_own_hosts(server: Running, host: str, status: int) -> None:
+    assert _raw(server, f"Host: {host}") == status
 
 
 def test_a_request_with_no_host_or_two(server: Running) -> None:
     assert _raw(server, "Host: localhost", "Host: evil.example") in (400, 403)
     assert _raw(server, "Host: evil.example", "X-Forwarded-Host: localhost", "Forwarded: host=localhost") == 403
-    status = server.exchange(b"GET /health HTTP/1.0\r\n\r\n").split(b" ", 2)[1]
-    assert status == b"403"
+    assert server.exchange(b"GET /health HTTP/1.0\r\n\r\n").split(b" ", 2)[1] == b"403"
 
 
 @pytest.mark.parametrize(
@@ -83,20 +75,15 @@ def test_pages_of_other_origins_are_refused(server: Running, origin: str) -> Non
         assert answer.status_code == 403
         assert answer.json()["error"]["message"].startswith("the Origin header is ")
         assert not [name for name in answer.headers if name.startswith("access-control-")]
-
-
-def test_its_own_page_may_ask_and_gets_no_cors(server: Running) -> None:
     answer = server.client.get("/health", headers={"origin": server.url})
     assert answer.status_code == 200
     assert not [name for name in answer.headers if name.startswith("access-control-")]
 
 
 def test_a_page_that_was_allowed(locked: Running) -> None:
-    """Its browser asks first, without a key. A wrong key's answer can be read by it, too."""
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, x-api-key"}
     first = locked.client.options("/v1/models", headers={"origin": PAGE, **asked})
-    assert first.status_code == 200
-    assert first.headers["access-control-allow-origin"] == PAGE
+    assert (first.status_code, first.headers["access-control-allow-origin"]) == (200, PAGE)
     assert "authorization" in first.headers["access-control-allow-headers"]
     assert "access-control-allow-credentials" not in first.headers
     for key, status in ((KEYS[0], 200), ("wrong", 401)):
@@ -111,7 +98,6 @@ def _ways(key: str) -> list[dict[str, str]]:
 
 
 def test_a_key_is_needed_on_every_route(locked: Running) -> None:
-    """Also where there is none, and for methods that a route does not have. The page's own files are no secret."""
     paths = {getattr(route, "path", "") for route in locked.server.config.app.routes}  # type: ignore[union-attr]
     assert paths >= {"/health", "/metrics", "/props", "/live", "/v1/models", "/tokenize", "/", "/page/{name}"}
     for path in [*(paths - {"/", "/page/{name}"}), "/nothing", "/v1/messages/batches", "/pages", "/page"]:
@@ -124,9 +110,10 @@ def test_a_key_is_needed_on_every_route(locked: Running) -> None:
             assert locked.client.get("/health", headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "key", ["sk-firs", "sk-first0", "SK-FIRST", "sk-first,sk-second", "sk-firs\xf4", "x" * 10_000, "*", "None"]
-)
+WRONG = ["sk-firs", "sk-first0", "SK-FIRST", "sk-first,sk-second", "sk-firs\xf4", "x" * 10_000, "*", "None"]
+
+
+@pytest.mark.parametrize("key", WRONG)
 def test_wrong_keys(locked: Running, key: str) -> None:
     for headers in _ways(key):
         encoded = {name: value.encode("latin-1") for name, value in headers.items()}
@@ -137,13 +124,11 @@ def test_wrong_keys(locked: Running, key: str) -> None:
 
 
 def test_how_a_missing_key_is_told(locked: Running) -> None:
-    """In the shape of each interface."""
     answer = locked.client.get("/v1/models")
     assert answer.headers["www-authenticate"] == "Bearer"
-    assert answer.json()["error"]["message"].startswith("there is no key; expected Authorization: Bearer KEY")
+    assert "Authorization: Bearer KEY" in answer.json()["error"]["message"]
     error = locked.client.post("/v1/messages", json={}).json()
-    assert error["error"]["type"] == "authentication_error"
-    assert error["request_id"].startswith("req_")
+    assert (error["error"]["type"], error["request_id"][:4]) == ("authentication_error", "req_")
 
 
 def test_keys_are_compared_in_constant_time(locked: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,16 +175,14 @@ def test_an_error_that_nobody_expected_tells_nothing(pocket: Any, caplog: pytest
     assert "ZeroDivisionError at test_security.py:" in caplog.text
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", "127.0.0.1.nip.io", "[::]"])
-def test_an_address_that_others_reach_needs_a_key(host: str) -> None:
-    with pytest.raises(ArgumentError, match=r"^host is .*, which other machines reach; it is refused without"):
-        Settings(host=host)
-    assert not Settings(host=host, api_keys=("k",)).is_loopback
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost", "LOCALHOST"])
-def test_loopback(host: str) -> None:
-    assert Settings(host=host).is_loopback
+def test_an_address_that_others_reach_needs_a_key() -> None:
+    for host in ("0.0.0.0", "::", "192.168.1.5", "example.org", "127.0.0.1.nip.io", "[::]"):
+        with pytest.raises(ArgumentError, match=r"^host is .*, which other machines reach"):
+            Settings(host=host)
+        assert not Settings(host=host, api_keys=("k",)).is_loopback
+    for host in ("127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost", "LOCALHOST"):
+        assert Settings(host=host).is_loopback
+    assert KEYS[0] not in repr(Settings(api_keys=KEYS))
 
 
 def test_a_server_on_all_addresses(pocket: Any) -> None:
@@ -213,21 +196,14 @@ def test_a_server_on_all_addresses(pocket: Any) -> None:
                 assert client.get("/health", headers=headers).status_code == status
 
 
-@pytest.mark.parametrize(
-    "origin", ["*", "null", "example.org", "https://a.example/", "https://a.example/x", "https://"]
-)
-def test_origins_that_cannot_be_allowed(origin: str) -> None:
-    with pytest.raises(ArgumentError, match=r"^allow_origin is .*; expected scheme://host\[:port\], without \* or"):
-        Settings(allow_origins=(origin,))
-
-
-def test_keys_are_not_shown() -> None:
-    assert KEYS[0] not in repr(Settings(api_keys=KEYS))
+def test_origins_that_cannot_be_allowed() -> None:
+    for origin in ("*", "null", "example.org", "https://a.example/", "https://a.example/x", "https://"):
+        with pytest.raises(ArgumentError, match=r"^allow_origin is .*; expected scheme://host"):
+            Settings(allow_origins=(origin,))
 
 
 @pytest.mark.parametrize("path", ["//health", "/./health", "/page/../health", "/page/%2e%2e/health", "/%2fhealth", "*"])
 def test_no_spelling_of_a_path_passes_the_key(locked: Running, path: str) -> None:
-    """Nor is it the page's file."""
     answer = locked.exchange(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
     assert answer.split(b" ", 2)[1] in (b"401", b"404")
     assert b"waiting" not in answer

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.checkpoints import qwen3_config, reference_model, save_checkpoint
+from support.interfaces import MESSAGES
 from support.server import Running, running, start
 from support.tokenizers_made import write_tokenizer
 
@@ -36,41 +37,38 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield found
 
 
-def _ask(server: Running, **fields: Any) -> Any:
-    asked = {"model": server.service.names[0], "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
-    return server.client.post("/v1/messages", json={**asked, "max_tokens": 40, **fields})
+def _ask(server: Running, **fields: Any) -> tuple[list[dict[str, Any]], int, int]:
+    """The blocks of an answer, its tokens, and those of its thinking."""
+    answer = MESSAGES.ask(server, "Hi", 40, model=server.service.names[0], **fields)
+    usage = answer["usage"]
+    return answer["content"], usage["output_tokens"], usage["output_tokens_details"]["thinking_tokens"]
 
 
 @pytest.mark.parametrize("budget", [8, 16])
 def test_thinking_ends_with_its_budget(thinker: Running, budget: int) -> None:
-    message = _ask(thinker, thinking={"type": "enabled", "budget_tokens": budget}).json()
-    assert message["usage"]["output_tokens_details"]["thinking_tokens"] == budget
-    assert message["usage"]["output_tokens"] == 40
-    assert [block["type"] for block in message["content"]][-1] == "text"
-    longer = _ask(thinker, thinking={"type": "enabled", "budget_tokens": 39}).json()
-    assert longer["content"][0]["thinking"].startswith("".join(b.get("thinking", "") for b in message["content"]))
+    content, *tokens = _ask(thinker, thinking={"type": "enabled", "budget_tokens": budget})
+    assert tokens == [40, budget]
+    assert content[-1]["type"] == "text"
+    (longer, *_), _, _ = _ask(thinker, thinking={"type": "enabled", "budget_tokens": 39})
+    assert longer["thinking"].startswith("".join(block.get("thinking", "") for block in content))
 
 
-def test_without_a_budget_it_thinks_on(thinker: Running) -> None:
-    for fields in ({}, {"thinking": {"type": "adaptive"}}):
-        message = _ask(thinker, **fields).json()
-        assert [block["type"] for block in message["content"]] == ["thinking"]
-        assert message["usage"]["output_tokens_details"]["thinking_tokens"] == 40
-    message = _ask(thinker, thinking={"type": "disabled"}).json()
-    assert [block["type"] for block in message["content"]] == ["text"]
+@pytest.mark.parametrize(("kind", "thought"), [(None, 40), ("adaptive", 40), ("disabled", 0)])
+def test_without_a_budget_it_thinks_on(thinker: Running, kind: str | None, thought: int) -> None:
+    content, *tokens = _ask(thinker, thinking={"type": kind} if kind else None)
+    assert tokens == [40, thought]
+    assert [block["type"] for block in content] == ["thinking" if thought else "text"]
 
 
 def test_an_answer_under_a_schema_after_it(thinker: Running) -> None:
     form = {"type": "json_schema", "schema": {**SCHEMA, "additionalProperties": False}}
     fields = {"thinking": {"type": "enabled", "budget_tokens": 8}, "output_config": {"format": form}}
-    message = _ask(thinker, **fields).json()
-    assert message["usage"]["output_tokens_details"]["thinking_tokens"] == 8
-    assert message["content"][-1]["text"] in ('{"sure":true}', '{"sure":false}')
-
-
-def test_a_budget_is_less_than_all(thinker: Running) -> None:
-    for budget in (0, 40):
-        answered = _ask(thinker, thinking={"type": "enabled", "budget_tokens": budget})
+    content, _, thought = _ask(thinker, **fields)
+    assert thought == 8
+    assert content[-1]["text"] in ('{"sure":true}', '{"sure":false}')
+    for budget in (0, 40):  # it has to be less than all
+        thinking = {"type": "enabled", "budget_tokens": budget}
+        answered = MESSAGES.post(thinker, "Hi", 40, model=thinker.service.names[0], thinking=thinking)
         assert answered.status_code == 400
         assert "thinking.budget_tokens" in answered.json()["error"]["message"]
 

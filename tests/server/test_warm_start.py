@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from support.command import call
+from support.interfaces import CHAT, counts_of
 from support.server import running, start
 
 from kvant.cache import CacheOptions
@@ -27,8 +28,7 @@ def saved(folder: Path, pocket: Any, tokens: int | None = None, *, bits: int = 8
     return str(folder / "prompt.kv"), len(ids)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 0])
-@pytest.mark.parametrize("keys", [(), ("first", "second")])
+@pytest.mark.parametrize(("bits", "keys"), [(8, ()), (4, ("first", "second")), (0, ())])
 def test_the_first_request_reads_only_what_is_new(
     bits: int, keys: tuple[str, ...], pocket: Any, tmp_path: Path
 ) -> None:
@@ -37,16 +37,13 @@ def test_the_first_request_reads_only_what_is_new(
     pool = make_pool(settings, pocket[0])
     warm_start(settings, pocket[0], pool, [path])
     assert pool.num_free == pool.num_pages
-    body = {"model": "pocket", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+    body = CHAT.body(MESSAGES, 12)
     with running(Service(settings, *pocket, pool)) as warm, running(start(settings, *pocket)) as cold:
         for key in keys or ("any",):
             headers = {"authorization": f"Bearer {key}"}
-            found, expected = (
-                each.client.post("/v1/chat/completions", json=body, headers=headers) for each in (warm, cold)
-            )
-            assert found.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == count
-            assert expected.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-            assert found.json()["choices"] == expected.json()["choices"]
+            both = [each.client.post(CHAT.path, json=body, headers=headers).json() for each in (warm, cold)]
+            assert [counts_of(answer["usage"])[1] for answer in both] == [count, 0]
+            assert both[0]["choices"] == both[1]["choices"]
 
 
 def test_what_cannot_be_begun_with(pocket: Any, tmp_path: Path) -> None:
@@ -60,7 +57,7 @@ def test_what_cannot_be_begun_with(pocket: Any, tmp_path: Path) -> None:
 
     fails(f"holds {count} tokens; expected 1 to 64, a sequence's", max_kv_size=64)
     fails("3 pages are needed; the pool has 2", max_kv_size=256, api_keys=("a", "b", "c"))
-    fails("of another format: kv_bits is 8; expected 4", kv_bits=4)
+    fails("of another format: kv_bits is 8; expected 4", cache=CacheOptions(kv_bits=4))
     saved(tmp_path, pocket, 9)
     fails("nothing of its 9 tokens can be shared")
 

@@ -5,10 +5,7 @@ QWEN2 = """
     {{- '<|im_start|>system\\n' }}
     {%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] }}{%- else %}{{- 'Be of help.' }}{%- endif %}
     {{- "\\n\\n# Functions\\n<tools>" }}
-    {%- for tool in tools %}
-        {{- "\\n" }}
-        {{- tool | tojson }}
-    {%- endfor %}
+    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
     {{- "\\n</tools><|im_end|>\\n" }}
 {%- elif messages[0]['role'] != 'system' %}
     {{- '<|im_start|>system\\nBe of help.<|im_end|>\\n' }}
@@ -24,8 +21,7 @@ QWEN2 = """
         {%- for tool_call in message.tool_calls %}
             {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
             {{- '\\n<tool_call>\\n{"name": "' ~ tool_call.name ~ '", "arguments": ' }}
-            {{- tool_call.arguments | tojson }}
-            {{- '}\\n</tool_call>' }}
+            {{- tool_call.arguments | tojson }}{{- '}\\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- elif message.role == "tool" %}
@@ -57,8 +53,7 @@ QWEN3 = """
     {%- if not ns.looking %}{%- break %}{%- endif %}
     {%- set text = content_of(message.content) | trim %}
     {%- if message.role == "user" and not (text.startswith('<tool_response>') and text.endswith('</tool_response>')) %}
-        {%- set ns.looking = false %}
-        {%- set ns.last = index %}
+        {%- set ns.looking = false %}{%- set ns.last = index %}
     {%- endif %}
 {%- endfor %}
 {%- for message in messages %}
@@ -66,8 +61,7 @@ QWEN3 = """
         {{- '<tool_response>' + message.content + '</tool_response>\\n' }}
         {%- continue %}
     {%- endif %}
-    {%- set content = content_of(message.content) %}
-    {%- set reasoning = '' %}
+    {%- set content = content_of(message.content) %}{%- set reasoning = '' %}
     {%- if message.reasoning_content is string %}
         {%- set reasoning = message.reasoning_content %}
     {%- elif '</think>' in content %}
@@ -105,8 +99,7 @@ LLAMA3 = """
 
 {#- The system message has a place of its own. #}
 {%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] | trim %}
-    {%- set messages = messages[1:] %}
+    {%- set system_message = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}
 {%- else %}
     {%- set system_message = "" %}
 {%- endif %}
@@ -118,16 +111,12 @@ LLAMA3 = """
 {{- "Date: " + date_string + "\\n\\n" + system_message + "<|eot_id|>" }}
 {%- if tools_in_user_message and not tools is none %}
     {%- if messages | length != 0 %}
-        {%- set first = messages[0]['content'] | trim %}
-        {%- set messages = messages[1:] %}
+        {%- set first = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}
     {%- else %}
         {{- raise_exception("There is no first user message!") }}
     {%- endif %}
     {{- '<|start_header_id|>user<|end_header_id|>\\n\\n' -}}
-    {%- for t in tools %}
-        {{- t | tojson(indent=4) }}
-        {{- "\\n\\n" }}
-    {%- endfor %}
+    {%- for t in tools %}{{- t | tojson(indent=4) }}{{- "\\n\\n" }}{%- endfor %}
     {{- first + "<|eot_id|>" }}
 {%- endif %}
 {%- for message in messages %}
@@ -159,14 +148,12 @@ LLAMA3 = """
 
 MISTRAL = """
 {%- if messages[0]["role"] == "system" %}
-    {%- set system_message = messages[0]["content"] %}
-    {%- set loop_messages = messages[1:] %}
+    {%- set system_message = messages[0]["content"] %}{%- set loop_messages = messages[1:] %}
 {%- else %}
     {%- set loop_messages = messages %}
 {%- endif %}
 {%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
-{%- set ns = namespace() %}
-{%- set ns.index = 0 %}
+{%- set ns = namespace() %}{%- set ns.index = 0 %}
 {%- for message in loop_messages %}
     {%- if not (message.role == "tool" or (message.tool_calls is defined and message.tool_calls is not none)) %}
         {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
@@ -248,8 +235,7 @@ QWEN3_CODER = """
             {{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
             {%- for name, value in call.function.arguments | items %}
                 {{- '<parameter=' + name + '>\\n' }}
-                {{- value | tojson | safe if value is mapping else value | string }}
-                {{- '\\n</parameter>\\n' }}
+                {{- value | tojson | safe if value is mapping else value | string }}{{- '\\n</parameter>\\n' }}
             {%- endfor %}
             {{- '</function>\\n</tool_call>' }}
         {%- endfor %}

@@ -83,7 +83,7 @@ def unfused_append(
 ) -> list[mx.array]:
     """The append's results."""
     assert name == "append"
-    options = {"kv_bits": template["BITS"], "kv_group_size": template["GROUP"], "scale_dtype": template["SCALE"]}
+    options = {"quant_bit": template["BITS"], "quant_group": template["GROUP"], "scale_dtype": template["SCALE"]}
     key, value = inputs
     both = (
         mx.stack([key, value], axis=1) if key.shape == value.shape else mx.concatenate([key, value], axis=-1)[:, None]

@@ -1,7 +1,8 @@
-"""What the tests of the server's interfaces share: a service without an engine, and events to feed."""
+"""What the tests of the server's interfaces share: how each is asked, a service without an engine, events to feed."""
 
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,72 @@ from hypothesis import strategies as st
 from kvant.server.endpoint import Encoder
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Event, Text
+from support.server import Running
+
+FOX = "Tell me a story about a fox."
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What the fields of its requests are called."""
+
+    path: str
+    asked: str
+    limit: str = "max_tokens"
+
+    def __str__(self) -> str:
+        return self.path.removeprefix("/v1/")
+
+    def body(self, asked: Any = FOX, tokens: int | None = 24, **fields: Any) -> dict[str, Any]:
+        """A request; fields that are None are left out."""
+        if isinstance(asked, str) and self.asked != "prompt":
+            asked = [{"role": "user", "content": asked}]
+        body = {"model": "pocket", self.asked: asked, self.limit: tokens, "temperature": 0} | fields
+        return {name: value for name, value in body.items() if value is not None}
+
+    def post(self, server: Running, *given: Any, **fields: Any) -> Any:
+        return server.client.post(self.path, json=self.body(*given, **fields))
+
+    def ask(self, server: Running, *given: Any, **fields: Any) -> dict[str, Any]:
+        """A whole answer."""
+        answered = self.post(server, *given, **fields)
+        assert answered.status_code == 200, answered.text
+        return dict(answered.json())
+
+
+CHAT = Interface("/v1/chat/completions", "messages")
+COMPLETIONS = Interface("/v1/completions", "prompt")
+MESSAGES = Interface("/v1/messages", "messages")
+RESPONSES = Interface("/v1/responses", "input", "max_output_tokens")
+INTERFACES = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
+
+
+def pieces(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """The texts and calls of an answer's first choice."""
+    if "content" in answer:
+        return list(answer["content"])
+    if "output" in answer:
+        return [item["content"][0] if item["type"] == "message" else item for item in answer["output"]]
+    choice = answer["choices"][0]
+    message = choice.get("message") or {"content": choice["text"]}
+    texts = [{"text": message["content"]}] if message["content"] else []
+    return texts + [{**call, **call["function"]} for call in message.get("tool_calls", ())]
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return "".join(piece.get("text", "") for piece in pieces(answer))
+
+
+def counts_of(usage: dict[str, Any]) -> tuple[int, int, int]:
+    """The tokens of the prompt, those of them from the cache, and those of the answer."""
+    if "prompt_tokens" in usage:
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return usage["prompt_tokens"], cached, usage["completion_tokens"]
+    if "input_tokens_details" in usage:
+        return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"]
+    cached = usage["cache_read_input_tokens"]
+    return usage["input_tokens"] + cached, cached, usage["output_tokens"]
+
 
 SWITCHED = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 

@@ -1,4 +1,6 @@
-"""How far numbers are from what they should be."""
+"""How far numbers are from what they should be, and the memory that they take."""
+
+from collections.abc import Callable
 
 import mlx.core as mx
 
@@ -8,3 +10,14 @@ def relative_error(given: mx.array, expected: mx.array) -> float:
     assert given.shape == expected.shape
     assert mx.isfinite(given).all().item()
     return (mx.abs(given - expected).max() / mx.abs(expected).max()).item()
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Bytes above the resting state while it works."""
+    mx.synchronize()
+    mx.clear_cache()
+    resting = mx.get_active_memory()
+    mx.reset_peak_memory()
+    work()
+    mx.synchronize()
+    return mx.get_peak_memory() - resting

@@ -1,8 +1,7 @@
-"""What a pool's sequence must hold and give: every token's bytes kept apart in NumPy, attention in float64.
+"""What a layer or a pool's sequence must hold and give: every token's bytes in NumPy, attention in float64.
 
-Nothing of the pool's own tables, arrays or attention is used but one thing: a quantized value may come out one step
-higher or lower where a number lay on the edge. So the bytes of new tokens are compared with those the pool wrote, and
-then taken over. From then on they are never read from the pool again.
+A quantized value may come out one step higher or lower if a number lay on the edge. So a pool's bytes of new tokens are
+compared, and then taken over; they are never read again.
 """
 
 from dataclasses import dataclass, field, replace
@@ -29,46 +28,52 @@ class OracleLayer:
     frequencies: Array
     values: list[Array] = field(default_factory=list)  # (2, K, last) of each token
     scales: list[Array] = field(default_factory=list)
-    written: list[Array] = field(default_factory=list)  # (2, K, S, last) each: what the pool wrote in this step
+    written: list[Array] = field(default_factory=list)  # (2, K, S, last) each, that a pool wrote in this step
 
     def attend(
-        self, query: mx.array, key: mx.array, value: mx.array, mask: None = None, sinks: mx.array | None = None
+        self,
+        query: mx.array,
+        key: mx.array,
+        value: mx.array,
+        mask: mx.array | None = None,
+        sinks: mx.array | None = None,
     ) -> mx.array:
-        """Of one sequence: (1, H, S, D)."""
+        """Of one sequence: (1, H, S, D). ``mask`` (S, T) is added to the scores."""
         self._append(key, value)
         keys, values = self._tokens()
         _, H, S, D = query.shape
-        T = keys.shape[1]
-        q = np.array(query[0], np.float64).reshape(keys.shape[0], -1, S, D)
-        scores = q @ keys.swapaxes(-1, -2)[:, None] / np.sqrt(D)  # (K, H/K, S, T)
+        K, T, _ = keys.shape
+        scores = np.array(query[0], np.float64).reshape(K, -1, S, D) @ keys.swapaxes(-1, -2)[:, None] / np.sqrt(D)
+        if mask is not None:
+            scores += np.array(mask)
         place, token = np.arange(T - S, T)[:, None], np.arange(T)
-        seen = (token <= place) & (token > place - (self.format.window or T))
+        near = token > place - (self.format.window or T)
+        seen = (token <= place) & (near | (token < self.format.keep))
         most = np.where(seen, scores, -np.inf).max(-1, keepdims=True)
         weights = np.where(seen, np.exp(scores - most), 0.0)
         total = weights.sum(-1, keepdims=True)
         if sinks is not None:
-            total = total + np.exp(np.array(sinks, np.float64).reshape(keys.shape[0], -1, 1, 1) - most)
-        weights /= total
+            total = total + np.exp(np.array(sinks, np.float64).reshape(K, -1, 1, 1) - most)
         # A token that nobody sees may be unknown: 0 times NaN is NaN.
-        output = weights @ np.where(seen.any(0)[:, None], values, 0.0)[:, None]
+        output = weights / total @ np.where(seen.any(0)[:, None], values, 0.0)[:, None]
         return mx.array(output.reshape(1, H, S, D).astype(np.float32))
 
     def _append(self, key: mx.array, value: mx.array) -> None:
         own = mx.stack([key[0], value[0]])  # (2, K, S, D)
-        if self.format.kv_bits:
-            expected = quantize(own, kv_bits=self.format.kv_bits, kv_group_size=self.format.kv_group_size)
-            levels, given = np.array(expected[0]), self.written[0]
-            if self.format.kv_bits == 4:
-                levels, given = unpack_nibbles(levels), unpack_nibbles(given)
+        bits, group = self.format.kv_bits, self.format.kv_group_size
+        expected = [np.array(x) for x in (quantize(own, quant_bit=bits, quant_group=group) if bits else [own])]
+        written = self.written or expected
+        if bits:
+            levels, given = (unpack_nibbles(x[0]) if bits == 4 else x[0] for x in (expected, written))
             moved = np.abs(levels.astype(int) - given)
             assert moved.max() <= 1
             assert (moved > 0).mean() < 0.02
-            np.testing.assert_allclose(self.written[1], np.array(expected[1]), rtol=2e-3)
+            np.testing.assert_allclose(written[1], expected[1], rtol=2e-3)
         else:
-            np.testing.assert_allclose(self.written[0], np.array(own), atol=1e-4)
+            np.testing.assert_allclose(written[0], expected[0], atol=1e-4)
         for number in range(key.shape[2]):
-            self.values.append(self.written[0][:, :, number])
-            self.scales.append(self.written[-1][:, :, number])
+            self.values.append(written[0][:, :, number])
+            self.scales.append(written[-1][:, :, number])
 
     def _tokens(self) -> tuple[Array, Array]:
         """Keys and values (K, T, D) with their biases."""

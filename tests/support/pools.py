@@ -13,6 +13,8 @@ from kvant.models import Decoder, load_decoder
 from kvant.models.bias import split_pairs
 from support.checkpoints import qwen2_config, reference_model, save_checkpoint
 
+TEXT = [(7 * i * i + 3 * i) % 290 for i in range(1000)]
+
 
 def prefill(model: Decoder, pool: Pool, sequence: PoolSequence, ids: Sequence[int], step: int = 128) -> mx.array:
     """Feed a text. Returns the logits (1, vocab) of its last token."""
@@ -36,6 +38,11 @@ def decode(model: Decoder, pool: Pool, sequences: Sequence[PoolSequence], ids: S
 def close(given: mx.array, expected: mx.array, tolerance: float = 1e-5) -> bool:
     """Whether they differ by no more than this part of the largest."""
     return bool((mx.abs(given - expected).max() <= tolerance * mx.abs(expected).max()).item())
+
+
+def next_logits(model: Decoder, ids: Sequence[int]) -> mx.array:
+    """The logits (1, vocab) of a text's last token, without any cache."""
+    return model.logits(model.hidden_states(mx.array([list(ids)]))[:, -1])
 
 
 def tiny_model(folder: Path, windows: Sequence[int | None] = (None,), **changes: Any) -> Decoder:

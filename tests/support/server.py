@@ -6,14 +6,14 @@ import re
 import socket
 import subprocess
 import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx2
-import pytest
 from starlette.routing import BaseRoute
 
 import kvant
@@ -30,11 +30,7 @@ SOON = 30  # seconds until which a test waits for what should be immediate
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A server that answers.
-
-    Attributes:
-        client: of this server; it keeps no environment's proxies.
-    """
+    """A server that answers, and a client of it."""
 
     url: str
     client: httpx2.Client
@@ -52,6 +48,14 @@ class Running:
         with self.connect() as connection:
             connection.sendall(sent)
             return read_all(connection)
+
+
+def wait(condition: Callable[[], object]) -> None:
+    """Wait until something is so, which takes milliseconds."""
+    end = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -95,19 +99,12 @@ def running(service: Service, routes: Sequence[BaseRoute] = ()) -> Iterator[Runn
             service.close()
 
 
-@pytest.fixture(scope="session")
-def server(pocket: Any) -> Iterator[Running]:
-    """Pocket, 4 sequences of 512 tokens, no key."""
-    settings = Settings(port=0, sequences=4, max_kv_size=512, max_queue=16)
-    with running(start(settings, *pocket)) as found:
-        yield found
+Started = tuple[Any, httpx2.Client, list[str]]  # a process, a client of it, its lines on standard error as they come
 
 
 @contextmanager
-def started(
-    folder: Path, *arguments: str, command: Sequence[str] = ()
-) -> Iterator[tuple[Any, httpx2.Client, list[str]]]:
-    """``kvant serve`` as a process in a folder, a client of it, and its lines on standard error as they come."""
+def started(folder: Path, *arguments: str, command: Sequence[str] = ()) -> Iterator[Started]:
+    """``kvant serve`` as a process in a folder."""
     places = {name: str(folder) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")}
     process = subprocess.Popen(
         command or [*COMMAND, "serve", "--port", "0", "--sequences", "2", "--max-kv-size", "512", *arguments],
@@ -142,15 +139,17 @@ def started(
 
 
 def sse_events(server: Running, path: str, body: Any) -> list[dict[str, Any]]:
-    """The events of a stream in which each is named as its data's type says."""
+    """The events of a stream, each of which is named as its data's type says."""
     with server.client.stream("POST", path, json={**body, "stream": True}) as answered:
         assert answered.headers["content-type"].startswith("text/event-stream"), answered.read()
-        text = "".join(answered.iter_text())
+        parts = "".join(answered.iter_text()).removesuffix("\n\n").split("\n\n")
+    if path.endswith("completions") and not parts[-1].startswith('data: {"error"'):
+        assert parts.pop() == "data: [DONE]"
     events = []
-    for part in text.removesuffix("\n\n").split("\n\n"):
-        name, data = part.split("\n")
+    for part in parts:
+        *name, data = part.split("\n")
         events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
+        assert name == ([f"event: {events[-1]['type']}"] if "type" in events[-1] else [])
     return events
 
 
@@ -159,10 +158,3 @@ async def failing(*_: object) -> AsyncGenerator[Event, None]:
     yield Begun(3, 0)
     yield Text(0, "Once")
     raise ApiError("the engine failed", status=503)
-
-
-def chat_text(server: Running, messages: Any, **fields: Any) -> str:
-    """The text that /v1/chat/completions answers. Its tests hold it against mlx-lm."""
-    answered = server.client.post("/v1/chat/completions", json={"model": "pocket", "messages": messages} | fields)
-    assert answered.status_code == 200, answered.text
-    return str(answered.json()["choices"][0]["message"]["content"])

@@ -7,17 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 TEXT = [
     "The quick brown fox jumps over the lazy dog, isn't it? We'll see: 1234567890 times!",
@@ -55,17 +45,16 @@ def qwen2() -> tuple[Tokenizer, Config]:
     made.normalizer = normalizers.NFC()
     made.post_processor = processors.ByteLevel(trim_offsets=False)
     made.add_tokens([AddedToken("<tool_call>", special=False, normalized=False)])
-    listed = {str(i): _state(token) for i, token in made.get_added_tokens_decoder().items()}
+    keys = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+    known = made.get_added_tokens_decoder().items()
+    named = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "add_prefix_space": False}
+    plain = {"clean_up_tokenization_spaces": False, "split_special_tokens": False}
     return made, {
+        **named,
+        **plain,
         "tokenizer_class": "Qwen2Tokenizer",
-        "add_prefix_space": False,
-        "bos_token": None,
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
         "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
-        "added_tokens_decoder": listed,
-        "clean_up_tokenization_spaces": False,
-        "split_special_tokens": False,
+        "added_tokens_decoder": {str(i): {key: getattr(token, key) for key in keys} for i, token in known},
     }
 
 
@@ -73,17 +62,12 @@ def llama3() -> tuple[Tokenizer, Config]:
     """As Llama 3: begins a text with a token of its own."""
     specials = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
     made = _byte_level(LLAMA3, specials)
-    bos = made.token_to_id("<|begin_of_text|>")
-    template = processors.TemplateProcessing(
-        single="<|begin_of_text|> $A", pair="<|begin_of_text|> $A $B", special_tokens=[("<|begin_of_text|>", bos)]
-    )
+    named = [("<|begin_of_text|>", made.token_to_id("<|begin_of_text|>"))]
+    pair = "<|begin_of_text|> $A $B"
+    template = processors.TemplateProcessing(single="<|begin_of_text|> $A", pair=pair, special_tokens=named)
     made.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
-    return made, {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|begin_of_text|>",
-        "eos_token": "<|eot_id|>",
-        "clean_up_tokenization_spaces": True,
-    }
+    ends = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+    return made, {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": True, **ends}
 
 
 def _gpt2(made: Tokenizer, bos: str, eos: str, pad: str, **others: Any) -> tuple[Tokenizer, Config]:
@@ -108,9 +92,8 @@ def _sentencepiece(kind: str) -> Tokenizer:
     """As SentencePiece models are converted: spaces become ▁, what is unknown becomes bytes."""
     specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     is_unigram = kind == "unigram"
-    made = Tokenizer(
-        models.Unigram() if is_unigram else models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
+    bpe = models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    made = Tokenizer(models.Unigram() if is_unigram else bpe)
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     made.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -124,10 +107,8 @@ def _sentencepiece(kind: str) -> Tokenizer:
     if is_unigram:
         raw["model"]["byte_fallback"] = True
     made = Tokenizer.from_str(json.dumps(raw))
-    bos = made.token_to_id("<s>")
-    made.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", bos)]
-    )
+    named = [("<s>", made.token_to_id("<s>"))]
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=named)
     return made
 
 
@@ -158,14 +139,9 @@ def wordpiece() -> tuple[Tokenizer, Config]:
     _train(made, trainers.WordPieceTrainer, 600, specials)
     ids = [("[CLS]", made.token_to_id("[CLS]")), ("[SEP]", made.token_to_id("[SEP]"))]
     made.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ids)
-    return made, {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": "[UNK]",
-        "cls_token": "[CLS]",
-        "sep_token": "[SEP]",
-        "mask_token": {"content": "[MASK]", "lstrip": True, "__type": "AddedToken"},
-        "clean_up_tokenization_spaces": True,
-    }
+    named: Config = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    named["mask_token"] = {"content": "[MASK]", "lstrip": True, "__type": "AddedToken"}
+    return made, {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": True, **named}
 
 
 # Family -> what makes it, and config.json's model_type.
@@ -206,24 +182,15 @@ def strings(count: int, seed: int, specials: list[str]) -> list[str]:
     spaces = [" ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u200b", "\u2028", "\v", ""]
     marks = ["e\u0301", "\u0301", "A\u030a", "ﬁ", "①", "½", "\ufeff", "\u200d", "\U0001f98a", "\x00", "\x7f", "▁", "Ġ"]
 
+    blocks = [(0x20, 0x250), (0x370, 0x600), (0x900, 0xD00), (0x3040, 0xA000), (0x1F300, 0x1FAFF)]
+
     def piece() -> str:
-        kind = rng.randrange(8)
-        if kind < 3:
-            return rng.choice(words)
-        if kind == 3:
-            return rng.choice(spaces)
-        if kind == 4:
-            return rng.choice(marks)
-        if kind == 5:
-            return rng.choice(specials) if specials else ""
-        if kind == 6:
-            return str(rng.randrange(10 ** rng.randrange(1, 12)))
-        block = rng.choice([(0x20, 0x250), (0x370, 0x600), (0x900, 0xD00), (0x3040, 0xA000), (0x1F300, 0x1FAFF)])
-        return "".join(chr(rng.randrange(*block)) for _ in range(rng.randrange(1, 6)))
+        block = rng.choice(blocks)
+        some = "".join(chr(rng.randrange(*block)) for _ in range(rng.randrange(1, 6)))
+        number = str(rng.randrange(10 ** rng.randrange(1, 12)))
+        special = rng.choice(specials) if specials else ""
+        return rng.choice(
+            [*(rng.choice(words) for _ in range(3)), rng.choice(spaces), rng.choice(marks), special, number, some]
+        )
 
     return ["".join(piece() + rng.choice(spaces) for _ in range(rng.randrange(12))) for _ in range(count)]
-
-
-def _state(token: AddedToken) -> dict[str, Any]:
-    keys = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-    return {key: getattr(token, key) for key in keys}

@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from support.tokenizers_made import write_tokenizer
 from kvant.text.answer_parts import AnswerParts, CallPart, Part, TextPart
 from kvant.text.call_form import ToolFormat
 from kvant.text.stream import TextStream
+from kvant.text.thinking import HARMONY, HARMONY_TOKENS, Marks, marks_of
 from kvant.text.tokenizer import Tokenizer, load_tokenizer
 from kvant.text.tool_forms import Hermes, Llama3, Mistral, MistralArgs, QwenCoder
 
@@ -27,6 +29,9 @@ HERMES_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 CODER_ROME = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
 LLAMA_ROME = '{"name": "weather", "parameters": {"city": "Rome"}}'
 MISTRAL_ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
+CALLS = {"hermes": HERMES_ROME, "qwen3_coder": CODER_ROME, "llama3": f"<|python_tag|>{LLAMA_ROME}",
+         "mistral": f"[TOOL_CALLS] [{MISTRAL_ROME}]",
+         "mistral_args": '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}'}  # fmt: skip
 # A form, an answer, and its parts: text, ("thinking", text), or a call.
 CASES: list[tuple[ToolFormat, str, list[Any]]] = [
     (Hermes(), HERMES_ROME, [ROME]),
@@ -101,6 +106,31 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
 ]  # fmt: skip
 
 
+THINK = Marks(("<think>",), "</think>")
+CHANNEL = Marks(("<|channel>thought",), "<channel|>")
+# Marks, the end of the prompt, the model's text, its thinking, its answer.
+THINKING = [
+    (THINK, "assistant\n", "<think>\nlet me see\n\nyes\n</think>\n\nSunny.\n", "let me see\n\nyes", "Sunny.\n"),
+    (THINK, "assistant\n", "\n <think>a</think>b", "a", "b"),
+    (THINK, "assistant\n<think>\n", "let me see\n</think>\n\nSunny.", "let me see", "Sunny."),
+    (THINK, "assistant\n<think>\n\n</think>\n\n", "Sunny.", "", "Sunny."),
+    (THINK, "assistant\n", "Sunny.", "", "Sunny."),
+    (THINK, "assistant\n", "  Sunny <think> and </think>.", "", "  Sunny <think> and </think>."),
+    (THINK, "<think> in the question\nassistant\n", "No.", "", "No."),
+    (THINK, "assistant\n", "<think>a < b </thin k\n", "a < b </thin k", ""),
+    (THINK, "assistant\n", " \n", "", " \n"),
+    (THINK, "assistant\n", "<think>a</thi", "a</thi", ""),
+    (THINK, "assistant\n", "<thin", "", "<thin"),
+    (THINK, "assistant\n", "<think>\n\n</think>\n\nSunny.", "", "Sunny."),
+    (THINK, "assistant\n", "<think>a</think>\n<think>b</think>\nSunny.", "ab", "Sunny."),
+    (THINK, "assistant\n", "", "", ""),
+    (CHANNEL, "<|turn>model\n", "<|channel>thought\nhm\n<channel|>Sunny.", "hm", "Sunny."),
+    (HARMONY, "<|start|>assistant",
+     "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Sunny.", "hm", "Sunny."),
+    (HARMONY, "<|start|>assistant", "<|channel|>final<|message|>Sunny.", "", "Sunny."),
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """One with marks of thinking."""
@@ -108,24 +138,29 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(write_tokenizer(folder, "qwen3", extra_special_tokens=["<think>", "</think>"]))
 
 
+@pytest.fixture(scope="module")
+def thinkers(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[Marks, Tokenizer]:
+    """Tokenizers with each family's marks of thinking."""
+    made = {THINK: tokenizer}
+    for marks, tokens in ((CHANNEL, ["<|channel>", "<channel|>"]), (HARMONY, list(HARMONY_TOKENS))):
+        folder = tmp_path_factory.mktemp("thinker")
+        made[marks] = load_tokenizer(write_tokenizer(folder, "qwen3", extra_special_tokens=tokens))
+        assert marks_of(made[marks]) == marks
+    return made
+
+
 def joined(parts: list[Part]) -> list[Any]:
     """Parts, with the pieces of a text put together, in the form of CASES."""
     found: list[Any] = []
-    for part in parts:
-        if isinstance(part, CallPart):
-            found.append(part)
+    for is_text, run in groupby(parts, lambda part: (isinstance(part, TextPart), getattr(part, "thinking", False))):
+        pieces = list(run)
+        if not is_text[0]:
+            found += pieces
             continue
-        assert part.text
-        kind = "thinking" if part.thinking else "text"
-        if found and isinstance(found[-1], list) and found[-1][0] == kind:
-            found[-1][1] += part.text
-        else:
-            found.append([kind, part.text])
-    return [tuple(each) if isinstance(each, list) and each[0] == "thinking" else _text(each) for each in found]
-
-
-def _text(each: Any) -> Any:
-    return each[1] if isinstance(each, list) else each
+        assert all(part.text for part in pieces)
+        text = "".join(part.text for part in pieces)
+        found.append(("thinking", text) if is_text[1] else text)
+    return found
 
 
 def split(splitter: AnswerParts, text: str, sizes: random.Random | None) -> list[Part]:
@@ -151,29 +186,30 @@ def test_pieces_of_any_size(tokenizer: Tokenizer, form: ToolFormat, text: str, e
     assert joined([*whole.add(text), *whole.finish()]) == expected
 
 
+@pytest.mark.parametrize(("marks", "prompt", "text", "thinking", "answer"), THINKING)
+def test_thinking_in_pieces_of_any_size(
+    thinkers: dict[Marks, Tokenizer], marks: Marks, prompt: str, text: str, thinking: str, answer: str
+) -> None:
+    for seed in range(30):
+        parts = split(AnswerParts(thinkers[marks], prompt), text, random.Random(seed) if seed else None)
+        found = [part for part in parts if isinstance(part, TextPart)]
+        assert "".join(part.text for part in found if part.thinking) == thinking
+        assert "".join(part.text for part in found if not part.thinking) == answer
+
+
 @pytest.mark.parametrize(
     "form", [Hermes(), QwenCoder(), Llama3(), Mistral(), MistralArgs()], ids=lambda form: form.name
 )
 def test_random_answers(tokenizer: Tokenizer, form: ToolFormat) -> None:
-    """Of thinking, words, marks, halves of calls, wrong calls and calls: a split answer has the parts of the whole."""
     rng = random.Random(form.name)
-    calls = {"hermes": HERMES_ROME, "qwen3_coder": CODER_ROME, "llama3": f"<|python_tag|>{LLAMA_ROME}",
-             "mistral": f"[TOOL_CALLS] [{MISTRAL_ROME}]",
-             "mistral_args": '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}'}  # fmt: skip
-    call = calls[form.name]
+    call = CALLS[form.name]
     marks = [*form.starts, "</tool_call>", "{", '{"name": ', "[ARGS]", "<function=", "</function>", '"', "}"]
+    words = [" ", "\n", "so ", "a < b", "[", "\\", "é", "<think>", "</think>", ""]
 
     def piece() -> str:
-        kind = rng.randrange(7)
-        if kind == 0:
-            return call
-        if kind == 1:
-            return call[: rng.randrange(len(call))]
-        if kind == 2:
-            return call.replace("weather", rng.choice(["wether", "now", ""]))
-        if kind == 3:
-            return rng.choice(marks)
-        return rng.choice([" ", "\n", "so ", "a < b", "[", "\\", "é", "<think>", "</think>", ""])
+        wrong = call.replace("weather", rng.choice(["wether", "now", ""]))
+        word = (rng.choice(words) for _ in range(3))
+        return rng.choice([call, call[: rng.randrange(len(call))], wrong, rng.choice(marks), *word])
 
     called = plain = 0
     for _ in range(count(300, 10_000)):
@@ -205,10 +241,15 @@ def test_what_is_certain_comes_at_once(tokenizer: Tokenizer) -> None:
     assert splitter.add('\n<tool_call>\n{"nam') == []
     assert splitter.add("ing") == [TextPart("\n<tool_call>\n{"), TextPart('"naming')]
     assert splitter.finish() == []
+    splitter = AnswerParts(tokenizer, "assistant\n")
+    assert splitter.add("<think>") == []
+    assert splitter.add("one") == [TextPart("one", True)]
+    assert splitter.add("\n") == []
+    assert splitter.add("two </") == [TextPart("\ntwo ", True)]
+    assert splitter.add("think>\n\nSun") == [TextPart("Sun")]
 
 
 def test_a_text_that_is_no_call_comes_before_it_ends(tokenizer: Tokenizer) -> None:
-    """JSON that a client asked for is not held back until it is whole."""
     splitter = AnswerParts(tokenizer, "assistant\n", TOOLS, Llama3())
     assert splitter.add('{"nam') == []
     assert joined(splitter.add('es": ["An')) == ['{"names": ["An']
@@ -224,29 +265,24 @@ def test_without_tools_all_is_text_at_once(tokenizer: Tokenizer, form: ToolForma
 
 
 def test_without_marks_of_thinking(pocket: tuple[object, Tokenizer]) -> None:
+    assert marks_of(pocket[1]) is None
     splitter = AnswerParts(pocket[1], "assistant\n", TOOLS, Hermes())
     assert joined([*splitter.add(f"<think>a</think>{HERMES_ROME}"), *splitter.finish()]) == ["<think>a</think>", ROME]
 
 
 @pytest.mark.parametrize(
-    ("family", "form", "tokens", "text"),
+    ("family", "form", "tokens"),
     [
-        ("qwen3", Hermes(), ["<tool_call>", "</tool_call>", "<think>", "</think>"], f"Yes.\n{HERMES_ROME}\n"),
-        ("llama3", Llama3(), ["<|python_tag|>"], f"Yes.<|python_tag|>{LLAMA_ROME}"),
-        ("mistral", Mistral(), ["[TOOL_CALLS]"], f"Yes.[TOOL_CALLS] [{MISTRAL_ROME}]"),
-        ("unigram", Mistral(), ["[TOOL_CALLS]"], f"Yes.[TOOL_CALLS] [{MISTRAL_ROME}]"),
+        ("qwen3", Hermes(), ["<tool_call>", "</tool_call>", "<think>", "</think>"]),
+        ("llama3", Llama3(), ["<|python_tag|>"]),
+        ("mistral", Mistral(), ["[TOOL_CALLS]"]),
+        ("unigram", Mistral(), ["[TOOL_CALLS]"]),
     ],
 )
-def test_marks_that_are_special_tokens(
-    tmp_path: Path, family: str, form: ToolFormat, tokens: list[str], text: str
-) -> None:
-    """They are in the text of a stream, which is that of ``decode``; other special tokens are as they were."""
+def test_marks_that_are_special_tokens(tmp_path: Path, family: str, form: ToolFormat, tokens: list[str]) -> None:
     made = load_tokenizer(write_tokenizer(tmp_path, family, extra_special_tokens=tokens))
-    ids = made.encode(text, add_special_tokens=False)
+    ids = made.encode(f"Yes.{CALLS[form.name]}", add_special_tokens=False)
     assert made.convert_tokens_to_ids(form.starts[0]) in ids
     stream, splitter = TextStream(made), AnswerParts(made, "assistant\n", TOOLS, form)
-    parts: list[Part] = []
-    for token in ids:
-        parts += splitter.add(stream.add(token))
-    parts += [*splitter.add(stream.finish()), *splitter.finish()]
-    assert joined(parts) == ["Yes.", ROME]
+    parts = [part for token in ids for part in splitter.add(stream.add(token))]
+    assert joined([*parts, *splitter.add(stream.finish()), *splitter.finish()]) == ["Yes.", ROME]

@@ -12,7 +12,6 @@ from support.tokenizers_made import FAMILIES, strings, write_tokenizer
 from transformers import AutoTokenizer
 
 from kvant.engine.load import POCKET, find_model
-from kvant.text.encoding import pipeline_class
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer, begin_loading, load_tokenizer
 
@@ -56,15 +55,12 @@ def test_ids_and_text(pair: tuple[Tokenizer, Any]) -> None:
     assert ours.encode("") == reference.encode("")
     assert ours.decode([]) == reference.decode([]) == ""
     assert ours.decode(5) == reference.decode(5)
-    for clean_up in (True, False):
-        ids = reference.encode("one , two . isn 't it ?")
-        assert ours.decode(ids, clean_up_tokenization_spaces=clean_up) == reference.decode(
-            ids, clean_up_tokenization_spaces=clean_up
-        )
+    ids = reference.encode("one , two . isn 't it ?")
+    for options in ({"clean_up_tokenization_spaces": True}, {"clean_up_tokenization_spaces": False}):
+        assert ours.decode(ids, **options) == reference.decode(ids, **options)
 
 
 def test_any_ids(pair: tuple[Tokenizer, Any]) -> None:
-    """Those that no text has, and those that no token has."""
     ours, reference = pair
     rng = random.Random(2)
     for _ in range(count(60, 10_000)):
@@ -84,9 +80,6 @@ def test_vocabulary(pair: tuple[Tokenizer, Any]) -> None:
     names = [*filter(None, pieces), "no token", ""]
     assert ours.convert_tokens_to_ids(names) == reference.convert_tokens_to_ids(names)
     assert ours.convert_tokens_to_ids("no token") == reference.convert_tokens_to_ids("no token")
-
-
-# Settings, as published folders have them in one combination or another.
 
 
 def older(files: Files) -> None:
@@ -132,12 +125,10 @@ def lengths(files: Files) -> None:
     files["tokenizer.json"] |= {"truncation": cut, "padding": {**fill, "pad_token": "<padding>"}}
 
 
-def no_config(files: Files) -> None:
-    files.pop(CONFIG)
-
-
-def no_class(files: Files) -> None:
-    files[CONFIG].pop("tokenizer_class")
+def no_space_said(files: Files) -> None:
+    """Null, which transformers' GPT-2 and GPT-NeoX refuse."""
+    if "GPT" not in str(files[CONFIG].get("tokenizer_class")):
+        files[CONFIG]["add_prefix_space"] = None
 
 
 def fast(files: Files) -> None:
@@ -145,43 +136,22 @@ def fast(files: Files) -> None:
     files[CONFIG]["tokenizer_class"] = name.removesuffix("Fast") + "Fast"
 
 
-def no_space_said(files: Files) -> None:
-    """Null, which transformers' GPT-2 and GPT-NeoX refuse."""
-    if "GPT" not in str(files[CONFIG].get("tokenizer_class")):
-        files[CONFIG]["add_prefix_space"] = None
-
-
-def setting(name: str, value: Any) -> Callable[[Files], None]:
-    """One key of tokenizer_config.json."""
+def setting(name: str, value: Any, file: str = CONFIG, only: str = "") -> Callable[[Files], None]:
+    """One key of a file; ``only`` with vocabularies that classes rebuild, or that have this token."""
 
     def change(files: Files) -> None:
-        files[CONFIG][name] = value
+        model = files["tokenizer.json"]["model"]
+        if not only or model["type"] == only or only in model["vocab"]:
+            files[file][name] = value
 
     return change
 
 
-def tokenizer_class(name: str, file: str = CONFIG) -> Callable[[Files], None]:
-    """A class, where the vocabulary is one that classes rebuild."""
-
-    def change(files: Files) -> None:
-        if files["tokenizer.json"]["model"]["type"] == "BPE":
-            files[file]["tokenizer_class"] = name
-
-    return change
+def tokenizer_class(name: str, file: str = CONFIG, only: str = "BPE") -> Callable[[Files], None]:
+    return setting("tokenizer_class", name, file, only)
 
 
-def code_llama(files: Files) -> None:
-    if "<unk>" in files["tokenizer.json"]["model"]["vocab"]:
-        tokenizer_class("CodeLlamaTokenizer")(files)
-
-
-def qwen2(files: Files) -> None:
-    """Models of this type have one class, whatever their files declare."""
-    if files["tokenizer.json"]["model"]["type"] == "BPE":
-        files["config.json"]["model_type"] = "qwen2"
-
-
-VARIANTS: dict[str, Callable[[Files], None]] = {
+VARIANTS: dict[str, Callable[[Files], object]] = {
     "older": older,
     "listed": listed,
     "objects": objects,
@@ -203,7 +173,7 @@ VARIANTS: dict[str, Callable[[Files], None]] = {
     "clean": setting("clean_up_tokenization_spaces", True),
     "not clean": setting("clean_up_tokenization_spaces", False),
     "begin and end": lambda files: files[CONFIG].update(add_bos_token=False, add_eos_token=True),
-    "no class": no_class,
+    "no class": lambda files: files[CONFIG].pop("tokenizer_class"),
     "fast": fast,
     "unknown class": tokenizer_class("FooTokenizer"),
     "base class": tokenizer_class("PreTrainedTokenizer"),
@@ -211,11 +181,11 @@ VARIANTS: dict[str, Callable[[Files], None]] = {
     "Qwen2's class": tokenizer_class("Qwen2TokenizerFast"),
     "GPT-2's class": tokenizer_class("GPT2TokenizerFast"),
     "GPT-NeoX's class": tokenizer_class("GPTNeoXTokenizerFast"),
-    "Code Llama's class": code_llama,
+    "Code Llama's class": tokenizer_class("CodeLlamaTokenizer", only="<unk>"),
     "class of config.json": tokenizer_class("LlamaTokenizer", "config.json"),
-    "qwen2": qwen2,
+    "qwen2": setting("model_type", "qwen2", "config.json", "BPE"),
     "space not said": no_space_said,
-    "no config": no_config,
+    "no config": lambda files: files.pop(CONFIG),
 }
 KINDS = ["qwen2", "llama2", "wordpiece"]
 
@@ -265,10 +235,3 @@ def test_settings_together(process: TextProcess, files: dict[str, Files], tmp_pa
         changes = rng.sample(list(VARIANTS), rng.randrange(5))
         print(family, changes)  # shown where it fails
         compare(process, tmp_path / str(seed), files[family], changes, seed)
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
-def test_a_class_that_no_file_names_is_transformers(kind: str) -> None:
-    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
-
-    assert pipeline_class(kind, None, b"", "BPE") == TOKENIZER_MAPPING_NAMES[kind]

@@ -52,30 +52,21 @@ def test_mlx_lms_wrapper(fresh: tuple[Decoder, Tokenizer], pocket_mlx_lm: nn.Mod
     model, tokenizer = fresh
     wrapped = TokenizerWrapper(tokenizer, detokenizer, eos_token_ids=[5])
     assert wrapped.eos_token_ids == {5, tokenizer.eos_token_id}
-    assert wrapped.has_chat_template
-    assert not wrapped.has_thinking
-    assert len(wrapped) == len(tokenizer)
-    assert wrapped.vocab_size == tokenizer.vocab_size
+    assert (wrapped.has_chat_template, wrapped.has_thinking) == (True, False)
+    assert (len(wrapped), wrapped.vocab_size) == (len(tokenizer), tokenizer.vocab_size)
     prompt = wrapped.apply_chat_template(STORY, add_generation_prompt=True)
     assert prompt == tokenizer.apply_chat_template(STORY, add_generation_prompt=True)
     given = texts(pocket_mlx_lm, wrapped, prompt, mlx_lm.stream_generate)
     whole = "".join(text for _, text in given)
-    assert (
-        whole
-        == tokenizer.decode([token for token, _ in given])
-        == kvant.generate(model, tokenizer, prompt, max_tokens=40)
-    )
+    assert whole == tokenizer.decode([token for token, _ in given])
+    assert whole == kvant.generate(model, tokenizer, prompt, max_tokens=40)
 
 
 @pytest.mark.parametrize(
     ("marks", "found"),
-    [
-        (["<think>", "</think>"], True),
-        (["<think>"], False),
-        (["<|channel>", "<channel|>"], True),
-        (["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"], True),
-    ],
-)
+    [(["<think>", "</think>"], True), (["<think>"], False), (["<|channel>", "<channel|>"], True),
+     (["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"], True)],
+)  # fmt: skip
 def test_marks_of_thinking(tmp_path: Path, marks: list[str], found: bool) -> None:
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, "qwen3", extra_special_tokens=marks))
     wrapped = TokenizerWrapper(tokenizer)
@@ -83,22 +74,16 @@ def test_marks_of_thinking(tmp_path: Path, marks: list[str], found: bool) -> Non
     assert (tokenizer.think_start, tokenizer.think_end) == (wrapped.think_start, wrapped.think_end)
 
 
-# Where a text ends.
-
-
 def test_an_empty_set_never_stops(fresh: tuple[Decoder, Tokenizer], pocket_mlx_lm: nn.Module) -> None:
     model, tokenizer = fresh
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hi!"}], add_generation_prompt=True)
     stopped = list(kvant.stream_generate(model, tokenizer, prompt, max_tokens=60))
     assert stopped[-1].finish_reason == "stop"
-    assert len(stopped) < 50
     tokenizer.eos_token_ids = set()
     going_on = list(kvant.stream_generate(model, tokenizer, prompt, max_tokens=60))
-    assert len(going_on) == 60
-    assert going_on[-1].finish_reason == "length"
+    assert (len(going_on), going_on[-1].finish_reason) == (60, "length")
     tokens = [response.token for response in going_on]
     assert tokens[: len(stopped)] == [response.token for response in stopped]
-    assert stopped[-1].token in tokens
     wrapped = TokenizerWrapper(tokenizer, BPEStreamingDetokenizer)
     wrapped.eos_token_ids = None
     assert tokens[:50] == [token for token, _ in texts(pocket_mlx_lm, wrapped, prompt, mlx_lm.stream_generate, 50)]
@@ -119,11 +104,10 @@ def test_ends_can_be_added_and_set(fresh: tuple[Decoder, Tokenizer]) -> None:
     assert tokenizer.eos_token_ids == set()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama2"])
+@pytest.mark.parametrize("family", ["qwen2", "llama2"])  # the latter has a token for what it does not know
 def test_an_end_that_is_no_token(tmp_path: Path, family: str) -> None:
-    """Not even where the vocabulary has a token for what it does not know."""
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, family))
-    with pytest.raises(ValueError, match="'<no token>' is not a token of this tokenizer"):
+    with pytest.raises(ValueError, match="'<no token>' is not a token"):
         tokenizer.add_eos_token("<no token>")
 
 
@@ -131,20 +115,16 @@ def test_no_end_in_the_models_configuration(tmp_path: Path) -> None:
     folder = good_model(tmp_path / "model")
     (folder / "generation_config.json").unlink()
     change(folder / "config.json", eos_token_id=None)
-    model, tokenizer = kvant.load(folder)
+    tokenizer = kvant.load(folder)[1]
     assert tokenizer.eos_token_ids == {tokenizer.eos_token_id}
-    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)
-    assert 1 <= len(list(kvant.stream_generate(model, tokenizer, prompt, max_tokens=4))) <= 4
     change(folder / "tokenizer_config.json", eos_token=None)
     for name in ("special_tokens_map.json", "added_tokens.json"):
         (folder / name).unlink()
     model, tokenizer = kvant.load(folder)
     assert tokenizer.eos_token is tokenizer.eos_token_id is None
     assert tokenizer.eos_token_ids == set()
+    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)
     assert len(list(kvant.stream_generate(model, tokenizer, prompt, max_tokens=4))) == 4
-
-
-# Arguments.
 
 
 def test_ids_of_other_types(pocket: tuple[Decoder, Tokenizer]) -> None:
@@ -158,9 +138,8 @@ def test_ids_of_other_types(pocket: tuple[Decoder, Tokenizer]) -> None:
 @pytest.mark.parametrize("ids", [[-1], -1, [2**32], ["a"], "5", None, 3.5, [1.5], [[1]], {"a": 1}])
 def test_what_is_no_id(pocket: tuple[Decoder, Tokenizer], ids: Any) -> None:
     for method in (pocket[1].decode, pocket[1].convert_ids_to_tokens):
-        with pytest.raises(ValueError, match=r"^token ids? .*; expected") as caught:
+        with pytest.raises(ValueError, match=r"^token ids? .{,180}; expected"):
             method(ids)
-        assert len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize("text", [None, b"a", 5, ["a"], "a fox \ud83e"])
@@ -175,8 +154,6 @@ def test_a_folder_without_tokenizer_json(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-# What is imported.
-
 IN_PROCESS = """
 import json, sys
 {body}
@@ -185,7 +162,7 @@ open({path!r}, "w").write(json.dumps(foreign))
 """
 COMMAND = """
 from kvant.cli import main
-sys.argv = ["kvant", *{arguments}]
+sys.argv = ["kvant", "chat", "-m", "5", "--temp", "0.8", "--seed", "3"]
 try:
     main()
 except SystemExit as ended:
@@ -202,16 +179,7 @@ for response in kvant.stream_generate(model, tokenizer, prompt, max_tokens=5, sa
 """
 
 
-@pytest.mark.parametrize(
-    ("body", "stdin"),
-    [
-        (COMMAND.format(arguments=["generate", "-p", "Hello!", "-m", "5"]), ""),
-        (COMMAND.format(arguments=["generate", "-p", "Hello!", "-m", "5", "--temp", "0.8", "--seed", "3"]), ""),
-        (COMMAND.format(arguments=["chat", "-m", "5"]), "Hello!\n"),
-        (LIBRARY, ""),
-    ],
-    ids=["generate", "generate at a temperature", "chat", "stream_generate"],
-)
+@pytest.mark.parametrize(("body", "stdin"), [(COMMAND, "Hello!\n"), (LIBRARY, "")], ids=["chat", "stream_generate"])
 def test_no_other_library_comes_along(tmp_path: Path, body: str, stdin: str) -> None:
     path = tmp_path / "imported"
     code = IN_PROCESS.format(body=body, path=str(path))

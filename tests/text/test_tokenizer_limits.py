@@ -14,7 +14,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.counts import count
-from support.hostile import MESSAGES
 from support.tokenizers_made import write_tokenizer
 
 import kvant
@@ -97,12 +96,7 @@ TEXTS: dict[str, tuple[str, Callable[[dict[str, Any]], None], str, str]] = {
 
 @pytest.mark.parametrize(("family", "spoil", "text", "harmless_text"), TEXTS.values(), ids=TEXTS)
 def test_a_text_that_takes_too_much(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    family: str,
-    spoil: Callable[[dict[str, Any]], None],
-    text: str,
-    harmless_text: str,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, spoil: Any, text: str, harmless_text: str
 ) -> None:
     tokenizer = load_tokenizer(spoiled(tmp_path, family, spoil))
     expected = tokenizer.encode(harmless_text)
@@ -118,23 +112,13 @@ def llama3(tmp_path: Path) -> Tokenizer:
     return load_tokenizer(write_tokenizer(tmp_path, "llama3"))
 
 
-def test_a_template_that_writes_a_long_text(llama3: Tokenizer) -> None:
-    source = "{{ 'a b c d ' * 4000000 }}"
-    assert len(llama3.apply_chat_template(MESSAGES, chat_template=source, tokenize=False)) == 32_000_000
-    with harmless(PromptError, TOO_MUCH.replace("0.5 s", "5 s")):
-        llama3.apply_chat_template(MESSAGES, chat_template=source)
-    assert llama3.decode(llama3.encode("a fox", add_special_tokens=False)) == "a fox"
-
-
 def test_a_decoder_that_grows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pocket: tuple[Any, Tokenizer]) -> None:
-    """In decode, and in what is generated."""
     grow = {"type": "Sequence", "decoders": [replace("a", "aa")] * 40}
     tokenizer = load_tokenizer(spoiled(tmp_path, "llama3", lambda raw: raw.update(decoder=grow)))
     letter = tokenizer.convert_tokens_to_ids("a")
     cache = pocket[0].make_cache(64)
-    run = kvant.stream_generate(
-        pocket[0], tokenizer, [1, 2, 3], sampler=lambda _: mx.array([letter]), prompt_cache=cache
-    )
+    fields: Any = {"sampler": lambda _: mx.array([letter]), "prompt_cache": cache}
+    run = kvant.stream_generate(pocket[0], tokenizer, [1, 2, 3], **fields)
     monkeypatch.setattr(bounded, "TIME_LIMIT_S", 0.5)
     with harmless(ModelError, "the tokenizer cannot decode: "):
         tokenizer.decode([letter])
@@ -143,9 +127,6 @@ def test_a_decoder_that_grows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, p
     monkeypatch.undo()
     assert tokenizer.decode(tokenizer.convert_tokens_to_ids(["z", "y"])) == "zy"
     assert len(list(kvant.stream_generate(*pocket, [1, 2, 3], max_tokens=2, prompt_cache=cache))) <= 2
-
-
-# Tokenizers that take too much to load.
 
 
 def test_many_special_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -164,44 +145,24 @@ def test_many_empty_objects(tmp_path: Path) -> None:
         load_tokenizer(folder)
 
 
-# What is asked of it every day.
-
-
-@contextmanager
-def ctrl_c(after_s: float) -> Iterator[None]:
-    """Ctrl-C comes and ends at once what is done here; also where whoever runs the tests ignores it."""
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
-    interrupt = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
-    started = time.monotonic()
+def test_ctrl_c_during_a_long_text(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(spoiled(tmp_path, "unigram", pieces_of_a))
+    expected = tokenizer.encode("aaa z")
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # also where whoever runs the tests ignores it
+    interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            yield
-        assert time.monotonic() - started < after_s + 1
+            tokenizer.encode("a" * 1_000_000)
     finally:
         interrupt.cancel()
         interrupt.join()
         signal.signal(signal.SIGINT, usual)
-
-
-def test_ctrl_c_during_a_long_text(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(spoiled(tmp_path, "unigram", pieces_of_a))
-    expected = tokenizer.encode("aaa z")
-    with ctrl_c(0.3):
-        tokenizer.encode("a" * 1_000_000)
     assert tokenizer.encode("aaa z") == expected
 
 
-def test_ctrl_c_while_a_tokenizer_loads(tmp_path: Path) -> None:
-    names = [f"<{number}>" for number in range(200_000)]
-    folder = spoiled(tmp_path, "llama3", dict, additional_special_tokens=names)
-    with ctrl_c(0.5):
-        load_tokenizer(folder)
-
-
 def test_long_texts_that_are_none_the_worse(pocket: tuple[Any, Tokenizer], llama3: Tokenizer) -> None:
-    """A text of a million characters, a hundred times pocket's context."""
-    text = "The quick brown fox jumps over the lazy dog, isn't it? \n" * 18_000
+    text = "The quick brown fox jumps over the lazy dog, isn't it? \n" * count(4_000, 18_000)
     for tokenizer in (pocket[1], llama3):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.decode(ids) == text

@@ -12,7 +12,8 @@ from kvant.errors import ModelError
 from kvant.text.tokenizer import Tokenizer, load_tokenizer
 
 Change = Callable[[dict[str, Any]], object]
-FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+FLAGS: dict[str, Any] = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+MORE = {"id": 12, "content": "<more>", "special": False, **FLAGS}
 
 
 def _write(folder: Path, raw: dict[str, Any], *, indent: int | None = None) -> Path:
@@ -25,27 +26,16 @@ def _write(folder: Path, raw: dict[str, Any], *, indent: int | None = None) -> P
 def _raw() -> dict[str, Any]:
     """A byte pair encoding of a few letters."""
     vocabulary = {letter: place for place, letter in enumerate("abcdefgh")} | {"ab": 8, "cd": 9, "abcd": 10}
+    by_bytes = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": ["a b", "c d", "ab cd"], "continuing_subword_prefix": None}
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [{"id": 11, "content": "<end>", "special": True, **FLAGS}],
         "normalizer": {"type": "NFC"},
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "pre_tokenizer": {**by_bytes, "add_prefix_space": False},
         "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocabulary,
-            "merges": ["a b", "c d", "ab cd"],
-        },
+        "decoder": {**by_bytes, "add_prefix_space": True},
+        "model": {**model, "ignore_merges": False},
     }
 
 
@@ -62,17 +52,10 @@ def _same(raw: dict[str, Any]) -> None:
     raw["post_processor"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 
 
-def _swap(raw: dict[str, Any]) -> None:
-    vocabulary = raw["model"]["vocab"]
-    vocabulary["g"], vocabulary["h"] = vocabulary["h"], vocabulary["g"]
-
-
 DIFFERENT: dict[str, Change] = {
-    "token 6 is 'h' there and 'g' here": _swap,
+    "token 6 is 'h' there and 'g' here": lambda raw: raw["model"]["vocab"].update(g=7, h=6),
     "token 11 is '<stop>' there and '<end>' here": lambda raw: raw["added_tokens"][0].update(content="<stop>"),
-    "token 12 is '<more>' there and missing here": lambda raw: raw["added_tokens"].append(
-        {"id": 12, "content": "<more>", "special": False, **FLAGS}
-    ),
+    "token 12 is '<more>' there and missing here": lambda raw: raw["added_tokens"].append(MORE),
     "its merges are not the same": lambda raw: raw["model"]["merges"].reverse(),
     "its model is another": lambda raw: raw["model"].update(ignore_merges=True),
     "its added tokens are not the same": lambda raw: raw["added_tokens"][0].update(lstrip=True),

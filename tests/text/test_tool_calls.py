@@ -17,14 +17,8 @@ from kvant.text.call_form import schemas
 from kvant.text.tokenizer import Tokenizer, load_tokenizer
 from kvant.text.tool_forms import Hermes, Mistral, MistralArgs, QwenCoder, tool_format
 
-FORMS = {
-    "qwen2": "hermes",
-    "qwen3": "hermes",
-    "qwen3_coder": "qwen3_coder",
-    "llama3": "llama3",
-    "mistral": "mistral",
-    "mistral_args": "mistral_args",
-}
+FORMS = {name: name for name in ("qwen3_coder", "llama3", "mistral", "mistral_args")}
+FORMS |= {"qwen2": "hermes", "qwen3": "hermes"}
 VALUES = {
     "text": {"type": "string"},
     "count": {"type": "integer"},
@@ -35,14 +29,8 @@ VALUES = {
     "maybe": {"type": ["string", "null"]},
     "one": {"enum": ["a", "b", 3]},
 }
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Looks",
-        "parameters": {"type": "object", "properties": VALUES, "required": ["text"], "additionalProperties": False},
-    },
-}
+PARAMETERS = {"type": "object", "properties": VALUES, "required": ["text"], "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "look_up", "description": "Looks", "parameters": PARAMETERS}}
 USER = {"role": "user", "content": "Well?"}
 
 
@@ -60,9 +48,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def some_text(rng: random.Random) -> str:
-    pieces = ["a", " ", "é", "\U0001f326", '"', "\\", "\n", "}", "]", "{", "'", "1", "[ARGS]"]
-    pieces += ["</tool_call>", "<tool_call>"]
-    return "".join(rng.choice(pieces) for _ in range(rng.randrange(1, 8)))
+    return "".join(
+        rng.choices([*"a é\U0001f326\"\\\n}]{'1", "[ARGS]", "</tool_call>", "<tool_call>"], k=rng.randrange(1, 8))
+    )
 
 
 def some_arguments(rng: random.Random) -> dict[str, Any]:
@@ -86,18 +74,13 @@ def test_the_form_is_the_templates_own(pair: tuple[str, Tokenizer, Any]) -> None
     form = tool_format(tokenizer)
     assert form is not None
     assert form.name == FORMS[family]
-    # What a grammar would write is read, and begins as the template begins it.
+    # What a grammar would write begins as the template begins it.
     writing = form.writing
-    value = "<parameter=text>\nx\n</parameter>\n" if writing.arguments == "xml" else '{"text": "x"}'
-    call = f"{writing.before_name}look_up{writing.before_arguments}{value}{writing.after_arguments}"
-    calls = [call, call] if form.several else [call]
-    text = writing.begin + writing.between.join(calls) + writing.end
-    splitter = AnswerParts(tokenizer, "", [TOOL], form)
-    assert [*splitter.add(text), *splitter.finish()] == [CallPart("look_up", '{"text":"x"}')] * len(calls)
+    value = "<parameter=text>\n" if writing.arguments == "xml" else '{"text": "'
     said = {"id": "abcdefghi", "type": "function", "function": {"name": "look_up", "arguments": {"text": "x"}}}
     messages = [USER, {"role": "assistant", "content": "", "tool_calls": [said]}]
-    begun = call[: call.index("x")]
-    assert writing.begin + begun in tokenizer.apply_chat_template(messages, [TOOL], tokenize=False)
+    begun = f"{writing.begin}{writing.before_name}look_up{writing.before_arguments}{value}x"
+    assert begun in tokenizer.apply_chat_template(messages, [TOOL], tokenize=False)
 
 
 def test_calls_come_back_from_the_template(pair: tuple[str, Tokenizer, Any]) -> None:
@@ -110,10 +93,8 @@ def test_calls_come_back_from_the_template(pair: tuple[str, Tokenizer, Any]) -> 
         given = [some_arguments(rng) for _ in range(rng.randrange(1, 4) if form.several else 1)]
         if family == "qwen3_coder":  # whitespace at the ends of a value's text, and what follows a value, are its marks
             given = [{**each, "text": f"x{each['text']}x"} for each in given]
-        calls = [
-            {"id": f"abcdefgh{n}", "type": "function", "function": {"name": "look_up", "arguments": each}}
-            for n, each in enumerate(given)
-        ]
+        named = [{"name": "look_up", "arguments": each} for each in given]
+        calls = [{"id": f"abcdefgh{n}", "type": "function", "function": each} for n, each in enumerate(named)]
         results = [{"role": "tool", "tool_call_id": call["id"], "name": "look_up", "content": "r"} for call in calls]
         answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
         if family in ("qwen2", "qwen3", "qwen3_coder", "mistral_args"):
@@ -126,7 +107,6 @@ def test_calls_come_back_from_the_template(pair: tuple[str, Tokenizer, Any]) -> 
         prompt = tokenizer.apply_chat_template([USER], [TOOL], tokenize=False, add_generation_prompt=True)
         answered = tokenizer.apply_chat_template(messages[:2], [TOOL], tokenize=False)
         assert text.startswith(answered)
-        assert answered.startswith(prompt)
         splitter = AnswerParts(tokenizer, prompt, [TOOL], form)
         said = answered[len(prompt) :].rstrip().removesuffix(tokenizer.eos_token)
         parts = [*splitter.add(said), *splitter.finish()]
@@ -156,10 +136,8 @@ def test_valid_calls_are_those_of_mlx_lm() -> None:
         # Their reader of Qwen3-Coder's form loses long integers, and makes numbers of strings that may be null.
         plain = {key: value for key, value in given.items() if key not in ("count", "ratio", "maybe", "one")}
         plain["text"] = f"x{given['text']}x"
-        written = "".join(
-            f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
-            for key, value in plain.items()
-        )
+        shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in plain.items()}
+        written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in shown.items())
         text = f"<function=look_up>\n{written}</function>"
         theirs = qwen3_coder.parse_tool_call(text, [TOOL])
         assert QwenCoder().calls(f"<tool_call>\n{text}\n</tool_call>", tools) == [(theirs["name"], theirs["arguments"])]

@@ -115,7 +115,7 @@ class LayerFormat:
     def first(self, length: int, written: int) -> int:
         """The first token past ``keep`` that is still there, of ``length`` that count and ``written`` at most."""
         kept = min(self.keep, length)
-        if self.window is None or self.kind == "full" or written <= self.keep + self.window + self.slack:
+        if self.window is None or written <= self.keep + self.window + self.slack:
             return kept
         return min(length, max(kept, written - self.window - self.slack))
 

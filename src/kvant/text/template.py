@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvant.errors import PromptError
+from kvant.errors import ArgumentError, PromptError
 from kvant.text.process import TextError, TextProcess
 
 MAX_TEMPLATE = 1024 * 1024  # characters; the longest published ones have some 30,000
@@ -44,11 +44,12 @@ def choose_template(templates: str | Mapping[str, str] | None, wanted: str | Non
 def prepare(messages: object) -> list[dict[str, Any]]:
     """Messages as templates take them: plain JSON, no key that is None, reasoning under each of its names."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ValueError("the conversation is empty; expected a list of messages, each with a role and content")
+        raise ArgumentError("conversation", "is empty; expected a list of messages, each with a role and content")
     prepared = []
     for message in messages:
         if not isinstance(message, Mapping):
-            raise ValueError(f"a message is a {type(message).__name__}; expected an object with a role and content")
+            said = f"has a {type(message).__name__}; expected messages, each an object with a role and content"
+            raise ArgumentError("conversation", said)
         plain = {key: value for key, value in plain_data(message).items() if value is not None}
         reasoning = next((plain[key] for key in REASONING if plain.get(key) is not None), None)
         if reasoning is not None:

@@ -268,7 +268,7 @@ class Tokenizer:
         }
         given |= {"continue_final_message": continue_final_message, **variables}
         if conversation and all(isinstance(each, list | tuple) for each in conversation):
-            return [self.apply_chat_template(each, tools, documents, **given) for each in conversation]
+            return [self.apply_chat_template(prepare(each), tools, documents, **given) for each in conversation]
         if tools is not None:
             tools = [tool if isinstance(tool, Mapping) else _schema(tool) for tool in tools]
         messages = prepare(conversation)

@@ -1,4 +1,4 @@
-"""OpenAI's stream of a response: the order of its events, and that a client which adds them up has the answer."""
+"""Streams of messages and responses: the order of events, and that a client which adds them up has the answer."""
 
 import copy
 import json
@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from support.counts import count
 from support.interfaces import answers, service, streamed
 
+from kvant.server.anthropic import MessageStream
 from kvant.server.body import decode
-from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Event, Text, TokenLogprob
 from kvant.server.responses import ResponsesBody, ResponseStream, responses_generation
 
@@ -20,6 +20,7 @@ ANSWER = [
     Begun(20, 16), Text(0, "Hm", True), Text(0, "m.", True), Text(0, "I "), Text(0, ""), Text(0, "look."),
     Call(0, 0, "weather", CALL), Call(0, 1, "weather", "{}"), End(0, "tool_calls", 12, 4),
 ]  # fmt: skip
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 SUMMARY = {"reasoning": {"summary": "auto"}}
 
 
@@ -29,11 +30,8 @@ def _stream(**fields: Any) -> ResponseStream:
     return ResponseStream("pocket", body, [generation], SimpleNamespace(sampling={"temp": 0.5}))
 
 
-def _client(told: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items that a client makes of a stream's parts and deltas, by OpenAI's description of the events.
-
-    Each `done` has to say what the parts before it made.
-    """
+def _items(told: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a client makes of a stream, by OpenAI's description of the events; each `done` repeats what came before."""
     items: list[dict[str, Any]] = []
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
     for event in told[2:-1]:
@@ -88,18 +86,7 @@ def test_the_order_of_events() -> None:
     assert told[-1]["response"]["status"] == "completed"
 
 
-def test_thinking_as_a_summary() -> None:
-    told = streamed(_stream(**SUMMARY), [Begun(3, 0), Text(0, "Hm.", True), Text(0, "Yes."), End(0, "stop", 5, 2)])
-    assert [event["type"].removeprefix("response.") for event in told[2:8]] == [
-        "output_item.added", "reasoning_summary_part.added", "reasoning_summary_text.delta",
-        "reasoning_summary_text.done", "reasoning_summary_part.done", "output_item.done",
-    ]  # fmt: skip
-    item = told[-1]["response"]["output"][0]
-    assert item["summary"] == [{"type": "summary_text", "text": "Hm."}]
-    assert "content" not in item
-
-
-def test_the_whole_response() -> None:
+def test_a_whole_response() -> None:
     tool = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
     stream = _stream(
         tools=[tool], instructions="Be brief.", metadata={"a": "b"}, max_output_tokens=64, top_p=0.9, user="u",
@@ -143,26 +130,6 @@ def test_the_whole_response() -> None:
     }  # fmt: skip
 
 
-@given(answers())
-@settings(max_examples=count(30, 2000), deadline=None)
-def test_a_client_adds_up_the_answer(events: list[Event]) -> None:
-    for fields in ({}, SUMMARY):
-        stream = _stream(**fields)
-        told = streamed(stream, events)
-        assert _client(told) == stream.whole()["output"] == told[-1]["response"]["output"]
-        assert stream.whole()["output"]
-        texts = [item["content"][0]["text"] for item in stream.whole()["output"] if item["type"] == "message"]
-        assert "".join(texts) == "".join(each.text for each in events if isinstance(each, Text) and not each.thinking)
-
-
-def test_an_answer_that_was_cut() -> None:
-    stream = _stream()
-    told = streamed(stream, [Begun(3, 0), Text(0, "Once"), End(0, "length", 1)])
-    assert told[-1]["type"] == "response.incomplete"
-    assert stream.whole()["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert (stream.whole()["status"], stream.whole()["output"][0]["status"]) == ("incomplete", "incomplete")
-
-
 def test_log_probabilities() -> None:
     byte = TokenLogprob("\ufffd", -0.5, b"\xc3", (TokenLogprob("a", -0.25, b"a"),))
     events = [Begun(3, 0), Text(0, "", logprobs=[byte]), Text(0, "é", logprobs=[byte]), End(0, "stop", 2)]
@@ -174,11 +141,93 @@ def test_log_probabilities() -> None:
     assert [event["logprobs"] for event in told if event["type"].endswith("text.delta")] == [[shaped], [shaped]]
 
 
-def test_an_answer_that_failed() -> None:
-    stream = _stream()
-    told = streamed(stream, [Begun(3, 0), Text(0, "Once")])
-    last = list(stream.failed(ApiError("the engine failed", status=503), "req_1"))
-    assert [event["type"] for event in last] == ["error", "response.failed"]
-    assert [event["sequence_number"] for event in last] == [len(told), len(told) + 1]
-    assert last[0]["error"] == {"message": "the engine failed", "type": "server_error", "param": None, "code": None}
-    assert last[1]["response"]["error"] == {"code": "server_error", "message": "the engine failed"}
+def _message(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a client makes of a stream, by Anthropic's description of the events."""
+    message: dict[str, Any] = {}
+    inputs = ""
+    for event in told:
+        match event:
+            case {"type": "message_start"}:
+                assert not message
+                message = copy.deepcopy(event["message"])
+                assert (message["content"], message["stop_reason"]) == ([], None)
+            case {"type": "content_block_start"}:
+                assert event["index"] == len(message["content"])
+                message["content"].append(copy.deepcopy(event["content_block"]))
+                inputs = ""
+            case {"type": "content_block_delta", "index": index, "delta": delta}:
+                block = message["content"][index]
+                assert index == len(message["content"]) - 1
+                match delta:
+                    case {"type": "text_delta"}:
+                        block["text"] += delta["text"]
+                    case {"type": "thinking_delta"}:
+                        block["thinking"] += delta["thinking"]
+                    case {"type": "signature_delta"}:
+                        block["signature"] = delta["signature"]
+                    case {"type": "input_json_delta"}:
+                        inputs += delta["partial_json"]
+            case {"type": "content_block_stop", "index": index}:
+                assert index == len(message["content"]) - 1
+                if message["content"][index]["type"] == "tool_use":
+                    message["content"][index]["input"] = json.loads(inputs)
+            case {"type": "message_delta"}:
+                message |= event["delta"]
+                message["usage"] |= event["usage"]
+            case {"type": "message_stop"}:
+                assert event is told[-1]
+    return message
+
+
+def test_a_whole_message() -> None:
+    stream = MessageStream("pocket")
+    streamed(stream, ANSWER)
+    message = stream.whole()
+    ids = [message.pop("id"), *[block.pop("id") for block in message["content"][2:]]]
+    assert [each.partition("_")[0] for each in ids] == ["msg", "toolu", "toolu"]
+    assert len(set(ids)) == 3
+    usage = {"input_tokens": 4, "cache_read_input_tokens": 16, "cache_creation_input_tokens": 0, "output_tokens": 12}
+    content = [
+        {"type": "thinking", "thinking": "Hmm.", "signature": "kvant:"},
+        {"type": "text", "text": "I look."},
+        {"type": "tool_use", "name": "weather", "input": {"city": "Łódź"}},
+        {"type": "tool_use", "name": "weather", "input": {}},
+    ]
+    assert message == {
+        "type": "message", "role": "assistant", "model": "pocket", "content": content, "stop_reason": "tool_use",
+        "stop_sequence": None, "usage": usage | {"output_tokens_details": {"thinking_tokens": 4}},
+    }  # fmt: skip
+
+
+def test_thinking_that_is_not_shown_comes_in_the_signature() -> None:
+    stream = MessageStream("pocket", shows_thinking=False)
+    told = streamed(stream, [Begun(3, 0), Text(0, "secret", True), Text(0, "Yes."), End(0, "stop", 5, 2)])
+    assert _message(told) == stream.whole()
+    assert "secret" not in json.dumps(told)
+    assert stream.whole()["content"][0] == {"type": "thinking", "thinking": "", "signature": "kvant:c2VjcmV0"}
+
+
+@given(answers())
+@settings(max_examples=count(30, 2000), deadline=None)
+def test_a_client_adds_up_the_answer(events: list[Event]) -> None:
+    said = "".join(event.text for event in events if isinstance(event, Text) and not event.thinking)
+    calls = sum(isinstance(event, Call) for event in events)
+    message = MessageStream("pocket")
+    assert _message(streamed(message, events)) == message.whole()
+    content, end = message.whole()["content"], events[-1]
+    assert isinstance(end, End)
+    reason = "stop_sequence" if end.stop else REASONS[end.reason]
+    assert (message.whole()["stop_reason"], message.whole()["stop_sequence"]) == (reason, end.stop)
+    assert "".join(block.get("text", "") for block in content) == said
+    assert sum(block["type"] == "tool_use" for block in content) == calls
+    for fields in ({}, SUMMARY):
+        response = _stream(**fields)
+        told = streamed(response, events)
+        assert _items(told) == response.whole()["output"] == told[-1]["response"]["output"]
+        output = response.whole()["output"]
+        assert "".join(item["content"][0]["text"] for item in output if item["type"] == "message") == said
+        assert sum(item["type"] == "function_call" for item in output) == calls
+        assert output  # clients look for a message
+        status = "incomplete" if end.reason == "length" else "completed"
+        assert told[-1]["type"] == f"response.{status}"
+        assert response.whole()["status"] == output[-1]["status"] == status or calls

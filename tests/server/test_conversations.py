@@ -1,0 +1,328 @@
+"""Anthropic's messages and OpenAI's items: what the chat template is given, and what is refused by name."""
+
+import json
+from typing import Any
+
+import pytest
+from support.interfaces import MESSAGES, RESPONSES, SWITCHED, Interface, refused, service
+
+from kvant.server.anthropic import MessagesBody, messages_generation, shows_thinking
+from kvant.server.body import decode
+from kvant.server.errors import ApiError
+from kvant.server.generation import Format, Generation, Tool
+from kvant.server.responses import ResponsesBody, responses_generation
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"name": "weather", "description": "Of a city.", "input_schema": SCHEMA}
+FUNCTION = {"type": "function", "name": "weather", "description": "Of a city.", "parameters": SCHEMA}
+TOOLS = {MESSAGES: [TOOL, {**TOOL, "name": "other"}], RESPONSES: [FUNCTION, {**FUNCTION, "name": "other"}]}
+OTHER = Tool("other", "Of a city.", SCHEMA)
+OSLO = {"type": "tool_use", "id": "b", "name": "weather", "input": {"city": "Oslo"}}
+CALL = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": '{"city": "Rome"}'}
+HI = {"role": "user", "content": "Hi"}
+THINKS = {"type": "enabled", "budget_tokens": 1024}
+CACHED = {"cache_control": {"type": "ephemeral"}}
+
+
+def _body(**fields: Any) -> MessagesBody:
+    body = {"model": "pocket", "max_tokens": 8, "messages": [HI]} | fields
+    return decode(json.dumps(body).encode(), MessagesBody)
+
+
+def _made(to: Interface, on: Any = None, **fields: Any) -> Generation:
+    on = service() if on is None else on
+    if to is MESSAGES:
+        return messages_generation(_body(**fields), on)
+    body = {"model": "pocket", "input": "Hi"} | fields
+    return responses_generation(decode(json.dumps(body).encode(), ResponsesBody), on)
+
+
+def _refused(to: Interface, on: Any = None, **fields: Any) -> ApiError:
+    return refused(lambda: _made(to, on, **fields))
+
+
+def _call(name: str, city: str) -> dict[str, Any]:
+    return {"id": name, "type": "function", "function": {"name": "weather", "arguments": {"city": city}}}
+
+
+def test_messages_with_tools() -> None:
+    said = [
+        {"type": "thinking", "thinking": "Two cities.", "signature": "kvant:"},
+        {"type": "text", "text": "I look.", "citations": None},
+        {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Rome"}},
+        {**OSLO, "caller": {"type": "direct"}, "cache_control": None},
+    ]
+    results = [
+        {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "snow"}]},
+        {"type": "tool_result", "tool_use_id": "a", "content": "no net", "is_error": True},
+        {"type": "text", "text": "Well?"},
+    ]
+    made = _made(
+        MESSAGES,
+        system=[{"type": "text", "text": "Be brief.", **CACHED}, {"type": "text", "text": "!"}],
+        tools=[{**TOOL, "strict": True, "cache_control": {"type": "ephemeral", "ttl": "1h"}}],
+        messages=[
+            {"role": "user", "content": "How is it in Rome?"},
+            {"role": "user", "content": [{"type": "text", "text": "And in Oslo?"}]},
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": results},
+        ],
+    )
+    calls = [_call("a", "Rome"), _call("b", "Oslo")]
+    assert made.messages == [
+        {"role": "system", "content": "Be brief.\n!"},
+        {"role": "user", "content": "How is it in Rome?\nAnd in Oslo?"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Two cities.", "tool_calls": calls},
+        {"role": "tool", "content": "snow", "tool_call_id": "b", "name": "weather"},
+        {"role": "tool", "content": "Error: no net", "tool_call_id": "a", "name": "weather"},
+        {"role": "user", "content": "Well?"},
+    ]
+    assert made.tools == (Tool("weather", "Of a city.", SCHEMA, strict=True),)
+
+
+def test_items_with_tools() -> None:
+    """As answers had them, and as clients write them."""
+    text = {"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}
+    made = _made(
+        RESPONSES,
+        instructions="Be brief.",
+        tools=[{**FUNCTION, "strict": True}, {"type": "function", "name": "now", "parameters": None}],
+        input=[
+            {"role": "developer", "content": [{"type": "input_text", "text": "!"}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": x} for x in "ab"]},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+            {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [text]},
+            {**CALL, "id": "fc_1", "status": "completed", "parsed_arguments": {"city": "Rome"}},
+            {**CALL, "call_id": "b"},
+            {"type": "function_call_output", "call_id": "b", "output": "sun", "id": "fco_1"},
+            {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "rain"}]},
+            {"type": "message", "role": "assistant", "content": "Well."},
+            HI,
+        ],
+    )
+    calls = [_call("a", "Rome"), _call("b", "Rome")]
+    assert made.messages == [
+        {"role": "system", "content": "Be brief.\n!"},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "tool", "content": "sun", "tool_call_id": "b", "name": "weather"},
+        {"role": "tool", "content": "rain", "tool_call_id": "a", "name": "weather"},
+        {"role": "assistant", "content": "Well."},
+        HI,
+    ]
+    assert made.tools == (Tool("weather", "Of a city.", SCHEMA, strict=True), Tool("now"))
+    assert (made.tool_choice, made.parallel_tool_calls) == ("auto", True)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"type": "thinking", "thinking": "", "signature": "kvant:c2VjcmV0"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "secret"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "secret"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "short"}],
+         "encrypted_content": "kvant:c2VjcmV0"},
+        {"type": "reasoning", "encrypted_content": "kvant:c2VjcmV0", "content": []},
+    ],
+)  # fmt: skip
+def test_thinking_comes_back(kept: dict[str, Any]) -> None:
+    if kept["type"] == "thinking":
+        made = _made(MESSAGES, messages=[HI, {"role": "assistant", "content": [kept]}, HI])
+    else:
+        made = _made(RESPONSES, input=[HI, {"id": "rs_1", **kept}, HI])
+    assert made.messages[1] == {"role": "assistant", "content": "", "reasoning_content": "secret"}
+
+
+def test_how_texts_are_put_together() -> None:
+    """As they are where a client cut a text, and on lines of their own where it sends paragraphs."""
+    for texts, whole in (
+        (["Be brief.", "Be kind."], "Be brief.\nBe kind."),
+        (["Tell me", " a story", "", "\n", "now"], "Tell me a story\nnow"),
+        (["", "a", ""], "a"),
+        ([], ""),
+    ):
+        blocks = [{"type": "text", "text": text} for text in texts]
+        made = _made(MESSAGES, messages=[{"role": "user", "content": blocks or ""}])
+        assert made.messages == [{"role": "user", "content": whole}]
+    nothing = {"type": "thinking", "thinking": "", "signature": "kvant:"}
+    made = _made(MESSAGES, messages=[HI, {"role": "assistant", "content": [nothing]}, HI])
+    assert made.messages == [{"role": "user", "content": "Hi\nHi"}]
+
+
+def test_options() -> None:
+    made = _made(MESSAGES, max_tokens=7, temperature=0.5, top_p=0.9, top_k=3, stop_sequences=["\n\n", "END"])
+    assert (made.max_tokens, made.stop) == (7, ("\n\n", "END"))
+    assert (made.sampling.temp, made.sampling.top_p, made.sampling.top_k) == (0.5, 0.9, 3)
+    made = _made(RESPONSES, max_output_tokens=7, temperature=1.5, top_p=0.9, top_k=3, seed=4, parallel_tool_calls=False)
+    assert (made.max_tokens, made.sampling.temp, made.sampling.top_p) == (7, 1.5, 0.9)
+    assert (made.sampling.top_k, made.sampling.seed, made.parallel_tool_calls) == (3, 4, False)
+    told = _made(RESPONSES, top_logprobs=3)
+    assert (told.logprobs, told.top_logprobs) == (True, 3)
+    assert _made(RESPONSES, include=["message.output_text.logprobs"]).logprobs
+    assert _made(MESSAGES) == _made(
+        MESSAGES, metadata={"user_id": "u"}, service_tier="auto", stream=True, **CACHED,
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    )  # fmt: skip
+    assert _made(RESPONSES) == _made(
+        RESPONSES, metadata={"a": "b"}, user="u", safety_identifier="s", prompt_cache_key="k", reasoning={},
+        service_tier="auto", store=False, truncation="disabled", background=False, conversation=None, prompt=None,
+        include=[], stream=True, stream_options={"include_obfuscation": False}, text={"verbosity": "medium"},
+        prompt_cache_retention="24h",
+    )  # fmt: skip
+
+
+def test_which_tool_is_called() -> None:
+    words = {"auto": "auto", "any": "required", "none": "none"}
+    cases: list[tuple[Interface, Any, Any]] = [(MESSAGES, {"type": word}, wanted) for word, wanted in words.items()]
+    cases += [(RESPONSES, word, word or "auto") for word in (None, "auto", "none", "required")]
+    cases += [(MESSAGES, {"type": "tool", "name": "other"}, OTHER)]
+    cases += [(RESPONSES, {"type": "function", "name": "other"}, OTHER)]
+    for to, choice, wanted in cases:
+        made = _made(to, tools=TOOLS[to], tool_choice=choice)
+        assert (made.tool_choice, made.parallel_tool_calls) == (wanted, True)
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    assert not _made(MESSAGES, tools=[TOOL], tool_choice=choice).parallel_tool_calls
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "other"}] * 2}
+    made = _made(RESPONSES, tools=TOOLS[RESPONSES], tool_choice=allowed)
+    assert (made.tools, made.tool_choice) == ((OTHER,), "required")
+
+
+def test_formats() -> None:
+    wanted = {"type": "json_schema", "schema": SCHEMA}
+    for fields in ({"output_config": {"format": wanted}}, {"output_format": wanted}):
+        assert _made(MESSAGES, **fields).format == Format("json_schema", SCHEMA)
+    assert _refused(MESSAGES, output_config={"format": wanted}, output_format=wanted).param == "output_format"
+    for form, format_ in (
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, Format("json_object")),
+        (wanted | {"name": "n", "strict": True}, Format("json_schema", SCHEMA)),
+    ):
+        assert _made(RESPONSES, text={"format": form}).format == format_
+
+
+def test_thinking_is_switched_by_the_template() -> None:
+    switched, never, always = service(SWITCHED, thinks=True), service(), service(thinks=True)
+    assert _made(MESSAGES, always, thinking=THINKS, max_tokens=2000).thinking_budget == 1024
+    for asked, on, told in (
+        (THINKS, switched, {"enable_thinking": True}),
+        ({"type": "disabled"}, switched, {"enable_thinking": False}),
+        ({"type": "adaptive"}, switched, {}),
+        ({"type": "disabled"}, never, {}),
+        ({"type": "adaptive"}, never, {}),
+        (THINKS, always, {}),
+    ):
+        assert _made(MESSAGES, on, thinking=asked, max_tokens=2000).variables == told
+    assert "does not think" in _refused(MESSAGES, never, thinking=THINKS, max_tokens=2000).message
+    assert "cannot switch its thinking off" in _refused(MESSAGES, always, thinking={"type": "disabled"}).message
+
+
+def test_effort_is_the_templates() -> None:
+    harmony, switched = service("{{ reasoning_effort }}", thinks=True), service(SWITCHED, thinks=True)
+    assert _made(MESSAGES, harmony, output_config={"effort": "high"}).variables == {"reasoning_effort": "high"}
+    assert _refused(MESSAGES, harmony, output_config={"effort": "max"}).param == "output_config.effort"
+    assert "knows no reasoning_effort" in _refused(MESSAGES, output_config={"effort": "low"}).message
+    assert _made(RESPONSES, harmony, reasoning={"effort": "low"}).variables == {"reasoning_effort": "low"}
+    assert _made(RESPONSES, switched, reasoning={"effort": "none"}).variables == {"enable_thinking": False}
+    assert _made(RESPONSES, reasoning={"effort": "none"}).variables == {}
+    for on, effort in ((harmony, "minimal"), (switched, "high")):
+        assert _refused(RESPONSES, on, reasoning={"effort": effort}).param == "reasoning.effort"
+
+
+def test_whether_thinking_is_shown() -> None:
+    assert shows_thinking(_body()) is shows_thinking(_body(thinking=THINKS)) is True
+    for kind in (THINKS, {"type": "adaptive"}):
+        assert shows_thinking(_body(thinking={**kind, "display": "summarized"}))
+        assert not shows_thinking(_body(thinking={**kind, "display": "omitted"}))
+
+
+REFUSED: list[tuple[dict[str, Any], str | None]] = [
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": None}, "max_tokens"),
+    ({"temperature": 1.1}, "temperature"),
+    ({"top_p": -0.1}, "top_p"),
+    ({"stop_sequences": [""]}, "stop_sequences"),
+    ({"messages": []}, "messages"),
+    ({"messages": [HI, {"role": "assistant", "content": "The"}]}, "messages"),
+    ({"container": "c"}, "container"),
+    ({"speed": "fast"}, "speed"),
+    ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
+    ({"tools": [{**TOOL, "input_examples": [{}]}]}, "tools[0].input_examples"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ({"tools": [TOOL], "tool_choice": {"type": "auto", "name": "weather"}}, "tool_choice.name"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
+]
+REFUSED_ITEMS: list[tuple[dict[str, Any], str | None]] = [
+    ({"background": True}, "background"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"max_tool_calls": 1}, "max_tool_calls"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"metadata": {"a": 1}}, "metadata[...]"),
+    ({"top_logprobs": 21}, "top_logprobs"),
+    ({"include": ["file_search_call.results"]}, "include[0]"),
+    ({"reasoning": {"summary": "concise"}}, "reasoning.summary"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
+    ({"tools": [{"type": "custom", "name": "a"}]}, "tools[0].type"),
+    ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+    ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice.type"),
+    ({"input": []}, "input"),
+    ({"input": ["Hi"]}, "input[0]"),
+    ({"input": [{"id": "msg_1"}]}, "input[0].role"),
+    ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input[0].type"),
+    ({"input": [{**HI, "colour": "red"}]}, "input[0].colour"),
+    ({"input": [{**HI, "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "gAAAA"}]}, "input[0].encrypted_content"),
+    ({"input": [{**CALL, "arguments": "[1]"}]}, "input[0].arguments"),
+    ({"input": [{**CALL, "arguments": '{"a": NaN}'}]}, "input[0].arguments"),
+    ({"input": [{**CALL, "arguments": f'{{"a": {"[" * 100}{"]" * 100}}}'}]}, None),
+    ({"input": [{**CALL, "arguments": f'{{"a": {"[" * 99999}'}]}, "input[0].arguments"),
+    ({"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]}, "input[0].call_id"),
+]
+
+
+@pytest.mark.parametrize(
+    ("to", "fields", "param"),
+    [(to, *case) for to, cases in ((MESSAGES, REFUSED), (RESPONSES, REFUSED_ITEMS)) for case in cases],
+)
+def test_what_is_refused_by_name(to: Interface, fields: dict[str, Any], param: str | None) -> None:
+    assert _refused(to, **fields).param == param
+
+
+@pytest.mark.parametrize(
+    ("role", "block", "place"),
+    [
+        ("user", {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}, ".type"),
+        ("assistant", {"type": "redacted_thinking", "data": "x"}, ".type"),
+        ("user", {"type": "thinking", "thinking": "x", "signature": ""}, ""),
+        ("user", {"type": "tool_use", "id": "a", "name": "b", "input": {}}, ""),
+        ("assistant", {"type": "tool_result", "tool_use_id": "a"}, ""),
+        *[("assistant", {"type": "thinking", "thinking": "", "signature": signature}, ".signature")
+          for signature in ("ErUBCkYIBx", "kvant:?", "kvant:/w==", "kvant:é")],
+        ("user", {"type": "tool_result", "tool_use_id": "b"}, ".tool_use_id"),
+        ("user", {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "y"}]}, ".content[0].type"),
+    ],
+)  # fmt: skip
+def test_blocks_that_are_refused(role: str, block: dict[str, Any], place: str) -> None:
+    called = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
+    error = _refused(
+        MESSAGES, messages=[{"role": "assistant", "content": [called]}, {"role": role, "content": [block]}, HI]
+    )
+    assert error.param == f"messages[1].content[0]{place}"
+    assert place not in ("", ".type") or repr(block["type"]) in error.message
+
+
+def test_what_is_not_stored_is_said_and_what_is_expected() -> None:
+    message = _refused(RESPONSES, tool_choice={"type": "mcp"}).message
+    assert message.endswith('\'mcp\' - at `$.tool_choice.type`; expected "function" or "allowed_tools"')
+    for fields in ({"store": True}, {"previous_response_id": "r"}, {"input": [{"type": "item_reference", "id": "m"}]}):
+        assert "send the whole conversation" in _refused(RESPONSES, **fields).message
+    # With this code Anthropic's tool runner sends the whole conversation.
+    error = _refused(MESSAGES, thread={"type": "create"})
+    assert error.anthropic("req_1")["error"]["details"] == {"error_code": "thread_unsupported_request"}
