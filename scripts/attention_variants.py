@@ -117,7 +117,7 @@ def _kvant(pairs: list[Arrays], context: int, bits: int, plan: dict[str, Any]) -
 
     layers = []
     for pair in pairs:
-        cache = QuantizedKVCache(room, kv_heads, head_dim, quant_bit=bits, quant_group=group, dtype=dtype)
+        cache = QuantizedKVCache(room, kv_heads, head_dim, kv_bits=bits, kv_group_size=group, dtype=dtype)
         arrays = cache.arrays
         write_tokens(*pair, 0, arrays[0], arrays[1] if bits else None, quant_bit=bits, quant_group=group)
         layers.append(arrays)

@@ -182,7 +182,7 @@ def _unfused_ways(context: int, bits: int, group: int) -> dict[str, Callable[[],
     mx.eval(query, theirs)
 
     def multiplied_out() -> mx.array:
-        return attend_tokens(query, *read_tokens(context, cache.cache, cache.scale, kv_bits=bits, dtype=mx.float32))
+        return attend_tokens(query, *read_tokens(context, cache.cache, cache.scale, quant_bit=bits, dtype=mx.float32))
 
     return {
         "kvant": timed(multiplied_out),
@@ -195,7 +195,7 @@ def _filled(tokens: int, bits: int, group: int, split: BiasSplit | None = None) 
     """A cache full of tokens, and their keys and values."""
     key, value = (mx.random.normal((1, KV_HEADS, tokens, HEAD_DIM), key=mx.random.key(i)) for i in (0, 1))
     cache = QuantizedKVCache(tokens, KV_HEADS, HEAD_DIM, kv_bits=bits, kv_group_size=group, bias_split=split)
-    write_tokens(key, value, 0, cache.cache, cache.scale, kv_bits=bits, kv_group_size=group)
+    write_tokens(key, value, 0, cache.cache, cache.scale, quant_bit=bits, quant_group=group)
     mx.eval(key, value, cache.cache, cache.scale)
     return cache, key, value
 
@@ -221,7 +221,7 @@ def _appended(query: mx.array, new: mx.array, tokens: int, pairs: int | None) ->
 
     def step() -> tuple[Any, ...]:
         where = (query, new, new, tokens - 1, cache.cache, cache.scale)
-        attended = append_and_attend(*where, kv_bits=8, kv_group_size=32, bias_split=cache.bias_split)
+        attended = append_and_attend(*where, quant_bit=8, quant_group=32, bias_split=cache.bias_split)
         return attended, cache.cache, cache.scale
 
     return timed(step)

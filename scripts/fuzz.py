@@ -27,18 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import hostile_kinds
-import numpy as np
-from safetensors.numpy import save_file
 
 import kvant
 from kvant import weights
 from kvant.cli.models import models
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import KvantError
-from kvant.models import ModelConfig
 from kvant.models.architectures import ARCHITECTURES
-from kvant.models.parameters import matrices, vectors
 from kvant.text.prompt import encode_rendered, render_chat
+from kvant.tools.bench.shapes import Shape, write_random
 
 LIMIT_S = 60
 LOOK_S = 0.02
@@ -79,27 +76,16 @@ TEMPLATES = [
 
 def base_folder(folder: Path, model_type: str = "qwen2") -> None:
     """A model of two tiny layers with the embedded model's tokenizer, and code beside it that would leave a mark."""
-    source = find_model(POCKET)
+
+    def write(folder: Path) -> None:
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        more = experts if ARCHITECTURES[model_type].experts else {}
+        write_random(Shape("tiny", model_type, 64, 2, 2, 2, 32, 64, 1280, True, **more), folder, bits=0)
+
+    outcome = run(folder, write)
+    assert outcome == "ok", outcome
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(source / name, folder)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    raw = json.loads((source / "config.json").read_text()) | sizes | {"num_key_value_heads": 2, "head_dim": 32}
-    raw |= {"model_type": model_type, "architectures": [ARCHITECTURES[model_type].name]}
-    if ARCHITECTURES[model_type].experts:
-        raw |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    (folder / "config.json").write_text(json.dumps(raw))
-    config = ModelConfig.from_dict(raw)
-    shapes: dict[str, tuple[int, ...]] = {name: (size,) for name, size in vectors(config).items()}
-    shapes |= {f"{path}.weight": size for path, size in matrices(config).items() if path != "lm_head"}
-    rng = np.random.default_rng(0)
-    parts: list[dict[str, np.ndarray]] = [{}, {}]
-    for place, (name, shape) in enumerate(sorted(shapes.items())):
-        parts[place % 2][name] = rng.normal(0, 0.1, shape).astype(np.float32)
-    names = [f"model-{part + 1:05}-of-00002.safetensors" for part in range(2)]
-    for name, part in zip(names, parts, strict=True):
-        save_file(part, folder / name)
-    weight_map = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        shutil.copy(find_model(POCKET) / name, folder)
     hostile_kinds.plant(folder)
 
 
@@ -137,14 +123,17 @@ def mutate(folder: Path, rng: random.Random) -> str:
 def replace_file(path: Path, rng: random.Random) -> str:
     """Replace a file by something that is no file of the folder."""
     path.unlink()
-    kind = rng.choice(["nothing", "fifo", "folder", "link", "loop", "device", "empty"])
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind != "nothing":
-        targets = {"link": "/etc/passwd", "loop": path, "device": "/dev/zero"}
-        path.symlink_to(targets[kind]) if kind in targets else path.touch()
+    makers: dict[str, Callable[[], object]] = {
+        "nothing": lambda: None,
+        "fifo": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+        "link": lambda: path.symlink_to("/etc/passwd"),
+        "loop": lambda: path.symlink_to(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "empty": path.touch,
+    }
+    kind = rng.choice([*makers])
+    makers[kind]()
     return kind
 
 
@@ -155,16 +144,14 @@ def mutate_bytes(path: Path, rng: random.Random, start: int, end: int) -> str:
     kind = rng.choice(["flip", "insert", "cut", "nest", "append", "repeat"])
     if kind == "flip" and place < len(data):
         data[place] ^= 1 << rng.randrange(8)
-    elif kind == "insert":
-        data[place:place] = rng.randbytes(rng.randrange(1, 9))
     elif kind == "cut":
         del data[place:]
-    elif kind == "nest":
-        data[place:place] = rng.choice([b"[", b'{"a":']) * rng.choice([10, 127, 900, 100_000])
     elif kind == "append":
         data += bytes(rng.randrange(1, 100))
     else:
-        data[place:place] = data[start : start + rng.randrange(1, 200)]
+        nest = rng.choice([b"[", b'{"a":']) * rng.choice([10, 127, 900, 100_000])
+        repeat = bytes(data[start : start + rng.randrange(1, 200)])
+        data[place:place] = {"insert": rng.randbytes(rng.randrange(1, 9)), "nest": nest}.get(kind, repeat)
     path.write_bytes(data)
     return f"{kind} at {place}"
 

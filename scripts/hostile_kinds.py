@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+Kind = Callable[[Path, random.Random], str]
 CLASSES = ["AutoProcessor", "AutoFeatureExtractor", "MusicgenProcessor", "AutoTokenizer", "evil.Evil"]
 CLASSES += ["ConvBertTokenizer"]
 MODULES = [
@@ -24,9 +25,16 @@ MODULES = [
     "kvant",
     "__init__",
 ]
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+PATHS = ("vocab_file", "merges_file", "tokenizer_file", "sp_model", "vocab", "spm_file", "gguf_file")
 BIG_TEXTS = ["{{ 'a b c d ' * 4000000 }}", "{{ '🦊' * 30000000 }}", "{{ ' ' * 33000000 }}"]
 BIG_TEXTS += ["{% for i in range(10**6) %}a b {% endfor %}"]
+PATTERNS = ["a*a*a*b", "(a+)+$", "(a|a)*b", "a{0,5000}{0,5000}b", "(?=(a+)+b)"]
+GROWING = {
+    "byte level": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    "prepend": {"type": "Prepend", "prepend": "a" * 1000},
+    "decompose": {"type": "NFKD"},
+    "replace": {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"},
+}
 
 
 def plant(folder: Path) -> Path:
@@ -42,6 +50,16 @@ def change(path: Path, **values: Any) -> None:
     """Set keys of a JSON file. A missing file is made."""
     raw = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(raw | values))
+
+
+def settings(folder: Path, **values: Any) -> None:
+    change(folder / "tokenizer_config.json", **values)
+
+
+def tokenizer(folder: Path, template: str, **values: Any) -> None:
+    """Parts of tokenizer.json, and the template whose text they are given."""
+    change(folder / "tokenizer.json", **values)
+    settings(folder, chat_template=template)
 
 
 def foreign_class(folder: Path, rng: random.Random) -> str:
@@ -62,50 +80,36 @@ def foreign_class(folder: Path, rng: random.Random) -> str:
 
 def init_inputs(folder: Path, rng: random.Random) -> str:
     """Arguments of a tokenizer's constructor that are paths."""
-    pipe = folder / "pipe"
-    os.mkfifo(pipe)
-    path = rng.choice(["/dev/zero", "/proc/self/mem", str(pipe), "/etc/passwd"])
+    os.mkfifo(folder / "pipe")
+    path = rng.choice(["/dev/zero", "/proc/self/mem", str(folder / "pipe"), "/etc/passwd"])
     name = rng.choice(["ConvBertTokenizer", "BertTokenizer", "Qwen2Tokenizer", "LlamaTokenizer", "ByT5Tokenizer"])
-    keys = ("vocab_file", "merges_file", "tokenizer_file", "sp_model", "vocab", "spm_file", "gguf_file")
     if rng.random() < 0.5:
         (folder / "tokenizer_config.json").unlink()
-    change(folder / "tokenizer_config.json", tokenizer_class=name, init_inputs=[path] * rng.choice([1, 2]))
+    settings(folder, tokenizer_class=name, init_inputs=[path] * rng.choice([1, 2]))
     if rng.random() < 0.3:
-        change(folder / "tokenizer_config.json", **dict.fromkeys(keys, path))
+        settings(folder, **dict.fromkeys(PATHS, path))
     return f"{name}: {path}"
 
 
 def growth(folder: Path, rng: random.Random) -> str:
     """Normalizers and pre-tokenizers that make a text longer, many of them."""
-    steps = {
-        "byte level": BYTE_LEVEL,
-        "prepend": {"type": "Prepend", "prepend": "a" * 1000},
-        "decompose": {"type": "NFKD"},
-        "replace": {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"},
-    }
-    name = rng.choice(sorted(steps))
-    many = [steps[name]] * rng.choice([30, 300])
-    before = {"type": "Sequence", "normalizers": many}
-    if name == "byte level" and rng.random() < 0.5:
-        change(folder / "tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": many})
-    else:
-        change(folder / "tokenizer.json", normalizer=before)
+    name = rng.choice(sorted(GROWING))
+    many = [GROWING[name]] * rng.choice([30, 300])
     text = "\\ufdfa" * 1000 if name == "decompose" else "aé " * 1000
-    change(folder / "tokenizer_config.json", chat_template=f"{{{{ '{text}' * 100 }}}}")
+    place, key = "normalizer", "normalizers"
+    if name == "byte level" and rng.random() < 0.5:
+        place, key = "pre_tokenizer", "pretokenizers"
+    tokenizer(folder, f"{{{{ '{text}' * 100 }}}}", **{place: {"type": "Sequence", key: many}})
     return f"{len(many)} times {name}"
 
 
 def expression(folder: Path, rng: random.Random) -> str:
     """Regular expressions that take for ever."""
-    pattern = rng.choice(["a*a*a*b", "(a+)+$", "(a|a)*b", "a{0,5000}{0,5000}b", "(?=(a+)+b)"])
-    step = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    pattern, count = {"Regex": rng.choice(PATTERNS)}, rng.choice([40, 20_000, 3_000_000])
+    step: dict[str, Any] = {"normalizer": {"type": "Replace", "pattern": pattern, "content": ""}}
     if rng.random() < 0.5:
-        change(folder / "tokenizer.json", pre_tokenizer=step)
-    else:
-        replace = {"type": "Replace", "pattern": {"Regex": pattern}, "content": ""}
-        change(folder / "tokenizer.json", normalizer=replace)
-    count = rng.choice([40, 20_000, 3_000_000])
-    change(folder / "tokenizer_config.json", chat_template=f"{{{{ 'a' * {count} }}}}")
+        step = {"pre_tokenizer": {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}}
+    tokenizer(folder, f"{{{{ 'a' * {count} }}}}", **step)
     return f"{pattern} on {count}"
 
 
@@ -119,30 +123,33 @@ def added_tokens(folder: Path, rng: random.Random) -> str:
         change(folder / "tokenizer.json", added_tokens=added)
     elif where == "added_tokens_decoder":
         listed = {str(1280 + number): {"content": name} for number, name in enumerate(names[:100_000])}
-        change(folder / "tokenizer_config.json", added_tokens_decoder=listed)
+        settings(folder, added_tokens_decoder=listed)
     else:
-        change(folder / "tokenizer_config.json", **{where: names})
+        settings(folder, **{where: names})
     return where
+
+
+def whole_model(folder: Path, template: str, **model: Any) -> None:
+    """Another tokenizer's model, and nothing beside it."""
+    nothing = dict.fromkeys(("pre_tokenizer", "normalizer", "decoder"))
+    tokenizer(folder, template, model=model, added_tokens=[], **nothing)
 
 
 def unigram(folder: Path, rng: random.Random) -> str:
     """Pieces that each fit at every place."""
     count = rng.choice([1000, 5000])
     pieces = [["<unk>", 0.0], *(["a" * size, -float(size)] for size in range(1, count))]
-    model = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
-    change(folder / "tokenizer.json", model=model, pre_tokenizer=None, normalizer=None, decoder=None, added_tokens=[])
-    change(folder / "tokenizer_config.json", chat_template="{{ 'a' * 2000000 }}")
+    whole_model(folder, "{{ 'a' * 2000000 }}", type="Unigram", unk_id=0, vocab=pieces, byte_fallback=False)
     return f"{count} pieces"
 
 
 def word_piece(folder: Path, rng: random.Random) -> str:
     """Words of any length: the time grows with the square of the length."""
-    vocabulary = {"[UNK]": 0, "a": 1, "##a": 2, "##" + "a" * 50: 3}
-    model = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "vocab": vocabulary}
-    model["max_input_chars_per_word"] = rng.choice([10**9, 2**63 - 1])
-    change(folder / "tokenizer.json", model=model, pre_tokenizer=None, normalizer=None, decoder=None, added_tokens=[])
-    change(folder / "tokenizer_config.json", chat_template=f"{{{{ 'a' * {rng.choice([100_000, 5_000_000])} ~ 'b' }}}}")
-    return str(model["max_input_chars_per_word"])
+    longest, text = rng.choice([10**9, 2**63 - 1]), f"{{{{ 'a' * {rng.choice([100_000, 5_000_000])} ~ 'b' }}}}"
+    model = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##"}
+    model |= {"vocab": {"[UNK]": 0, "a": 1, "##a": 2, "##" + "a" * 50: 3}, "max_input_chars_per_word": longest}
+    whole_model(folder, text, **model)
+    return str(longest)
 
 
 def long_file(folder: Path, rng: random.Random) -> str:
@@ -156,7 +163,7 @@ def long_file(folder: Path, rng: random.Random) -> str:
 def big_text(folder: Path, rng: random.Random) -> str:
     """A template that writes a text of any size."""
     template = rng.choice(BIG_TEXTS)
-    change(folder / "tokenizer_config.json", chat_template=template)
+    settings(folder, chat_template=template)
     return template
 
 
@@ -174,4 +181,4 @@ def hostile_config(folder: Path, rng: random.Random) -> str:
 
 
 ALL = (foreign_class, init_inputs, growth, expression, added_tokens, unigram, word_piece, long_file, big_text)
-KINDS: dict[str, Callable[[Path, random.Random], str]] = {kind.__name__: kind for kind in (*ALL, hostile_config)}
+KINDS: dict[str, Kind] = {kind.__name__: kind for kind in (*ALL, hostile_config)}

@@ -16,7 +16,7 @@ from support.checkpoints import load_reference, qwen2_config, reference_model, s
 from support.completions import served  # noqa: F401, a fixture
 from support.fused_path import checked_gpu, fused_calls, gpu, launches  # noqa: F401, fixtures
 from support.metal_host import summary
-from support.pull_machine import files, hub, listed, machine, pulling  # noqa: F401, fixtures
+from support.pull_machine import files, hub, machine, pulling  # noqa: F401, fixtures
 
 from kvant.engine.load import POCKET, find_model
 from kvant.models import Decoder

@@ -1,10 +1,10 @@
 """Imports point downward only, as the design draws the house, and never in a circle."""
 
 import ast
+import re
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 import kvant
 
@@ -18,36 +18,6 @@ FLOORS = [
 DATA = ["pocket"]  # files, no code
 
 
-def _floor(path: Path) -> str:
-    first = path.relative_to(ROOT).parts[0]
-    return first.removesuffix(".py")
-
-
-def _imports(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names = [f"kvant.{a.name}" for a in node.names] if node.module == "kvant" else [node.module or ""]
-        for name in names:
-            if name.split(".")[0] == "kvant":
-                inner = name.split(".")[1] if "." in name else "__init__"
-                found.add(inner if inner in FLOORS else "__init__")
-    return found
-
-
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_downward(path: Path) -> None:
-    floor = _floor(path)
-    if floor in DATA:
-        assert not _imports(path)
-        return
-    assert floor in FLOORS, f"{floor} has no place in the house yet"
-    for imported in _imports(path):
-        assert imported == floor or FLOORS.index(imported) < FLOORS.index(floor), f"{floor} imports {imported}"
-
-
 def _modules() -> dict[str, Path]:
     """Every module of kvant by its name; a package's name is its __init__'s."""
     found = {}
@@ -57,22 +27,41 @@ def _modules() -> dict[str, Path]:
     return found
 
 
-def _imported_modules(path: Path, modules: dict[str, Path]) -> set[str]:
+MODULES = _modules()
+
+
+@cache
+def _imported(path: Path) -> set[str]:
     """The modules of kvant that a file imports, in functions too."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
             full = [f"{node.module}.{a.name}" for a in node.names]
-            names = [name if name in modules else node.module or "" for name in full]
-        found |= {name for name in names if name in modules}
+            names = [name if name in MODULES else node.module or "" for name in full]
+        found |= {name for name in names if name in MODULES}
     return found
 
 
+def _floor(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def test_imports_point_downward() -> None:
+    for name, path in MODULES.items():
+        floor, imported = _floor(name), {*map(_floor, _imported(path))}
+        if floor in DATA:
+            assert not imported
+            continue
+        assert floor in FLOORS, f"{floor} has no place in the house yet"
+        above = {other for other in imported - {floor} if FLOORS.index(other) > FLOORS.index(floor)}
+        assert not above, f"{path} imports {above}"
+
+
 def test_no_modules_import_each_other() -> None:
-    modules = _modules()
-    assert len(modules) > 100
-    graph = {name: _imported_modules(path, modules) for name, path in modules.items()}
+    assert len(MODULES) > 100
+    graph = {name: _imported(path) for name, path in MODULES.items()}
     assert graph["kvant.operators.dispatch"] >= {"kvant.operators.probe", "kvant.operators.kernels.launch"}
     TopologicalSorter(graph).prepare()  # a CycleError names the circle
 
@@ -80,8 +69,7 @@ def test_no_modules_import_each_other() -> None:
 def test_no_import_hides_in_a_string() -> None:
     """But where a name is imported when it is first asked for."""
     names = ("__init__.py", "bridge/__init__.py", "cli/app.py", "cli/config.py")
-    lazy = {ROOT / name for name in names}
-    for path in set(ROOT.rglob("*.py")) - lazy:
+    for path in {*MODULES.values()} - {ROOT / name for name in names}:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
                 assert "kvant" not in ast.unparse(node), f"{path}: {ast.unparse(node)}"
@@ -89,16 +77,15 @@ def test_no_import_hides_in_a_string() -> None:
 
 def test_no_folders_import_each_other() -> None:
     """A file at the top counts as a folder of its own."""
-    modules = _modules()
 
     def folder(name: str) -> str:
-        path = modules[name]
+        path = MODULES[name]
         return name if path.parent == ROOT else str(path.parent.relative_to(ROOT))
 
     graph: dict[str, set[str]] = {}
-    for name, path in modules.items():
+    for name, path in MODULES.items():
         own = graph.setdefault(folder(name), set())
-        own |= {folder(other) for other in _imported_modules(path, modules)} - {folder(name)}
+        own |= {folder(other) for other in _imported(path)} - {folder(name)}
     assert "operators" not in graph["operators/kernels"]
     TopologicalSorter(graph).prepare()
 
@@ -107,7 +94,7 @@ def test_operators_know_no_model_and_no_file() -> None:
     """But the record of what was measured on this device."""
     for path in (ROOT / "operators").rglob("*.py"):
         record = {"errors", "files"} if path.name == "queries.py" else set()
-        assert _imports(path) <= {"operators"} | record
+        assert {*map(_floor, _imported(path))} <= {"operators"} | record
 
 
 def test_public_names() -> None:
@@ -119,9 +106,8 @@ def test_public_names() -> None:
     assert all(hasattr(kvant, name) for name in kvant.__all__)
 
 
-@pytest.mark.parametrize("path", sorted(Path(__file__).parent.rglob("*.py")), ids=lambda p: p.name)
-def test_no_test_imports_another(path: Path) -> None:
-    tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    names = [a.name for node in tree if isinstance(node, ast.Import) for a in node.names]
-    names += [node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-    assert not [name for name in names if name.split(".")[-1].startswith("test_") or name == "conftest"]
+def test_no_test_imports_another() -> None:
+    for path in Path(__file__).parent.rglob("*.py"):
+        names = re.findall(r"^ *(?:from|import) ([\w.]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        bad = [name for name in names if name.split(".")[-1].startswith("test_") or name == "conftest"]
+        assert not bad, f"{path} imports {bad}"

@@ -105,8 +105,8 @@ def test_a_link_in_the_copy_s_place_is_replaced(cache: Path, tmp_path: Path, evi
 
 
 def test_a_link_in_the_folder_s_place_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "cache").mkdir()
+    for name in ("elsewhere", "cache"):
+        (tmp_path / name).mkdir()
     (tmp_path / "cache" / "kvant").symlink_to(tmp_path / "elsewhere")
     blas, errors = report(tmp_path / "cache")
     assert blas.startswith(f"mlx: {PACKAGE} could not be loaded: ")
@@ -120,8 +120,8 @@ def test_a_copy_with_a_hole_is_made_again(cache: Path) -> None:
     middle = len(whole) // 2 // 65536 * 65536
     os.truncate(copy, middle)
     with copy.open("r+b") as file:
-        file.seek(middle + 1_048_576)
-        file.write(whole[middle + 1_048_576 :])
+        file.seek(middle + 2**20)
+        file.write(whole[middle + 2**20 :])
     assert copy.stat().st_size == len(whole)
     assert report(cache)[0].startswith("OpenBLAS")
     assert only_copy(cache).read_bytes() == whole
@@ -130,9 +130,8 @@ def test_a_copy_with_a_hole_is_made_again(cache: Path) -> None:
 def test_copies_that_were_not_used_for_a_month_are_removed(cache: Path) -> None:
     copy = only_copy(cache)
     month, week = (copy.stat().st_mtime - days * 86400 for days in (31, 7))
-    for name, age in (
-        ("openblas-1-1.so", month), ("openblas-x.part", month), ("openblas-2-2.so", week), ("mine.so", month)
-    ):  # fmt: skip
+    ages = {"openblas-1-1.so": month, "openblas-x.part": month, "openblas-2-2.so": week, "mine.so": month}
+    for name, age in ages.items():
         path = copy.with_name(name)
         path.mkdir() if name.endswith("part") else path.touch()
         os.utime(path, (age, age))

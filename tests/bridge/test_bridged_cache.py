@@ -1,68 +1,36 @@
 """The cache of a bridged model in kvant's loop: steps that count when they are committed, exact bytes, trims."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
-from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache
+from support.bridged import KINDS, PROMPT, WITH_STATE, bridged, feed
 from support.counts import at_widths
 from support.numbers import relative_error
 from support.tiny_models import build
 
 from kvant.bridge import BridgedCache, CacheBytes, cache_bytes, make_model_cache
-from kvant.bridge.config import BridgedConfig
 from kvant.bridge.layers import BridgedKVCache
-from kvant.bridge.model import BridgedModel
 from kvant.bridge.state_layer import StateCache
 from kvant.cache import CacheOptions
 from kvant.errors import ContextError
 
-PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
-KINDS = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v32", "llama4", "gemma3n", "falcon_h1"]
-WITH_STATE = ["qwen3_next", "falcon_h1"]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_compilation() -> Iterator[None]:
-    """It would call a C++ compiler, the first time."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
-def _begin(model: nn.Module, cache: BridgedCache, tokens: list[int]) -> mx.array:
+def _begin(model: Any, cache: BridgedCache, tokens: list[int]) -> None:
     inputs = mx.array([tokens])
     cache.begin(inputs)
-    logits = model(inputs, cache=cache)
-    mx.eval(logits, cache.state)
-    return logits
-
-
-def _feed(model: nn.Module, cache: BridgedCache, tokens: list[int]) -> mx.array:
-    logits = _begin(model, cache, tokens)
-    cache.commit()
-    return logits
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_mlx_lms_model_takes_it(name: str) -> None:
-    model, _ = build(name)
-    cache = make_model_cache(model, 64, CacheOptions(kv_bits=0))
-    theirs = mlx_lm_cache.make_prompt_cache(model)
-    assert len(cache) == len(theirs)
-    for tokens in (PROMPT[:13], PROMPT[13:29], PROMPT[29:]):
-        assert relative_error(_feed(model, cache, tokens), model(mx.array([tokens]), cache=theirs)) < 1e-5
-    assert (cache.offset, cache.ids) == (30, [PROMPT])
+    mx.eval(model(inputs, cache=cache), cache.state)
 
 
 @pytest.mark.parametrize(("name", "bits"), at_widths(KINDS))
 def test_a_step_that_is_not_committed_leaves_no_trace(name: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not from the first token, past the windows' ring, in a prefill or in a decode step; nor one that failed."""
+    """Not past a window's ring, in a prefill, in a decode step, or where it failed; else it is mlx-lm's own."""
     model, _ = build(name)
     disturbed, quiet = (make_model_cache(model, 64, CacheOptions(kv_bits=bits)) for _ in range(2))
+    theirs = mlx_lm_cache.make_prompt_cache(model)
+    assert len(quiet) == len(theirs)
     last = [layer for layer in disturbed.layers if isinstance(layer, BridgedKVCache)][-1]
 
     def broken(*_: Any) -> None:
@@ -77,7 +45,9 @@ def test_a_step_that_is_not_committed_leaves_no_trace(name: str, bits: int, monk
                 _begin(model, disturbed, [94] * 18)
         disturbed.end_step()
         assert disturbed.offset == quiet.offset
-        assert mx.array_equal(_feed(model, disturbed, tokens), _feed(model, quiet, tokens))
+        given = feed(model, disturbed, tokens)
+        assert mx.array_equal(given, feed(model, quiet, tokens))
+        assert bits or relative_error(given, feed(model, theirs, tokens)) < 1e-5
     assert disturbed.ids == quiet.ids
 
 
@@ -86,12 +56,12 @@ def test_a_part_of_a_step_can_be_committed(name: str) -> None:
     model, _ = build(name)
     drafted, plain = (make_model_cache(model, 64) for _ in range(2))
     for cache in (drafted, plain):
-        _feed(model, cache, PROMPT)
+        feed(model, cache, PROMPT)
     _begin(model, drafted, [5, 6, 70, 71])
     drafted.commit(2)
     for token in (5, 6):
-        _feed(model, plain, [token])
-    assert relative_error(_feed(model, drafted, [7]), _feed(model, plain, [7])) < 2e-2  # one batch or two steps
+        feed(model, plain, [token])
+    assert relative_error(feed(model, drafted, [7]), feed(model, plain, [7])) < 2e-2  # one batch or two steps
     assert drafted.ids == plain.ids
 
 
@@ -109,57 +79,40 @@ def test_a_state_takes_all_of_a_step_or_nothing(name: str) -> None:
     assert not cache.can_trim_to(29)
     cache.reset()
     assert not any(isinstance(layer, StateCache) and layer.buffers for layer in cache.layers)
-    assert mx.array_equal(*(_feed(model, c, PROMPT[:7]) for c in (cache, fresh)))
+    assert mx.array_equal(*(feed(model, c, PROMPT[:7]) for c in (cache, fresh)))
     assert cache.trim(7) == 7
     fresh.reset()
-    assert mx.array_equal(*(_feed(model, c, PROMPT[:9]) for c in (cache, fresh)))
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "llama4", "gemma3n"])
-def test_trims(name: str) -> None:
-    model, _ = build(name)
-    cache, fresh = (make_model_cache(model, 64) for _ in range(2))
-    for c in (cache, fresh):
-        _feed(model, c, PROMPT)
-    _feed(model, cache, [90, 91, 92])
-    assert trim_prompt_cache(cache, 2) == 2
-    cache.trim_to(30)
-    assert mx.array_equal(*(_feed(model, c, [5, 6]) for c in (cache, fresh)))
+    assert mx.array_equal(*(feed(model, c, PROMPT[:9]) for c in (cache, fresh)))
 
 
 @pytest.mark.parametrize("name", [*KINDS, "mamba", "minimax_m3_vl", "plamo3", "longcat_flash_ngram", "jamba"])
 def test_bytes_are_known_before_and_the_same_after(name: str) -> None:
     model, _ = build(name)
-    for bits, group in ((0, 32), (8, 16), (4, 32)):
-        options = {"kv_bits": bits, "kv_group_size": group}
+    for options in (CacheOptions(0), CacheOptions(8, 16), CacheOptions(4)):
         mx.synchronize()
         resting = mx.get_active_memory()
         mx.reset_peak_memory()
-        planned = cache_bytes(model, 40, **options)
+        planned = cache_bytes(model, 40, options)
         assert mx.get_peak_memory() - resting < 2**16  # constants; nothing of the model was computed
-        cache = make_model_cache(model, 40, **options)
+        cache = make_model_cache(model, 40, options)
         assert cache.used == CacheBytes(planned.keys_values, 0)
         for tokens in (PROMPT[:25], PROMPT[25:], [5]):
-            inputs = mx.array([tokens])
-            cache.begin(inputs)
-            mx.eval(model(inputs, cache=cache), cache.state)
-            cache.commit()
+            feed(model, cache, tokens)
             assert cache.used == planned
         assert cache.nbytes == planned.total
 
 
 def test_a_step_copies_nothing_where_a_model_ties_its_arrays_together() -> None:
     """DeepSeek V3.2 makes one array depend on others and puts it back: MLX copied all of it at the next append."""
-    model, _ = build("deepseek_v32")
-    bridged = BridgedModel(model, BridgedConfig("deepseek_v32", 128, None), mx.float32)
+    model = bridged("deepseek_v32")
     peaks = []
     for max_seq_len in (512, 16384):
-        cache = bridged.make_cache(max_seq_len)
+        cache = model.make_cache(max_seq_len)
         for tokens in (PROMPT, [5], [6]):
             mx.synchronize()
             resting = mx.get_active_memory()
             mx.reset_peak_memory()
-            mx.eval(bridged.next_logits(mx.array([tokens]), cache))
+            mx.eval(model.next_logits(mx.array([tokens]), cache))
             cache.commit(ids=[tokens])
         peaks.append(mx.get_peak_memory() - resting)
     assert peaks[1] < peaks[0] + 2**16
@@ -179,28 +132,22 @@ def test_a_step_is_begun_before_the_model_is_called() -> None:
         cache.begin(mx.array([[1] * 7]))
     with pytest.raises(ValueError, match="2 sequences; a cache has one"):
         cache.begin(mx.array([[1], [2]]))
-
-
-def test_a_model_of_states_alone_has_a_limit_too() -> None:
-    model, _ = build("mamba")
-    cache = make_model_cache(model, 8)
-    _feed(model, cache, [1] * 6)
+    states, _ = build("mamba")  # a limit, too, though no layer has rows
+    cache = make_model_cache(states, 8)
+    feed(states, cache, [1] * 6)
     with pytest.raises(ContextError, match="3 more tokens do not fit: 6 of the 8"):
         cache.begin(mx.array([[1] * 3]))
-    assert cache.max_seq_len == 8
 
 
 def test_it_says_what_it_is_made_of() -> None:
-    model, _ = build("qwen3_next")
-    cache = make_model_cache(model, 100, CacheOptions(kv_group_size=48))
-    lines = cache.describe()
-    assert lines[-1] == "groups of 16 in 2 layers: 48 does not divide every width there"
-    assert any("100 rows, 8 bits in groups of 16" in line for line in lines)
-    assert any("state, mlx-lm's own" in line for line in lines)
-    model, _ = build("gemma3_text")
-    assert any("24 rows for a window of 8 tokens" in line for line in make_model_cache(model, 100).describe())
-    model, _ = build("llama4")
-    assert any("24 rows for chunks of 8 tokens" in line for line in make_model_cache(model, 100).describe())
+    for name, options, said in (
+        ("qwen3_next", CacheOptions(kv_group_size=48), "100 rows, 8 bits in groups of 16"),
+        ("qwen3_next", CacheOptions(kv_group_size=48), "groups of 16 in 2 layers: 48 does not divide every width"),
+        ("qwen3_next", CacheOptions(), "state, mlx-lm's own"),
+        ("gemma3_text", CacheOptions(), "24 rows for a window of 8 tokens"),
+        ("llama4", CacheOptions(), "24 rows for chunks of 8 tokens"),
+    ):
+        assert any(said in line for line in make_model_cache(build(name)[0], 100, options).describe())
 
 
 def test_released_memory_is_given_back() -> None:
@@ -208,7 +155,7 @@ def test_released_memory_is_given_back() -> None:
     mx.synchronize()
     before = mx.get_active_memory()
     cache = make_model_cache(model, 4096)
-    _feed(model, cache, PROMPT)
+    feed(model, cache, PROMPT)
     assert mx.get_active_memory() - before >= cache.nbytes
     cache.release()
     mx.clear_cache()

@@ -1,36 +1,26 @@
 """The hook on mlx-lm's attention: what it takes, what it leaves, and the fused kernel under mlx-lm's models."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import architectures as table
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from mlx_lm.models import base, llama, llama4_text
 from mlx_lm.models import cache as mlx_lm_cache
 from support import attend_stand_in
+from support.bridged import PROMPT, feed
 from support.counts import count
 from support.numbers import relative_error
 from support.tiny_models import SERVED, build
 
 from kvant.bridge import hook, make_model_cache
-from kvant.bridge.layers import BridgedKVCache, BridgedWindowCache
+from kvant.bridge.layers import BridgedChunkCache, BridgedKVCache, BridgedWindowCache
 from kvant.cache import CacheOptions
 from kvant.operators import dispatch, fused_attention
 from kvant.operators.kernels import attend, launch
-
-PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_compilation() -> Iterator[None]:
-    """It would call a C++ compiler, the first time."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
 
 
 def _normal(seed: int, *shape: int) -> mx.array:
@@ -79,54 +69,45 @@ def test_nothing_is_held() -> None:
     assert hook.owner_of(key, value) is None
 
 
-@pytest.mark.parametrize("bits", [0, 8, 4])
-@pytest.mark.parametrize("new", [1, 5])
-@pytest.mark.parametrize("mask", ["none", "causal", "boolean", "added"])
-@pytest.mark.parametrize("with_sinks", [False, True])
-def test_attention_is_mlx_lms(bits: int, new: int, mask: str, with_sinks: bool) -> None:
-    """Any scale, mask and sinks: as mlx-lm's attention to the same dequantized tokens."""
-    layer = BridgedKVCache(64, 2, 64, kv_bits=bits, dtype=mx.float32)
-    mx.eval(_fetched(layer, 20))
-    key, value = _fetched(layer, new)
-    query = _normal(3, 1, 6, new, 64)
-    masks: dict[str, Any] = {
-        "none": None,
-        "causal": "causal",
-        "boolean": (_normal(4, new, 20 + new) > 0) | (mx.arange(20 + new) == 3),
-        "added": _normal(5, 1, 6, new, 20 + new),
-    }
-    options = {"scale": 0.3, "mask": masks[mask], "sinks": _normal(6, 6) if with_sinks else None}
-    given = hook.attention(query, key, value, cache=layer, **options)
-    expected = mx.fast.scaled_dot_product_attention(query, mx.array(key), mx.array(value), **options)
-    assert relative_error(given, expected) < 1e-5
+def _check(layer: BridgedKVCache, query: mx.array, fetched: tuple[mx.array, mx.array], **options: Any) -> None:
+    """The hook's attention is mlx-lm's to the same dequantized tokens."""
+    given = hook.attention(query, *fetched, cache=layer, **options)
+    assert relative_error(given, mx.fast.scaled_dot_product_attention(query, *map(mx.array, fetched), **options)) < 1e-5
 
 
-@pytest.mark.parametrize(("bits", "widths", "group"), [(4, (80, 80), 16), (8, (192, 128), 32), (0, (512, 512), 32)])
+# bits, widths of keys and values, group: also those of Phi-2, MiMo and Gemma 4
+FORMATS = [(0, (64, 64), 32), (8, (64, 64), 32), (4, (64, 64), 32)]
+FORMATS += [(4, (80, 80), 16), (8, (192, 128), 32), (0, (512, 512), 32)]
+
+
+@pytest.mark.parametrize("through", ["unfused", "fused"])
+@pytest.mark.parametrize(("bits", "widths", "group"), FORMATS)
 @pytest.mark.parametrize("mask", ["none", "causal", "boolean", "added", "window"])
-def test_the_kernel_s_attention_is_mlx_lms(
-    bits: int, widths: tuple[int, int], group: int, mask: str, launches: list[Any]
+def test_attention_is_mlx_lms(
+    bits: int, widths: tuple[int, int], group: int, mask: str, through: str, request: pytest.FixtureRequest
 ) -> None:
-    """The same through the kernel's text, run on the host, for widths of Phi-2, MiMo and Gemma 4; with sinks."""
-    (D, Dv), new = widths, 3
-    layer = BridgedKVCache(64, 2, D, value_head_dim=Dv, kv_bits=bits, kv_group_size=group, dtype=mx.float32)
-    for tokens in (20, new):
-        seen: Any = layer.make_mask(tokens, window_size=9)
-        key, value = layer.update_and_fetch(_normal(1, 1, 2, tokens, D), _normal(2, 1, 2, tokens, Dv))
-    query = _normal(3, 1, 6, new, D) / 4
-    masks: dict[str, Any] = {
-        "none": None,
-        "causal": "causal",
-        "boolean": (_normal(4, new, 20 + new) > 0) | (mx.arange(20 + new) == 3),
-        "added": _normal(5, 1, 6, new, 20 + new),
-        "window": seen,
-    }
-    options = {"scale": 0.3, "mask": masks[mask], "sinks": _normal(6, 6) if mask in ("causal", "added") else None}
-    launches.clear()
-    given = hook.attention(query, key, value, cache=layer, **options)
-    ((_, inputs), _) = launches
-    assert (_input(inputs, "mask").size > 1) is (mask in ("boolean", "added"))
-    expected = mx.fast.scaled_dot_product_attention(query, mx.array(key), mx.array(value), **options)
-    assert relative_error(given, expected) < 1e-5
+    """Any scale and mask, with sinks and without; fused: by the kernel's text, run on the host."""
+    launches: list[Any] = request.getfixturevalue("launches") if through == "fused" else []
+    D, Dv = widths
+    for new in (1, 5) if through == "unfused" else (3,):
+        layer = BridgedKVCache(64, 2, D, value_head_dim=Dv, kv_bits=bits, kv_group_size=group, dtype=mx.float32)
+        for tokens in (20, new):
+            seen: Any = layer.make_mask(tokens, window_size=9)
+            fetched = layer.update_and_fetch(_normal(1, 1, 2, tokens, D), _normal(2, 1, 2, tokens, Dv))
+            mx.eval(fetched)
+        masks: dict[str, Any] = {
+            "none": None,
+            "causal": "causal",
+            "boolean": (_normal(4, new, 20 + new) > 0) | (mx.arange(20 + new) == 3),
+            "added": _normal(5, 1, 6, new, 20 + new),
+            "window": seen,
+        }
+        for sinks in (None, _normal(6, 6)):
+            launches.clear()
+            _check(layer, _normal(3, 1, 6, new, D) / 4, fetched, scale=0.3, mask=masks[mask], sinks=sinks)
+            if through == "fused":
+                ((_, inputs), _) = launches
+                assert (_input(inputs, "mask").size > 1) is (mask in ("boolean", "added"))
 
 
 def test_another_layer_s_mask_is_an_array(launches: list[Any]) -> None:
@@ -137,14 +118,11 @@ def test_another_layer_s_mask_is_an_array(launches: list[Any]) -> None:
     for layer, held in ((BridgedWindowCache(64, 2, 64, window=9), 42), (BridgedKVCache(64, 2, 64), 24)):
         _fetched(layer, held)
         mask = other.make_mask(1, window_size=9)
-        key, value = _fetched(layer, 1)
-        query = _normal(3, 1, 6, 1, 64)
+        fetched = _fetched(layer, 1)
         launches.clear()
-        given = hook.attention(query, key, value, cache=layer, scale=0.125, mask=mask)
+        _check(layer, _normal(3, 1, 6, 1, 64), fetched, scale=0.125, mask=mask)
         ((_, inputs), _) = launches
         assert _input(inputs, "mask").size == 25
-        expected = mx.fast.scaled_dot_product_attention(query, mx.array(key), mx.array(value), scale=0.125, mask=mask)
-        assert relative_error(given, expected) < 1e-5
 
 
 def test_a_ring_that_fills_needs_no_other_instance(checked_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,12 +145,10 @@ def test_tokens_that_wait_are_read_where_they_are(launches: list[Any]) -> None:
     """The last query alone, after more tokens than a ring has room for: they are not in its rows yet."""
     layer = BridgedWindowCache(128, 2, 64, window=9)
     _fetched(layer, 30)
-    key, value = _fetched(layer, 30)
+    fetched = _fetched(layer, 30)
     assert layer._pending
-    query, mask = _normal(3, 1, 6, 1, 64), mx.arange(key.shape[2]) >= key.shape[2] - 9
-    given = hook.attention(query, key, value, cache=layer, scale=0.125, mask=mask[None])
-    expected = mx.fast.scaled_dot_product_attention(query, mx.array(key), mx.array(value), scale=0.125, mask=mask[None])
-    assert relative_error(given, expected) < 1e-5
+    tokens = fetched[0].shape[2]
+    _check(layer, _normal(3, 1, 6, 1, 64), fetched, scale=0.125, mask=(mx.arange(tokens) >= tokens - 9)[None])
 
 
 def _input(inputs: list[mx.array], name: str) -> mx.array:
@@ -194,14 +170,10 @@ def test_the_kernel_serves_architectures(name: str, bits: int, launches: list[An
             theirs = None
             continue
         launches.clear()
-        logits = []
-        for cache in (fused, unfused):
-            cache.begin(mx.array([tokens]))
-            logits.append(model(mx.array([tokens]), cache=cache))
-            mx.eval(logits[-1], cache.state)
-            cache.commit()
+        logits = [feed(model, cache, tokens) for cache in (fused, unfused)]
         attends = [inputs for kernel, inputs in launches if kernel == "attend"]
         assert len(attends) == (len(model.layers) if len(tokens) <= 8 else 0)
+        assert any(kernel == "append" for kernel, _ in launches) == (bits > 0 and len(tokens) <= 8)
         assert all(_input(inputs, "mask").size == 1 for inputs in attends)
         assert relative_error(*logits) < (2e-2 if bits else 1e-4)  # rounding flips a quantized value now and then
         if not bits and theirs is not None:
@@ -237,13 +209,7 @@ def test_which_masks_reach_the_kernel(name: str, gpu: None, monkeypatch: pytest.
         make_model_cache(model, 64, CacheOptions(kv_bits=0, kernels=kernels)) for kernels in (None, "unfused")
     )
     for tokens in (PROMPT, [5], [6, 7, 8], [9]):
-        logits = []
-        for cache in (fused, unfused):
-            cache.begin(mx.array([tokens]))
-            logits.append(model(mx.array([tokens]), cache=cache))
-            mx.eval(logits[-1], cache.state)
-            cache.commit()
-        assert relative_error(*map(table.finite, logits)) < 1e-4
+        assert relative_error(*(table.finite(feed(model, cache, tokens)) for cache in (fused, unfused))) < 1e-4
     assert bool(masks) is (name not in UNSEEN)
     assert any(mask is not None for mask in masks) is (name in OWN_MASKS)
 
@@ -254,55 +220,14 @@ def test_a_mask_is_known_in_mlx_lms_loop_too(launches: list[Any]) -> None:
     cache, theirs = kvant.make_prompt_cache(model, 64, kv_bits=0), mlx_lm_cache.make_prompt_cache(model)
     for tokens in (PROMPT, [5], [6, 7]):
         launches.clear()
-        given, expected = (model(mx.array([tokens]), cache=c) for c in (cache, theirs))
-        assert relative_error(given, expected) < 1e-4
+        assert relative_error(*(feed(model, each, tokens) for each in (cache, theirs))) < 1e-4
         assert all(_input(inputs, "mask").size == 1 for kernel, inputs in launches if kernel == "attend")
     assert launches
-
-
-def _model(kind: str) -> nn.Module:
-    """One layer, whose attention the kernel takes: llama, its window, or llama 4's chunks."""
-    shape = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 128, "rms_norm_eps": 1e-5, "head_dim": 64}
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    mx.random.seed(3)
-    args = llama.ModelArgs(
-        model_type="llama",
-        num_hidden_layers=2,
-        layer_types=["full_attention", "sliding_attention" if kind == "window" else "full_attention"],
-        sliding_window=8,
-        **shape,
-        **heads,
-    )
-    model = llama.Model(args)
-    mx.eval(model.parameters())
-    return model
-
-
-@pytest.mark.parametrize("kind", ["full", "window"])
-@pytest.mark.parametrize("bits", [0, 8, 4])
-def test_the_kernel_serves_a_model(kind: str, bits: int, launches: list[Any]) -> None:
-    """The kernel's text, run on the host: decode steps and drafts, past the window; a prefill goes without it."""
-    model = _model(kind)
-    fused = make_model_cache(model, 64, CacheOptions(kv_bits=bits))
-    unfused = make_model_cache(model, 64, CacheOptions(kv_bits=bits, kernels="unfused"))
-    for tokens in (PROMPT, [5], [6, 7, 8], [9]):
-        launches.clear()
-        logits = []
-        for cache in (fused, unfused):
-            cache.begin(mx.array([tokens]))
-            logits.append(model(mx.array([tokens]), cache=cache))
-            mx.eval(logits[-1], cache.state)
-            cache.commit()
-        assert relative_error(*logits) < 1e-4
-        of_a_layer = [*(["append"] if bits else []), "attend", "combine"]
-        assert [name for name, _ in launches] == ([] if len(tokens) > 8 else 2 * of_a_layer)
 
 
 @pytest.mark.parametrize("bits", [0, 8])
 def test_the_kernel_serves_chunks(bits: int, launches: list[Any]) -> None:
     """A chunk's rows lie in a ring and the model's mask is in order."""
-    from kvant.bridge.layers import BridgedChunkCache
-
     caches = [
         BridgedChunkCache(256, 2, 64, window=32, kv_bits=bits, dtype=mx.float32, kernels=kernels)
         for kernels in (None, "unfused")
@@ -324,44 +249,37 @@ def test_the_kernel_serves_chunks(bits: int, launches: list[Any]) -> None:
         assert any(name == "attend" for name, _ in launches) == (new <= 8)
 
 
+def _peak(ready: list[mx.array], compute: Callable[[], mx.array]) -> tuple[int, mx.array]:
+    """The most bytes that something takes, and what it is."""
+    mx.eval(ready)
+    mx.synchronize()
+    resting = mx.get_active_memory()
+    mx.reset_peak_memory()
+    found = compute()
+    mx.eval(found)
+    return mx.get_peak_memory() - resting, found
+
+
 def test_rows_that_the_kernel_serves_are_not_computed(launches: list[Any]) -> None:
     layer = BridgedKVCache(4096, 2, 64)
     mx.eval(_fetched(layer, 4000)[0].shape, layer.arrays)
     key, value = _fetched(layer, 1)
     query = _normal(3, 1, 6, 1, 64)
-    mx.eval(query)
-    mx.synchronize()
-    resting = mx.get_active_memory()
-    mx.reset_peak_memory()
-    output = hook.attention(query, key, value, cache=layer, scale=0.125, mask=None)
-    mx.eval(output)
+    used, given = _peak([query], lambda: hook.attention(query, key, value, cache=layer, scale=0.125, mask=None))
     assert launches[-1][0] == "combine"
-    assert mx.get_peak_memory() - resting < key.nbytes / 2
+    assert used < key.nbytes / 2
     expected = mx.fast.scaled_dot_product_attention(query, mx.array(key), mx.array(value), scale=0.125)
-    assert relative_error(output, expected) < 1e-5
+    assert relative_error(given, expected) < 1e-5
 
 
 def test_a_prefill_makes_no_score_matrix() -> None:
     """Queries are taken in blocks on a CPU."""
     layer = BridgedKVCache(8192, 2, 64)
     _fetched(layer, 7680)
-    mx.eval(layer.arrays)
     key, value = _fetched(layer, 512)
     query = _normal(3, 1, 8, 512, 64)
-    mx.eval(query, layer.arrays)
-    mx.synchronize()
-    resting = mx.get_active_memory()
-    mx.reset_peak_memory()
-    mx.eval(hook.attention(query, key, value, cache=layer, scale=0.125, mask="causal"))
-    used = mx.get_peak_memory() - resting
+    used, _ = _peak(
+        [query, *layer.arrays], lambda: hook.attention(query, key, value, cache=layer, scale=0.1, mask="causal")
+    )
     assert key.nbytes < used < 8 * 512 * 8192 * 4 / 2  # the bytes of one score matrix
     assert layer.nbytes == 2 * 2 * 8192 * (64 + 2 * 2)
-
-
-def test_models_with_attention_of_their_own_take_rows() -> None:
-    """Gemma 2 composes attention itself, to cap the scores: it gets the tokens, and they are right."""
-    model, _ = build("gemma2")
-    cache, theirs = kvant.make_prompt_cache(model, 64, kv_bits=0), mlx_lm_cache.make_prompt_cache(model)
-    for tokens in (PROMPT, [5], [6, 7]):
-        given, expected = (model(mx.array([tokens]), cache=c) for c in (cache, theirs))
-        assert relative_error(given, expected) < 1e-5

@@ -1,6 +1,6 @@
 """A bridged model's pool: sequences of different lengths in one step, against mlx-lm's own caches and kvant's."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +8,10 @@ import architectures as table
 import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
+from support.bridged import bridged
 from support.counts import count
 from support.numbers import relative_error
-from support.tiny_models import build
 
-from kvant.bridge.config import BridgedConfig
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.pool import BridgedPool
 from kvant.cache.pool import PoolSequence
@@ -47,18 +46,6 @@ PADDED = {
     *("kimi_k3", "kimi_linear", "kimi_vl", "longcat_flash", "longcat_flash_ngram", "mistral4", "plamo"),
     *("plamo2", "stablelm"),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_compilation() -> Iterator[None]:
-    """It would call a C++ compiler, the first time."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
-def _bridged(name: str) -> BridgedModel:
-    return BridgedModel(build(name)[0], BridgedConfig(name, 100_000, None), mx.float32)
 
 
 def _pool(model: BridgedModel, bits: int = 0, **changes: Any) -> BridgedPool:
@@ -105,35 +92,31 @@ def _in_company(
     return list(mx.stack(logits, axis=1))
 
 
-def _alone(step: Any, prompt: list[int], text: list[int] | None = None) -> tuple[list[int], mx.array]:
-    """Tokens, the likeliest where none are given, and the logits (STEPS + 1, vocab). ``step``: of token ids."""
-    logits, tokens = [table.finite(step(prompt))], list(text or [])
-    for i in range(STEPS):
-        if text is None:
-            tokens.append(int(logits[-1].argmax().item()))
-        logits.append(table.finite(step([tokens[i]])))
+def _alone(
+    name: str, model: BridgedModel, prompt: list[int], text: list[int] | None = None, cache: Any = None
+) -> tuple[list[int], mx.array]:
+    """Tokens, the likeliest where none are given, and the logits (STEPS + 1, vocab), with mlx-lm's cache or kvant's."""
+    module = model.module if cache is None else model
+    kept = cache or mlx_lm_cache.make_prompt_cache(module)
+    tokens, logits, fed = list(text or []), [], list(prompt)
+    for i in range(STEPS + 1):
+        if cache is None and name in table.ONE_CALL:
+            last = module(mx.array([fed]), cache=mlx_lm_cache.make_prompt_cache(module))
+        else:
+            last = module(mx.array([fed if i == 0 else fed[-1:]]), cache=kept)
+        logits.append(table.finite(last[0, -1]))
+        if i < STEPS:
+            if text is None:
+                tokens.append(int(logits[-1].argmax().item()))
+            fed.append(tokens[i])
     return tokens, mx.stack(logits)
-
-
-def _reference(name: str, model: BridgedModel, prompt: list[int]) -> tuple[list[int], mx.array]:
-    """Greedy tokens of mlx-lm's model with its own cache, or without one where that cache is too short."""
-    cache = mlx_lm_cache.make_prompt_cache(model.module)
-    fed: list[int] = []
-
-    def step(ids: list[int]) -> mx.array:
-        fed.extend(ids)
-        if name in table.ONE_CALL:
-            return model.module(mx.array([fed]), cache=mlx_lm_cache.make_prompt_cache(model.module))[0, -1]  # type: ignore[no-any-return]
-        return model.module(mx.array([ids]), cache=cache)[0, -1]  # type: ignore[no-any-return]
-
-    return _alone(step, prompt)
 
 
 @pytest.mark.parametrize("name", count(SOME, sorted(set(table.measured()) - REFUSED.keys())))
 def test_sequences_of_different_lengths_are_what_each_is_alone(name: str) -> None:
-    model = _bridged(name)
+    model = bridged(name)
     prompts = [prompt[: 100 if name == "gpt2" else None] for prompt in PROMPTS]  # the tiny gpt2 has 128 positions
-    references = [_reference(name, model, prompt) for prompt in prompts]
+    references = [_alone(name, model, prompt) for prompt in prompts]
     texts = [tokens for tokens, _ in references]
     for bits in count((0, 4), (0, 8, 4)):
         pool = _pool(model, bits)
@@ -144,15 +127,14 @@ def test_sequences_of_different_lengths_are_what_each_is_alone(name: str) -> Non
                 assert table.worst(table.errors(logits, expected)) < AGREE
                 assert logits[:-1].argmax(axis=-1).tolist() == text
                 continue
-            cache = model.make_cache(200, kv_bits=bits)
-            _, own = _alone(lambda ids, c=cache: model(mx.array([ids]), cache=c)[0, -1], prompt, text)
+            _, own = _alone(name, model, prompt, text, model.make_cache(200, kv_bits=bits))
             assert table.median(table.errors(logits, own)) < AGREE
             assert table.worst(table.errors(logits, own)) < QUANTIZED_AGREE
 
 
 @pytest.mark.parametrize("name", count(["llama4", "minimax_m3_vl", "afm7", "gemma2"], sorted(REFUSED)))
 def test_a_model_without_such_a_step_is_refused(name: str) -> None:
-    model = _bridged(name)
+    model = bridged(name)
     with pytest.raises(ModelError, match=f"^{name} .*one sequence at a time works") as error:
         _pool(model)
     assert REFUSED[name] in str(error.value)
@@ -160,32 +142,16 @@ def test_a_model_without_such_a_step_is_refused(name: str) -> None:
 
 
 def test_the_page_names_them() -> None:
-    page = (
-        (table.ROOT / "docs" / "models.md").read_text("utf-8").partition("## Many sequences")[2].partition("\n## ")[0]
-    )
+    page = (table.ROOT / "docs" / "models.md").read_text("utf-8")
+    page = page.partition("## Many sequences")[2].partition("\n## ")[0]
     assert all(name in page for name in PADDED | REFUSED.keys())
     apart = len(table.measured()) - len(PADDED) - len(REFUSED)
     assert [f"| {number} |" in page for number in (apart, len(PADDED), len(REFUSED))] == [True] * 3
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next"])
-def test_a_step_is_mlx_lms_own_batch(name: str) -> None:
-    model = _bridged(name)
-    pool, caches, sequences = _pool(model), [], []
-    for prompt in PROMPTS:
-        caches.append(mlx_lm_cache.make_prompt_cache(model.module))
-        model.module(mx.array([prompt]), cache=caches[-1])
-        sequences.append(_opened(model, pool, prompt)[0])
-    theirs = [layers[0].merge(layers) for layers in zip(*caches, strict=True)]
-    for token in range(STEPS):
-        ids = [[token + 1], [token + 30], [token + 60]]
-        given = _fed(model, pool, sequences, ids)
-        assert relative_error(given, model.module(mx.array(ids), cache=theirs)[:, -1]) < AGREE
-
-
 def test_windows_go_past_their_pages() -> None:
     """Pages whose rows all left the window are given back while the sequence grows."""
-    model = _bridged("gemma3_text")
+    model = bridged("gemma3_text")
     pool = _pool(model, tokens=2048)
     long = [(7 + 31 * i) % 97 for i in range(376)]
     cache = mlx_lm_cache.make_prompt_cache(model.module)
@@ -205,7 +171,7 @@ def test_windows_go_past_their_pages() -> None:
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next", "mixtral", "mamba2"])
 @pytest.mark.parametrize("bits", [0, 8])
 def test_with_as_many_rows_a_token_is_the_same_in_any_company(name: str, bits: int) -> None:
-    model = _bridged(name)
+    model = bridged(name)
     texts = [[(3 * i + b) % 97 for i in range(STEPS)] for b in range(len(PROMPTS))]
     pool = _pool(model, bits)
     together = _in_company(model, pool, texts, rows=4)
@@ -218,7 +184,7 @@ def test_with_as_many_rows_a_token_is_the_same_in_any_company(name: str, bits: i
 
 @pytest.mark.parametrize(("name", "deterministic"), [("gpt_oss", True), ("qwen3_next", True), ("deepseek_v3", False)])
 def test_the_engine_runs_requests_of_different_lengths(name: str, deterministic: bool) -> None:
-    model = _bridged(name)
+    model = bridged(name)
     pool = _pool(model, tokens=2048, prefill_step_size=128)
     scheduler = Scheduler(model, pool, max_batch=3, deterministic=deterministic)
     requests = [Request(prompt, STEPS) for prompt in PROMPTS]
@@ -229,19 +195,13 @@ def test_the_engine_runs_requests_of_different_lengths(name: str, deterministic:
         for token in scheduler.step():
             given[token.request].append(token.token)
     for request, prompt in zip(requests, PROMPTS, strict=True):
-        assert given[request] == _reference(name, model, prompt)[0]
+        assert given[request] == _alone(name, model, prompt)[0]
     assert pool.num_free == pool.num_pages
-
-
-def test_deterministic_is_refused_where_the_model_reads_padded_rows() -> None:
-    model = _bridged("deepseek_v3")
-    with pytest.raises(ValueError, match="deterministic is not possible with deepseek_v3"):
-        Scheduler(model, _pool(model, prefill_step_size=128), max_batch=2, deterministic=True)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "falcon_h1", "mamba"])
 def test_forks_steps_that_do_not_count_and_trims(name: str) -> None:
-    model = _bridged(name)
+    model = bridged(name)
     pool = _pool(model)
     has_states = bool(pool.states)
     (one, _), (other, _) = (_opened(model, pool, prompt) for prompt in PROMPTS[:2])
@@ -254,7 +214,7 @@ def test_forks_steps_that_do_not_count_and_trims(name: str) -> None:
     ids = [[11], [12], [11]]
     together = _fed(model, pool, [one, other, fork], ids)
     assert relative_error(together[2], together[0]) < 1e-5
-    expected = [_reference_after(model, prompt, token) for prompt, (token,) in zip(PROMPTS[:2], ids, strict=False)]
+    expected = [model.module(mx.array([prompt + new]))[0, -1] for prompt, new in zip(PROMPTS[:2], ids, strict=False)]
     assert relative_error(together[:2], mx.stack(expected)) < AGREE
     batch = pool.batch([one, other])
     model.next_logits(mx.array([[5, 6], [5, 6]]), batch)
@@ -272,13 +232,9 @@ def test_forks_steps_that_do_not_count_and_trims(name: str) -> None:
     assert relative_error(again, model.module(mx.array([PROMPTS[2]]))[:, -1]) < AGREE
 
 
-def _reference_after(model: BridgedModel, prompt: list[int], token: int) -> mx.array:
-    return model.module(mx.array([[*prompt, token]]))[0, -1]  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next", "falcon_h1", "mamba", "deepseek_v32"])
 def test_a_sequence_becomes_a_cache_and_comes_back(name: str, tmp_path: Path) -> None:
-    model = _bridged(name)
+    model = bridged(name)
     pool = _pool(model, 8)
     sequence, _ = _opened(model, pool, PROMPTS[1])
     saved = sequence.to_cache()
@@ -293,13 +249,13 @@ def test_a_sequence_becomes_a_cache_and_comes_back(name: str, tmp_path: Path) ->
     assert relative_error(_fed(model, pool, [loaded], [[9]]), expected) < 1e-6
     assert relative_error(model(mx.array([[9]]), cache=cache)[:, -1], expected) < 1e-3  # a level of 8 bits may flip
     with pytest.raises(ValueError, match="for a model with other layers"):
-        pool.sequence(200).load(_bridged("qwen3").make_cache(64))
+        pool.sequence(200).load(bridged("qwen3").make_cache(64))
 
 
 def test_prefixes_are_shared_where_no_layer_has_a_state() -> None:
     text = [(7 + 31 * i) % 97 for i in range(150)]
     for name, shared in (("qwen3", 128), ("gpt_oss", 128), ("qwen3_next", 0)):
-        model = _bridged(name)
+        model = bridged(name)
         pool = _pool(model)
         sequence, _ = _opened(model, pool, text[:128])
         sequence.share_prefix()
@@ -312,7 +268,7 @@ def test_prefixes_are_shared_where_no_layer_has_a_state() -> None:
 
 @pytest.mark.parametrize(("name", "bits"), [("llama", 4), ("qwen3_next", 8), ("mamba", 0)])
 def test_bytes_are_those_of_rows_and_of_the_states_that_fit(name: str, bits: int) -> None:
-    model = _bridged(name)
+    model = bridged(name)
     pool = _pool(model, bits)
     opened = [_opened(model, pool, PROMPTS[2])[0] for _ in range(4)]
     rows = sum(array.nbytes for layer in pool.layers for array in layer.arrays)
@@ -322,54 +278,62 @@ def test_bytes_are_those_of_rows_and_of_the_states_that_fit(name: str, bits: int
         pool.sequence(1)
 
 
+def _step_bytes(model: BridgedModel, pool: BridgedPool, sequences: list[Any]) -> int:
+    """The most that a step of one token each takes, beside what rests."""
+    mx.synchronize()
+    resting = mx.get_active_memory()
+    mx.reset_peak_memory()
+    _fed(model, pool, sequences, [[3]] * len(sequences))
+    return mx.get_peak_memory() - resting
+
+
 @pytest.mark.parametrize("name", ["llama", "deepseek_v32", "qwen3_next"])
 def test_a_step_copies_nothing_of_the_pool(name: str) -> None:
     """Not where the model ties an array to another one and puts it back, either: DeepSeek V3.2."""
-    model = _bridged(name)
+    model = bridged(name)
     peaks = []
     for tokens in (1024, 102400):
         pool = _pool(model, tokens=tokens)
         opened = [_opened(model, pool, prompt)[0] for prompt in PROMPTS]
         _fed(model, pool, opened, [[3]] * 3)
-        mx.synchronize()
-        resting = mx.get_active_memory()
-        mx.reset_peak_memory()
-        _fed(model, pool, opened, [[3]] * 3)
-        peaks.append(mx.get_peak_memory() - resting)
+        peaks.append(_step_bytes(model, pool, opened))
     assert peaks[1] < 2 * peaks[0]  # MLX's threads differ by a third; a copy would take a hundred times as much
 
 
 def test_rows_are_not_padded_for_attention_of_mlx_lms() -> None:
     """One long sequence among short ones: as many rows as there are tokens become floats."""
-    model = _bridged("qwen3")
+    model = bridged("qwen3")
     pool = _pool(model, tokens=12 * 1024, sequences=8, max_seq_len=10_000, prefill_step_size=512)
     long = pool.sequence(8200)
     long.commit([1] * 8000)  # as if they had been fed: its rows are zeros
-    others = [_opened(model, pool, PROMPTS[0])[0] for _ in range(7)]
-    mx.synchronize()
-    resting = mx.get_active_memory()
-    mx.reset_peak_memory()
-    _fed(model, pool, [long, *others], [[3]] * 8)
+    used = _step_bytes(model, pool, [long, *(_opened(model, pool, PROMPTS[0])[0] for _ in range(7))])
     floats = 8000 * 2 * 2 * 32 * 4  # of the long one, in one layer
-    assert mx.get_peak_memory() - resting < 4 * floats < 8 * floats
+    assert used < 4 * floats < 8 * floats
 
 
 def test_what_is_refused() -> None:
-    model = _bridged("qwen3")
-    with pytest.raises(ValueError, match="kernels is 'fused'"):
-        _pool(model, kernels="fused")
-    for name in ("tokens", "sequences", "max_seq_len", "prefill_step_size", "kv_group_size"):
-        with pytest.raises(ValueError, match=f"{name} is 0; expected a positive int"):
-            _pool(model, **{name: 0})
+    model = bridged("qwen3")
+    bad = [{"kernels": "fused"}]
+    bad += [{name: 0} for name in ("tokens", "sequences", "max_seq_len", "prefill_step_size", "kv_group_size")]
+    for changes in bad:
+        ((name, value),) = changes.items()
+        with pytest.raises(ValueError, match=f"{name} is {value!r}"):
+            _pool(model, **changes)
     with pytest.raises(ContextError, match="this machine has"):
         _pool(model, tokens=2**40)
     pool = _pool(model)
     with pytest.raises(ValueError, match="the pool is for a model with other layers"):
-        _bridged("llama").next_logits(mx.array([[1]]), pool.batch([pool.sequence(10)]))
+        bridged("llama").next_logits(mx.array([[1]]), pool.batch([pool.sequence(10)]))
+    padded = bridged("deepseek_v3")
+    with pytest.raises(ValueError, match="deterministic is not possible with deepseek_v3"):
+        Scheduler(padded, _pool(padded, prefill_step_size=128), max_batch=2, deterministic=True)
+
+
+def test_a_layer_takes_the_step_s_tokens_once() -> None:
+    pool = _pool(bridged("qwen3"))
     batch = pool.batch([pool.sequence(10)])
     batch.begin(mx.array([[1]]))
-    layer = batch.entries[0]
-    row = mx.zeros((1, 2, 1, 32))
+    layer, row = batch.entries[0], mx.zeros((1, 2, 1, 32))
     with pytest.raises(ValueError, match="the step's are"):
         layer.update_and_fetch(mx.zeros((1, 2, 2, 32)), mx.zeros((1, 2, 2, 32)))
     with pytest.raises(ValueError, match="a mask of 2 tokens is asked for; the step has 1"):

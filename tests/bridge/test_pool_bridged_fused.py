@@ -6,11 +6,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
+from support.bridged import bridged
 from support.metal_host import host_pytest_skip
 from support.numbers import relative_error
-from support.tiny_models import CONFIGS, build
+from support.tiny_models import CONFIGS
 
-from kvant.bridge.config import BridgedConfig
 from kvant.bridge.layers import Mask
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.pool import BridgedPool
@@ -29,14 +29,11 @@ STEPS = (1, 3, 1, 1, 5)  # new tokens; one sequence comes to its second page
 Calls = list[tuple[int, ...]]
 
 
-def _bridged(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> BridgedModel:
+def _bridged(name: str) -> BridgedModel:
     """With heads as wide as the kernel takes them."""
-    changes = changes or ({"v_head_dim": 96} if name == "deepseek_v2" else {"head_dim": 64})
-    own = CONFIGS[name]
-    if "text_config" in own:
-        changes = {"text_config": own["text_config"] | changes}
-    monkeypatch.setitem(CONFIGS, name, own | changes)
-    return BridgedModel(build(name)[0], BridgedConfig(name, 100_000, None), mx.float32)
+    changes = {"v_head_dim": 96} if name == "deepseek_v2" else {"head_dim": 64}
+    own = CONFIGS[name].get("text_config")
+    return bridged(name, **(changes if own is None else {"text_config": own | changes}))
 
 
 def _pool(model: BridgedModel, bits: int = 0, kernels: str | None = None) -> BridgedPool:
@@ -70,11 +67,9 @@ def _logits(model: BridgedModel, pool: BridgedPool, which: Sequence[int], rows: 
 @pytest.mark.parametrize(
     ("name", "layers"), [("gpt_oss", 4), ("gemma3_text", 4), ("gemma3n", 6), ("qwen3_next", 2), ("deepseek_v2", 3)]
 )
-def test_steps_are_mlx_lms_and_the_unfused_pools(
-    name: str, layers: int, fused_calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_mlx_lms_the_unfused_pools_and_those_alone(name: str, layers: int, fused_calls: Calls) -> None:
     """Sinks; a scale of its own; windows of layers that keep all tokens, shared layers; states beside; two widths."""
-    model = _bridged(name, monkeypatch)
+    model = _bridged(name)
     given = _logits(model, _pool(model), range(3), rows=4)
     assert [shape[2] for shape in fused_calls] == [S for S in (3, *STEPS) for _ in range(layers)]  # 3: a prompt
     for b, (prompt, text) in enumerate(zip(PROMPTS, TEXTS, strict=True)):
@@ -84,18 +79,10 @@ def test_steps_are_mlx_lms_and_the_unfused_pools(
     quantized = _logits(model, _pool(model, 8), range(3), rows=3)
     unfused = _logits(model, _pool(model, 8, "unfused"), range(3), rows=3)
     assert relative_error(quantized, unfused) < 2e-2
-
-
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma3n"])
-def test_a_sequence_is_the_same_in_any_company(name: str, fused_calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a step of one row too, where mlx-lm's models ask for other masks."""
-    model = _bridged(name, monkeypatch)
-    together = _logits(model, _pool(model), range(3), rows=3)
-    for number in range(3):
-        fused = len(fused_calls)
-        alone = _logits(model, _pool(model), [number], rows=1)
-        assert relative_error(alone[0], together[number]) < 1e-5
-        assert len(fused_calls) > fused
+    fused = len(fused_calls)
+    alone = _logits(model, _pool(model), [1], rows=1)  # where mlx-lm's models ask for other masks
+    assert relative_error(alone[0], given[1]) < 1e-5
+    assert len(fused_calls) > fused
 
 
 def _step(lengths: tuple[int, ...], S: int, window: int | None = None, *, is_fused: bool = True) -> StepRows:
@@ -142,11 +129,9 @@ def test_a_query_of_fewer_tokens_than_the_step_is_unfused(fused_calls: Calls) ->
     assert len(fused_calls) == 1
 
 
-def test_which_layers_are_fused(fused_calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _bridged("qwen3", monkeypatch)
+def test_which_layers_are_fused(fused_calls: Calls) -> None:
+    model, narrow = _bridged("qwen3"), bridged("qwen3", head_dim=32)
     assert _pool(model).backend == "metal"
-    assert _pool(model, kernels="unfused").backend is None
-    narrow = _bridged("qwen3", monkeypatch, head_dim=32)
-    assert _pool(narrow).backend is None
+    assert _pool(model, kernels="unfused").backend is _pool(narrow).backend is None
     with pytest.raises(ValueError, match="does not take head_dim 32"):
         _pool(narrow, kernels="fused")

@@ -1,90 +1,122 @@
-"""Snapshots and forks of the caches of mlx-lm's models: every kind of layer, states of linear layers too."""
+"""Snapshots and forks of the caches of mlx-lm's models, and of a decoder with windows.
 
-from collections.abc import Iterator
+At random: caches that live through windows, forks, saves and loads give what one gives that is left alone.
+"""
+
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
-from support.counts import at_widths
+from support.bridged import KINDS, PROMPT, bridged
+from support.counts import count
 from support.numbers import relative_error
-from support.tiny_models import build
 
-from kvant.bridge.config import BridgedConfig
-from kvant.bridge.model import BridgedModel
-from kvant.cache import Identity
+from kvant.cache import Identity, ModelCache
 from kvant.engine.run import Run
 from kvant.errors import SnapshotError
+from kvant.models import load_decoder
 
-PROMPT = [(7 + 31 * i) % 97 for i in range(40)]
-# append only; windows; sinks; a linear layer's state; latent attention; chunks; shared rows; a state beside keys
-MODELS = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v3", "llama4", "gemma3n", "falcon_h1"]
-WITH_STATE = ["qwen3_next", "falcon_h1"]
-STEP = mx.array([[5, 6, 7]])
+VOCABULARY, RESERVED = 90, 160
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _without_compilation() -> Iterator[None]:
-    """It would call a C++ compiler, the first time."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+class _Life:
+    """A cache that is left alone, and others that ought to be as it is."""
+
+    def __init__(self, model: Any, rng: random.Random, folder: Path) -> None:
+        self.model, self.rng, self.folder = model, rng, folder
+        self.options = {"kv_bits": rng.choice([8, 4, 0]), "kv_group_size": 16}
+        self.alone: ModelCache = model.make_cache(RESERVED, **self.options)
+        self.others: list[ModelCache] = [model.make_cache(RESERVED, **self.options)]
+        self.resized: set[int] = set()  # ids of those whose rows may lie in another order
+
+    def feed(self) -> None:
+        """The same step to all."""
+        new = self.rng.choice([1, 1, 2, 5, 20, 40])
+        if self.alone.offset + new > RESERVED:
+            self.reset()
+            return
+        step = mx.array([[self.rng.randrange(3, VOCABULARY) for _ in range(new)]])
+        expected = self.model(step, cache=self.alone)
+        for cache in self.others:
+            given = self.model(step, cache=cache)
+            same = mx.array_equal(given, expected).item()
+            assert same or (id(cache) in self.resized and relative_error(given, expected) < 1e-4)
+
+    def trim(self) -> None:
+        """As far back as the one that is left alone can go, or not at all: the others can as far, and no farther."""
+        back = self.rng.choice([1, 3, 12, 17, 18, 60])
+        kept = max(0, self.alone.offset - back)
+        if not self.alone.can_trim_to(kept):
+            for cache in self.others:
+                assert not cache.can_trim_to(kept)
+                with pytest.raises(ValueError, match="go back no further"):
+                    cache.trim(back)
+            return
+        for cache in (self.alone, *self.others):
+            cache.trim_to(kept)
+
+    def reset(self) -> None:
+        for cache in (self.alone, *self.others):
+            cache.reset()
+
+    def fork(self) -> None:
+        """Of any of them, and sometimes in place of the one it came from, which is then given other tokens."""
+        number = self.rng.randrange(len(self.others))
+        made = self.others[number].fork()
+        if id(self.others[number]) in self.resized:
+            self.resized.add(id(made))
+        if self.rng.random() < 0.5 or len(self.others) > 3:
+            dropped, self.others[number] = self.others[number], made
+            if dropped.offset + 5 <= RESERVED:
+                self.model(mx.array([[4] * 5]), cache=dropped)
+        else:
+            self.others.append(made)
+
+    def save_and_load(self) -> None:
+        """Into a cache that holds something, one with other room, or one that is made of the file."""
+        number, path = self.rng.randrange(len(self.others)), self.folder / "saved.safetensors"
+        cache = self.others[number]
+        way = self.rng.choice(["into itself", "into another", "resized", "of the file"])
+        cache.save(path)
+        if way in ("into itself", "into another", "resized"):
+            if way != "into itself":
+                cache = self.model.make_cache(RESERVED + (77 if way == "resized" else 0), **self.options)
+                self.model(mx.array([[9] * 30]), cache=cache)
+            cache.load(path)
+        else:
+            cache = self.model.check_cache(kvant.load_prompt_cache(path))
+        if way == "resized" or id(self.others[number]) in self.resized:
+            self.resized.add(id(cache))
+        self.others[number] = cache
+
+    def check(self) -> None:
+        for cache in self.others:
+            assert (cache.lengths, cache.ids) == (self.alone.lengths, self.alone.ids)
 
 
-def _model(name: str) -> BridgedModel:
-    return BridgedModel(build(name)[0], BridgedConfig(name, 2**17, None), mx.float32)  # of any vocabulary
-
-
-def _fill(model: Any, cache: Any) -> None:
-    """A prompt in chunks, then single tokens: windows have wrapped."""
-    for ids in (PROMPT[:13], PROMPT[13:30], *([token] for token in PROMPT[30:])):
-        mx.eval(model(mx.array([ids]), cache=cache))
-
-
-@pytest.mark.parametrize(("name", "bits"), at_widths(MODELS))
-def test_the_next_tokens_are_those_of_an_uninterrupted_run(name: str, bits: int, tmp_path: Path) -> None:
-    model = _model(name)
-    options = {"kv_bits": bits, "kv_group_size": 16}
-    cache, larger = (model.make_cache(size, **options) for size in (64, 100))
-    _fill(model, cache)
-    if name not in WITH_STATE:
-        cache.trim(2)
-    cache.save(tmp_path / "saved", {"a": "b"})
-    assert larger.load(tmp_path / "saved") == {"a": "b"}
-    others = [larger, cache.fork()]
-    before = [state.nbytes for state in cache.layers]
-    for step in (STEP, mx.array([[8]])):
-        expected = model(step, cache=cache)
-        for other in others:
-            assert mx.array_equal(model(step, cache=other), expected)
-            assert other.ids == cache.ids
-    for other in others[1:]:
-        assert [layer.nbytes for layer in other.layers] == before
-        assert [type(entry) for entry in other] == [type(entry) for entry in cache]
-
-
-def test_a_state_goes_back_to_nothing_only(tmp_path: Path) -> None:
-    model = _model("qwen3_next")
-    cache = model.make_cache(64)
-    _fill(model, cache)
-    fork = cache.fork()
-    cache.save(tmp_path / "saved")
-    loaded = model.make_cache(64)
-    loaded.load(tmp_path / "saved")
-    for other in (fork, loaded):
-        assert not other.can_trim_to(39)
-        other.reset()
-        fresh = model.make_cache(64)
-        assert mx.array_equal(model(STEP, cache=other), model(STEP, cache=fresh))
-    assert cache.offset == len(PROMPT)
+@pytest.mark.parametrize("name", ["windowed", *KINDS])
+def test_a_random_life(name: str, make_checkpoint: Callable[..., tuple[Path, Any]], tmp_path: Path) -> None:
+    if name == "windowed":  # a decoder of kvant's with a ring and a bias split
+        model: Any = load_decoder(make_checkpoint(use_sliding_window=True, sliding_window=24, max_window_layers=1)[0])
+    else:
+        model = bridged(name)
+    for seed in range(count(4, 60)):
+        rng = random.Random(seed)
+        life = _Life(model, rng, tmp_path)
+        doings = [life.feed, life.feed, life.feed, life.trim, life.fork, life.save_and_load, life.save_and_load]
+        for _ in range(count(20, 60)):
+            rng.choice([*doings, life.reset] if rng.random() < 0.2 else doings)()
+            life.check()
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "gemma3_text"])
 def test_while_a_run_is_suspended(name: str, tmp_path: Path) -> None:
     """The step that it has queued is not in the copy, and the run goes on."""
-    model = _model(name)
+    model = bridged(name)
     tokens = [token for token, _ in Run(model, PROMPT, model.make_cache(64), max_tokens=12)]
     cache = model.make_cache(64)
     run = Run(model, PROMPT, cache, max_tokens=12)
@@ -97,52 +129,17 @@ def test_while_a_run_is_suspended(name: str, tmp_path: Path) -> None:
         assert [token for token, _ in Run(model, tokens[4:5], other, max_tokens=7)] == tokens[5:]
 
 
-def test_mlx_lms_prefill_leaves_the_buffers_alone() -> None:
-    """It evaluates ``state`` after every chunk: a ring whose tokens wait is not copied, and nothing is lost."""
-    module, _ = build("gemma3_text")
-    cache, plain = kvant.make_prompt_cache(module, 2000, kv_bits=0), make_prompt_cache(module)
-    for start in range(0, 600, 60):
-        ids = mx.array([[(7 + 31 * i) % 97 for i in range(start, start + 60)]])
-        given, expected = (module(ids, cache=one) for one in (cache, plain))
-        mx.eval([layer.state for layer in cache])
-        mx.eval([layer.state for layer in plain])
-        assert relative_error(given, expected) < 1e-5
-        del given, expected
-    mx.synchronize()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    for token in range(5):
-        mx.eval(module(mx.array([[token]]), cache=cache))
-        mx.eval([layer.state for layer in cache])
-    assert mx.get_peak_memory() - before < cache[-1].nbytes
-
-
 def test_other_models_are_refused(tmp_path: Path) -> None:
-    model, other = _model("gemma3_text"), _model("qwen3_next")
-    model.identity = other.identity = Identity("a" * 64, "b" * 64)
+    """By their digest, their layers, and windows of as many layers."""
+    model, other, wide = bridged("gemma3_text"), bridged("qwen3_next"), bridged("gemma3_text", sliding_window=9)
+    model.identity = other.identity = wide.identity = Identity("a" * 64, "b" * 64)
     cache = model.make_cache(64)
-    _fill(model, cache)
-    path = tmp_path / "saved"
-    cache.save(path)
+    mx.eval(model(mx.array([PROMPT]), cache=cache))
+    cache.save(tmp_path / "saved")
     with pytest.raises(SnapshotError, match="of another model: its layout has"):
-        other.make_cache(64).load(path)
+        other.make_cache(64).load(tmp_path / "saved")
+    with pytest.raises(SnapshotError, match=r'its layout has .*"window": 8.*; expected .*"window": 9'):
+        wide.make_cache(64).load(tmp_path / "saved")
     model.identity = Identity("c" * 64, "b" * 64)
     with pytest.raises(SnapshotError, match="the model's digest is aaaa"):
-        model.make_cache(64).load(path)
-
-
-def test_a_layout_of_other_layers(tmp_path: Path) -> None:
-    """As many layers, of other windows."""
-    model, other = _model("gemma3_text"), _model("gemma3_text")
-    other.module.args.sliding_window = 9
-    path = tmp_path / "saved"
-    model.make_cache(64).save(path)
-    for layer in other.module.layers:
-        layer.self_attn.sliding_window = 9
-    other.module.model.window_size = 9
-    made = other.make_cache(64)
-    assert made.layout != model.make_cache(64).layout
-    with pytest.raises(
-        SnapshotError, match=r'of another model: its layout has .*"window": 8.*; expected .*"window": 9'
-    ):
-        made.load(path)
+        model.make_cache(64).load(tmp_path / "saved")

@@ -1,7 +1,6 @@
 """Every architecture of mlx-lm that a CPU can run: mlx-lm's model with kvant's cache, against its own cache."""
 
 import json
-from collections.abc import Iterator
 from importlib.metadata import version
 
 import architectures as table
@@ -16,14 +15,6 @@ RECORDED = json.loads(table.RECORDED.read_text("utf-8"))
 FIGURES = RECORDED["architectures"]
 AGREE = 1e-4  # of the largest logit
 SAME_FIGURE = 2  # a recorded error and one measured here, on a machine that rounds differently
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_compilation() -> Iterator[None]:
-    """As the script measures."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
 
 
 def test_at_least_120_are_measured() -> None:

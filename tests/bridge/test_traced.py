@@ -1,10 +1,10 @@
 """A bridged step as a function of arrays: the same for any offset, and compiled once."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from support.bridged import PROMPT
 from support.bridged_compiled_runs import BITS, MODELS, REFUSED, SIZES, STEPS
 from support.numbers import relative_error
 from support.tiny_models import SERVED, build
@@ -15,8 +15,6 @@ from kvant.bridge.layers import BridgedKVCache, BridgedWindowCache
 from kvant.bridge.traced import TracedLayer
 from kvant.cache import CacheOptions
 from kvant.operators.kernels.launch import INPUTS
-
-PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +60,6 @@ def test_kvants_loop_says_so_where_a_step_cannot_be_compiled(runs: dict[str, Any
     assert len(tokens) == STEPS
 
 
-@pytest.fixture
-def _without_compilation() -> Iterator[None]:
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
-@pytest.mark.usefixtures("_without_compilation")
 @pytest.mark.parametrize(("name", "bits"), [(name, bits) for name, (_, each) in SERVED.items() for bits in each])
 def test_through_the_kernel(name: str, bits: int, launches: list[Any]) -> None:
     """The kernel's text, run on the host, with an offset that is an array and no mask. Rows past it hold NaN at 0
@@ -100,7 +90,6 @@ def test_through_the_kernel(name: str, bits: int, launches: list[Any]) -> None:
             each.commit()
 
 
-@pytest.mark.usefixtures("_without_compilation")
 @pytest.mark.parametrize("kind", ["all", "ring"])
 @pytest.mark.parametrize(
     ("mask", "S"),
@@ -131,7 +120,6 @@ def test_its_masks_through_the_kernel(kind: str, mask: str, S: int, launches: li
     assert relative_error(given, expected) < 1e-5
 
 
-@pytest.mark.usefixtures("_without_compilation")
 def test_several_tokens_without_a_mask_are_refused() -> None:
     """They would see the rows behind their own, which hold what was never committed."""
     view = TracedLayer(BridgedKVCache(64, 2, 64), mx.array(30), 64, {})

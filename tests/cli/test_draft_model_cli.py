@@ -8,7 +8,7 @@ import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 import pytest
 from support.command import QUESTION, call
-from support.draft_models import save_draft_model
+from support.drafts import save_draft_model
 from support.kinds import load_kind
 
 from kvant.cache import CacheOptions

@@ -1,149 +1,193 @@
-"""Drafts in batches: every answer has the tokens that it has alone and without drafts."""
+"""Drafts side by side, of known texts and of a draft model: every answer is as alone, and both pools are whole."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.batches import PAGES, alone, ids_of, run_all, scheduler_of
+from support.batches import OPTIONS, PAGES, alone, ids_of, run_all, scheduler_of
 from support.counts import count
 from support.drafts import KnownDrafts, draft_by_chance
 from support.pools import check_pages, tiny_model
-from support.tiny_models import build
 
 from kvant import batch_generate
-from kvant.bridge.config import BridgedConfig
-from kvant.bridge.model import BridgedModel
-from kvant.cache import ModelCache
-from kvant.engine.drafting.batch_choice import BatchChoice, StepKind
-from kvant.engine.drafting.drafts import Drafts
-from kvant.engine.request import Request
+from kvant.cache.pool_sequence import PoolSequence
+from kvant.engine.model_drafts import ModelDrafts
+from kvant.engine.pooled_drafts import PooledDrafts
+from kvant.engine.request import Request, Token
 from kvant.engine.scheduler import Scheduler
-from kvant.errors import ArgumentError
-from kvant.models import Decoder
-from kvant.sample_utils import make_logits_processors, make_sampler
+from kvant.models import Decoder, LanguageModel
+from kvant.sample_utils import make_sampler
 
 Pocket = tuple[Decoder, Any]
+Told = dict[Request, list[Token]]
 
 
-def _drafting(model: Decoder, requests: list[Request], bits: int = 0, **options: Any) -> tuple[list[Any], list[Any]]:
-    """What each request gives alone, and the same requests, three of four with drafts of that."""
-    plain = [alone(model, request, bits) for request in requests]
-    made = [
-        replace(
-            request,
-            drafts=KnownDrafts(text=[*request.prompt, *answer, 1, 2, 3], seed=number, **options)
-            if number % 4
-            else None,
-        )
-        for number, (request, answer) in enumerate(zip(requests, plain, strict=True))
-    ]
-    return plain, made
+def _beside(pool: Any, model: LanguageModel, draft_model: LanguageModel, most: int = 7) -> PooledDrafts:
+    made = ModelDrafts(model=draft_model, vocab_size=model.config.vocab_size, num_draft_tokens=most)
+    return made.beside_pool(pool)
 
 
-def _own(logprobs: mx.array) -> mx.array:
-    return mx.argsort(-logprobs, axis=-1)[:, 1]
+def _with_known(model: Decoder, requests: Sequence[Request], bits: int = 0, mistakes: float = 0.2) -> list[Request]:
+    """The requests, three of four with drafts of what each gives alone."""
+    made = list(requests)
+    for number, request in enumerate(requests):
+        if number % 4:
+            text = [*request.prompt, *alone(model, replace(request, answers=1), bits), 1, 2, 3]
+            made[number] = replace(request, drafts=KnownDrafts(text=text, seed=number, mistakes=mistakes))
+    return made
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {},
-    {"sampler": make_sampler(1.0, seed=3), "top_logprobs": 2},
-    {"sampler": make_sampler(0.7, 0.9, top_k=40, min_p=0.01, seed=4)},
-    {"sampler": make_sampler(1.0, seed=9)},
-    {"stop": 6},
-    {"max_tokens": 9},
-]
-SEEING: list[dict[str, Any]] = [
-    {"logits_processors": make_logits_processors({5: -9.0}, 1.3)},
-    {"sampler": make_sampler(1.2, seed=5), "logits_processors": make_logits_processors(None, 1.1, 20)},
-    {"logits_processors": [lambda tokens, logits: logits.at[:, tokens[-3:]].add(-2.0)]},
-    {"sampler": _own},
-]
-
-
-@pytest.mark.parametrize(("bits", "seeing"), [(0, False), (8, False), (0, True), *count([], [(8, True)])])
-def test_every_answer_as_alone(
-    pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, bits: int, *, seeing: bool
-) -> None:
-    draft_by_chance(monkeypatch, bits)
-    scheduler, pool = scheduler_of(pocket[0], bits, max_batch=6)
-    requests = []
-    for number, options in enumerate((OPTIONS + SEEING if seeing else OPTIONS) * count(1, 20)):
-        prompt = heldout_ids[43 * number % 900 :][: 5 + 37 * number % 160]
-        request = Request(prompt, **{"max_tokens": 12 + number, **{k: v for k, v in options.items() if k != "stop"}})
-        if "stop" in options:
-            request = replace(request, stop_tokens={alone(pocket[0], request, bits)[options["stop"]]})
-        requests.append(request)
-    plain, made = _drafting(pocket[0], requests, bits)
-    told = run_all(scheduler, made)
-    same = sum(ids_of(told[request]) == answer for request, answer in zip(made, plain, strict=True))
-    assert same >= (len(made) if not bits else 0.97 * len(made) - 1)
-    for request, answer in zip(made, plain, strict=True):
-        tokens = told[request]
-        assert [token.finish_reason for token in tokens[:-1]] == [None] * (len(tokens) - 1)
-        assert tokens[-1].finish_reason == ("stop" if request.stop_tokens else "length")
-        assert (request.drafts is not None) or not any(token.from_draft for token in tokens)
-        if not bits:
-            assert {len(token.top_logprobs) for token in tokens} == {request.top_logprobs}, answer
-    counts = scheduler.drafts
-    assert 0 < counts.accepted < counts.drafted
-    assert counts.accepted == sum(token.from_draft for tokens in told.values() for token in tokens)
-    assert counts.steps == sum(map(len, told.values())) - len(made) - counts.accepted
-    assert counts.steps < 0.8 * sum(map(len, plain))
-    assert pool.num_free == PAGES
-
-
-def test_what_a_prompt_repeats_is_drafted(pocket: Pocket, heldout_ids: list[int]) -> None:
-    """By the costs of this machine, and beside one that does not draft: the same tokens in fewer steps."""
-    prompts = [pocket[1].encode(" ".join(str(1 + (i + n) % 5) for i in range(18))) for n in range(2)]
-    biases = make_logits_processors(dict.fromkeys(range(1280), 0.0))
-    requests = [Request(prompt, 80, logits_processors=biases if n else ()) for n, prompt in enumerate(prompts)]
-    plain = [alone(pocket[0], request) for request in requests]
-    made = [replace(request, drafts=Drafts()) for request in requests] + [Request(heldout_ids[:9], 30)]
-    scheduler, _ = scheduler_of(pocket[0])
-    told = run_all(scheduler, made)
-    assert [ids_of(told[request]) for request in made] == [*plain, alone(pocket[0], made[2])]
-    counts = scheduler.drafts
-    assert (
-        counts.off is not None or counts.accepted > 40
-    )  # on a machine that is busy with something else they may be off
-
-
-def test_windows_reservations_and_whoever_comes_and_goes(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers end at any time, some are cancelled, and a pool that is always full is whole at the end."""
-    model = tiny_model(tmp_path, (None, 40, 200), hidden_size=64)
-    draft_by_chance(monkeypatch, 3)
-    random = Random(4)
-    scheduler, pool = scheduler_of(model, 0, 12, max_batch=4, pool={"max_seq_len": 256})
-    ids = [(7 + 31 * i) % 290 for i in range(600)]
-    requests = [
-        Request(ids[(s := random.randrange(300)) : s + random.randrange(1, 220)], random.choice([-1, 3, 20, 31]))
-        for _ in range(9)
-    ]
-    requests = [
-        replace(r, max_tokens=min(r.max_tokens, 60) if r.max_tokens > 0 else 257 - len(r.prompt)) for r in requests
-    ]
-    plain, made = _drafting(model, requests, mistakes=0.1)
-    waiting, told, cancelled = list(made), {}, []
+def _answered(scheduler: Scheduler, requests: Sequence[Request], gone: Sequence[Request], rng: Random) -> Told:
+    """Requests that come in turns, some of them cancelled when they have a few tokens."""
+    waiting, told = list(requests), Told()
     while waiting or not scheduler.idle:
-        for _ in range(min(random.randrange(3), len(waiting))):
-            scheduler.submit(waiting.pop())
+        for _ in range(min(rng.randrange(3), len(waiting))):
+            scheduler.submit(waiting.pop(0))
         for token in scheduler.step():
             told.setdefault(token.request, []).append(token)
-        if told and random.random() < 0.03:
-            cancelled.append(random.choice(list(told)))
-            scheduler.cancel(cancelled[-1])
+        for request in gone:
+            if len(told.get(request, ())) > 5:
+                scheduler.cancel(request)
         for request, number, sequence in scheduler.held:
-            got = ids_of(told.get(request, ()), number)
-            if got:
+            if got := ids_of(told.get(request, ()), number):
                 assert sequence.ids in ([*request.prompt, *got[:-1]], [*request.prompt, *got])
-    for request, answer in zip(made, plain, strict=True):
-        got = ids_of(told[request])
-        assert got == (answer[: len(got)] if request in cancelled else answer)
-    assert scheduler.drafts.accepted > 40
+    return told
+
+
+def _check(scheduler: Scheduler, told: Told, plain: dict[Request, list[int]], gone: Sequence[Request] = ()) -> None:
+    """Tokens as alone, reasons, and what the counts say of drafts."""
+    for request, answer in plain.items():
+        tokens = [token for token in told[request] if token.answer == 0]
+        assert ids_of(tokens) == (answer[: len(ids_of(tokens))] if request in gone else answer)
+        assert [token.finish_reason for token in tokens[:-1]] == [None] * (len(tokens) - 1)
+        ended = "stop" if request.stop_tokens else "length"
+        assert tokens[-1].finish_reason == ("cancelled" if request in gone else ended)
+        assert (request.drafts is not None) or not any(token.from_draft for token in tokens)
+        assert {len(token.top_logprobs) for token in tokens if token.token is not None} == {request.top_logprobs}
+    counts, answers = scheduler.drafts, sum(request.answers for request in plain)
+    given = [token for tokens in told.values() for token in tokens if token.token is not None]
+    assert counts.accepted == sum(token.from_draft for token in given)
+    assert 0 <= counts.steps - (len(given) - answers - counts.accepted) <= len(gone)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("known", 0), ("known", 8), ("own", 0), ("small", 0), *count([], [("own", 8)])]
+)
+def test_every_answer_as_alone(
+    pocket: Pocket, small: LanguageModel, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, kind: str, bits: int
+) -> None:
+    """They come, go and are cancelled; some share a prompt, some are past the draft model's context."""
+    draft_by_chance(monkeypatch, bits)
+    model, rng = pocket[0], Random(kind)
+    scheduler, pool = scheduler_of(model, bits, max_batch=6, pool={"max_seq_len": 400})
+    requests = [
+        Request(heldout_ids[43 * n % 700 :][: 5 + 37 * n % 150], **{"max_tokens": 12 + n % 5} | options)
+        for n, options in enumerate(OPTIONS * count(1, 10))
+    ]
+    stop = alone(model, requests[0], bits)[6]
+    requests += [
+        replace(requests[0], stop_tokens={stop}),
+        Request(heldout_ids[:140], 12, make_sampler(1.0, seed=3), answers=3),
+        Request(heldout_ids[:130], 20),
+        Request(heldout_ids[500:540], 60),
+    ]
+    drafts = None
+    if kind == "known":
+        made = _with_known(model, requests, bits)
+    else:
+        drafts = _beside(pool, model, model if kind == "own" else small)
+        made = [replace(request, drafts=drafts if n % 7 else None) for n, request in enumerate(requests)]
+    plain = {each: alone(model, replace(each, answers=1, drafts=None), bits) for each in made}
+    told = _answered(scheduler, made, made[-1:], rng)
+    if bits:  # rounding may flip a stored value, and so a text
+        alike = [ids_of(told[each]) == answer for each, answer in plain.items() if each is not made[-1]]
+        assert sum(alike) >= 0.97 * len(made) - 1
+    else:
+        _check(scheduler, told, plain, made[-1:])
+        third = replace(requests[-3], answers=1, sampler=make_sampler(1.0, seed=5))
+        assert ids_of(told[made[-3]], 2) == alone(model, third)
+    counts = scheduler.drafts
+    assert counts.drafted > 40
+    assert kind == "small" or 0.4 * counts.drafted < counts.accepted
     check_pages(pool, [])
+    if drafts is not None:
+        assert not drafts.drafters
+        check_pages(drafts.pool, [])
+
+
+@pytest.mark.parametrize("kind", ["known", "own"])
+def test_windows_and_whoever_comes_and_goes(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A pool that is always full; what left a draft model's window is read again where a draft is taken back."""
+    model = tiny_model(tmp_path, (None, 40, 200), hidden_size=64)
+    draft_by_chance(monkeypatch, 3)
+    rng, back = Random(4), []
+    can_trim_to = PoolSequence.can_trim_to
+    monkeypatch.setattr(PoolSequence, "can_trim_to", lambda own, n: back.append(can_trim_to(own, n)) or back[-1])
+    scheduler, pool = scheduler_of(model, 0, 7, max_batch=4, pool={"max_seq_len": 512, "prefill_step_size": 64})
+    drafts, hot = _beside(pool, model, model), make_sampler(6.0, seed=3)  # most of a model's drafts are wrong
+    ids = [(7 + 31 * i) % 290 for i in range(600)]
+    requests = [
+        Request(
+            ids[(s := rng.randrange(300)) : s + rng.randrange(1, 190)], rng.choice([3, 20, 60]), hot if n % 2 else None
+        )
+        for n in range(6)
+    ]
+    requests += [Request(ids[:n], 40, hot) for n in (140, 150, 160)]  # a page leaves the window while they draft
+    if kind == "known":
+        made = _with_known(model, requests, mistakes=0.1)
+    else:
+        made = [replace(request, drafts=drafts) for request in requests]
+    plain = {each: alone(model, replace(each, drafts=None)) for each in made}
+    gone = made[2:4]
+    told = _answered(scheduler, made, gone, rng)
+    _check(scheduler, told, plain, [each for each in gone if told[each][-1].finish_reason == "cancelled"])
+    assert scheduler.drafts.drafted > 40
+    assert kind == "known" or not all(back)
+    for each in (pool, drafts.pool):
+        check_pages(each, [])
+
+
+def _greedy(model: LanguageModel, text: list[int], count: int) -> list[int]:
+    """The continuation of a text, without a cache."""
+    found: list[int] = []
+    for _ in range(count):
+        found.append(int(mx.argmax(model(mx.array([text + found]))[0, -1]).item()))  # type: ignore[arg-type]
+    return found
+
+
+def test_each_sequence_is_continued_greedily(pocket: Pocket) -> None:
+    """After tokens that it drafted and others, as many as it is asked for, beside others of any length."""
+    model, rng = pocket[0], Random(1)
+    pool = model.make_pool(1024, sequences=3, kv_bits=0, max_seq_len=300)
+    drafts = _beside(pool, model, model)
+    texts = [[rng.randrange(20, 900) for _ in range(length)] for length in (3, 150, 40)]
+    drafters = [drafts.for_answer(b"", 300) for _ in texts]
+    for drafter, text in zip(drafters, texts, strict=True):
+        drafter.extend(text)
+    assert drafts.pool.num_free == drafts.pool.num_pages  # nothing before a draft is asked for
+    for _ in range(count(4, 60)):
+        some = rng.sample(range(3), rng.randint(1, 3))
+        for n in some:
+            while drafters[n].is_behind:
+                drafts.feed(drafters[n])
+        counts = [rng.choice((1, 3, 5)) for _ in some]
+        for n, wanted, draft in zip(some, counts, drafts.propose([drafters[n] for n in some], counts), strict=True):
+            assert draft == _greedy(model, texts[n], wanted)
+            new = [*draft[: rng.randint(0, wanted)], rng.randrange(20, 900)]
+            drafters[n].extend(new)
+            texts[n] += new
+    drafters.pop().release()
+    again = drafts.for_answer(b"", 300)
+    again.extend(texts[1][:200])
+    assert again.opened()
+    assert again.sequence.length >= 128  # what another one has read is not read again
+    for drafter in (*drafters, again):
+        drafter.release()
+    assert not drafts.drafters
+    check_pages(drafts.pool, [])
 
 
 def test_forks_and_caches(pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +223,8 @@ def test_an_error_of_one(pocket: Pocket, heldout_ids: list[int], monkeypatch: py
         return logits
 
     requests = [Request(heldout_ids[s : s + 10], 30) for s in (0, 20, 40)]
-    plain, made = _drafting(pocket[0], requests, mistakes=0.0)
+    plain = [alone(pocket[0], request) for request in requests]
+    made = _with_known(pocket[0], requests, mistakes=0.0)
     made[1] = replace(made[1], logits_processors=(fails,))
     told = run_all(scheduler, made)
     assert isinstance(told[made[1]][-1].error, ZeroDivisionError)
@@ -189,63 +234,41 @@ def test_an_error_of_one(pocket: Pocket, heldout_ids: list[int], monkeypatch: py
     assert pool.num_free == PAGES
 
 
-def test_stops_and_kept_caches_of_batch_generate(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that ends within accepted tokens: its cache ends there too."""
-    draft_by_chance(monkeypatch, 7)
-    prompts = [" ".join(str(1 + i % 5) for i in range(18)), "Once upon a time"]
-    options: dict[str, Any] = {"max_tokens": 40, "return_prompt_caches": True, "return_token_ids": True, "kv_bits": 0}
-    plain = batch_generate(*pocket, prompts, **options)
-    after = 0
-    for end in (24, 33):
-        stop = plain.texts[0][end : end + 4]
-        with monkeypatch.context() as counting:
-            trim = ModelCache.trim
+def test_an_error_of_the_draft_model(pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers under way go on without drafts; later ones draft again."""
+    draft_by_chance(monkeypatch, 3)
+    model = pocket[0]
+    scheduler, pool = scheduler_of(model, max_batch=3)
+    drafts = _beside(pool, model, model)
+    append, calls = PooledDrafts._append, []
 
-            def counted(cache: ModelCache, num_tokens: int, trim: Any = trim) -> Any:
-                nonlocal after
-                after += num_tokens
-                return trim(cache, num_tokens)
+    def fails(self: PooledDrafts, *arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError("no room on the device")
+        append(self, *arguments)
 
-            counting.setattr(ModelCache, "trim", counted)
-            drafted = batch_generate(*pocket, prompts, stop=stop, draft="prompt", **options)
-        expected = batch_generate(*pocket, prompts, stop=stop, **options)
-        assert drafted.texts == expected.texts
-        assert drafted.token_ids == expected.token_ids
-        assert [cache.ids for cache in drafted.caches or ()] == [cache.ids for cache in expected.caches or ()]
-        assert drafted.stats.drafts is not None
-        assert drafted.stats.drafts.accepted
-        assert expected.stats.drafts is None
-    assert after  # tokens were accepted behind the end of a text
-
-
-def test_refusals(pocket: Pocket) -> None:
-    with pytest.raises(ArgumentError, match=r"draft is 'prompt'.*deterministic"):
-        batch_generate(*pocket, ["a"], draft="prompt", deterministic=True)
-    with pytest.raises(ArgumentError, match="draft is 'suffix'; expected 'none' or 'prompt'"):
-        batch_generate(*pocket, ["a"], draft="suffix")
-    bridged = BridgedModel(build("qwen3_next")[0], BridgedConfig("qwen3_next", 100_000, None), mx.float32)
-    states = bridged.make_pool(256, sequences=1, max_seq_len=64, kv_bits=0)
-    with pytest.raises(
-        ArgumentError, match="draft is 'prompt'; side by side drafts are for models that kvant computes"
-    ):
-        Scheduler(bridged, states, max_batch=1).submit(Request([5], drafts=Drafts()))
-    pool = pocket[0].make_pool(256, sequences=1)
-    scheduler = Scheduler(pocket[0], pool, max_batch=1, deterministic=True)
-    with pytest.raises(ArgumentError, match=r"draft is 'prompt'.*deterministic"):
-        scheduler.submit(Request([5], drafts=Drafts()))
+    monkeypatch.setattr(PooledDrafts, "_append", fails)
+    requests = [Request(heldout_ids[s : s + 60], 20, drafts=drafts) for s in (0, 70)]
+    told = run_all(scheduler, requests)
+    for request in requests:
+        assert ids_of(told[request]) == alone(model, replace(request, drafts=None))
+    assert scheduler.drafts.off == "the draft model failed: no room on the device"
+    before = scheduler.drafts.accepted
+    later = Request(heldout_ids[:60], 20, drafts=drafts)
+    assert ids_of(run_all(scheduler, [later])[later]) == ids_of(told[requests[0]])
+    assert scheduler.drafts.accepted > before
+    assert not drafts.drafters
+    check_pages(drafts.pool, [])
 
 
-def test_later_answers_draft_where_earlier_ones_were_switched_off() -> None:
-    """The counts do not say that drafts are off while tokens are drafted."""
-
-    class Model:
-        pass
-
-    choice, kind = BatchChoice(Model(), "pool"), StepKind(at_once=True)
-    for _ in range(3):
-        choice.stepped(2, 0.01, kind=kind, ahead=True)
-    while choice.verified(2, 7, 2, 0.09, kind=kind) is None:
-        pass
-    assert "cost the time of" in str(choice.counts.off)
-    assert choice.verified(2, 7, 16, 0.09, kind=kind) is None
-    assert choice.counts.off is None
+def test_bytes_of_both_pools(pocket: Pocket, small: LanguageModel) -> None:
+    options: dict[str, Any] = {"max_tokens": [12, 6, 20], "kv_bits": 0}
+    made = [
+        batch_generate(*pocket, ["Once upon a time", "1 2 3 1 2 3", "The dog"], **options, **more)
+        for more in ({}, {"draft_model": small, "num_draft_tokens": 2})
+    ]
+    layers = small.make_pool(128, sequences=1, kv_bits=0).layers
+    row = 4 * sum(2 * layer.format.num_kv_heads * layer.format.head_dim for layer in layers)
+    more = made[1].stats.reserved_bytes - made[0].stats.reserved_bytes
+    assert 3 * 128 * row <= more < 1.01 * 3 * 128 * row  # and tables of biases

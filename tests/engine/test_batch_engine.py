@@ -17,6 +17,7 @@ from support.counts import count
 from kvant.engine import batch_engine
 from kvant.engine.batch_engine import BatchEngine
 from kvant.engine.request import Request, Token
+from kvant.engine.scheduler import Scheduler
 from kvant.errors import EngineError, QueueFullError
 from kvant.models import Decoder
 from kvant.sample_utils import make_logits_processors, make_sampler
@@ -86,12 +87,22 @@ def test_arrays_that_another_thread_left_undone(pocket: Pocket, make: Callable[.
     assert [token.token for token in other] == alone(pocket[0], other.request)
 
 
-def test_a_reader_that_does_not_read_holds_nobody_up(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
+def test_readers(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
+    """One that does not read holds nobody up; answers of one prompt come mixed, and one of them is cancelled."""
     engine = make()
     slow, fast = engine.submit(Request([5], max_tokens=60)), engine.submit(Request([6], max_tokens=20))
     assert [token.token for token in fast] == alone(pocket[0], fast.request)
     _wait(lambda: engine.counts.running == 0)
     assert [token.token for token in slow] == alone(pocket[0], slow.request)
+    answers = engine.submit(Request([5, 6], max_tokens=12, answers=3, sampler=make_sampler(1.5, seed=1)))
+    told: list[list[int | None]] = [[], [], []]
+    for token in answers:
+        told[token.answer].append(token.token)
+        if token.answer == 1 and len(told[1]) == 3:
+            answers.cancel(1)
+    assert [len(tokens) for tokens in told[::2]] == [12, 12]
+    assert told[1][-1] is None or len(told[1]) == 12
+    assert told[0] != told[2]
 
 
 def test_cancelling_from_another_thread(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
@@ -108,19 +119,6 @@ def test_cancelling_from_another_thread(pocket: Pocket, make: Callable[..., Batc
         next(left)
     _wait(lambda: engine.counts == (0, 0, 0, PAGES))
     running.cancel()
-
-
-def test_answers_of_one_prompt_come_mixed(make: Callable[..., BatchEngine]) -> None:
-    engine = make()
-    answers = engine.submit(Request([5, 6], max_tokens=12, answers=3, sampler=make_sampler(1.5, seed=1)))
-    told: list[list[int | None]] = [[], [], []]
-    for token in answers:
-        told[token.answer].append(token.token)
-        if token.answer == 1 and len(told[1]) == 3:
-            answers.cancel(1)
-    assert [len(tokens) for tokens in told[::2]] == [12, 12]
-    assert told[1][-1] is None or len(told[1]) == 12
-    assert told[0] != told[2]
 
 
 def test_the_queue_is_bounded_while_the_thread_is_busy(make: Callable[..., BatchEngine]) -> None:
@@ -160,15 +158,11 @@ def test_a_callback_for_every_token(pocket: Pocket, make: Callable[..., BatchEng
     assert calls < 20
 
 
-# Failure, and the end.
-
-
-def _broken(model: Decoder, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> threading.Event:
-    """Let the engine's own code fail once this is set."""
-    from kvant.engine.scheduler import Scheduler
-
-    broken = threading.Event()
-    real = Scheduler.step
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), SystemExit(3), KeyboardInterrupt()])
+def test_a_thread_that_fails_tells_everyone_at_once(
+    make: Callable[..., BatchEngine], monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    broken, real = threading.Event(), Scheduler.step
 
     def step(self: Scheduler) -> list[Token]:
         if broken.is_set():
@@ -176,14 +170,6 @@ def _broken(model: Decoder, monkeypatch: pytest.MonkeyPatch, error: BaseExceptio
         return real(self)
 
     monkeypatch.setattr(Scheduler, "step", step)
-    return broken
-
-
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), SystemExit(3), KeyboardInterrupt()])
-def test_a_thread_that_fails_tells_everyone_at_once(
-    pocket: Pocket, make: Callable[..., BatchEngine], monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    broken = _broken(pocket[0], monkeypatch, error)
     engine = make(max_batch=2)
     answers = [engine.submit(Request([5 + i], max_tokens=900, answers=1 + i % 2)) for i in range(4)]
     next(answers[0])
@@ -210,7 +196,9 @@ def test_the_watchdog(make: Callable[..., BatchEngine]) -> None:
         go.wait(SOON)
         return mx.argmax(logprobs, axis=-1)
 
+    before = time.process_time()
     time.sleep(0.7)
+    assert time.process_time() - before < 0.1
     assert engine.alive  # it sleeps
     answers = engine.submit(Request([5], max_tokens=5, sampler=hang))
     assert busy.wait(SOON)
@@ -223,6 +211,7 @@ def test_the_watchdog(make: Callable[..., BatchEngine]) -> None:
 
 
 def test_closing(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
+    """Its thread has ended then: MLX aborts the process if one ends after the interpreter."""
     drained, stopped = make(), make()
     expected = alone(pocket[0], Request([5], max_tokens=30))
     answers = [
@@ -241,31 +230,7 @@ def test_closing(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
     for engine in (drained, stopped):
         assert engine.close()
         assert not engine.alive
-
-
-def test_a_closed_engine_has_no_thread(make: Callable[..., BatchEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter may end next: MLX aborts the process if the thread ends after that."""
-    engine = make()
-    list(engine.submit(Request([5], max_tokens=2)))
-    ended, thread = engine._ended.set, engine._thread
-
-    def set_and_dawdle() -> None:
-        ended()
-        time.sleep(0.2)
-
-    monkeypatch.setattr(engine._ended, "set", set_and_dawdle)
-    assert not engine.close(timeout=0)
-    assert engine.close()
-    assert not thread.is_alive()
-
-
-def test_an_idle_engine_sleeps(make: Callable[..., BatchEngine]) -> None:
-    engine = make()
-    list(engine.submit(Request([5], max_tokens=2)))
-    _wait(lambda: engine.age == 0.0)
-    before = time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - before < 0.1
+    assert "kvant-engine" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_many_short_requests_leave_nothing_behind(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
@@ -275,7 +240,7 @@ def test_many_short_requests_leave_nothing_behind(pocket: Pocket, make: Callable
     requests = count(100, 10_000)
 
     def some(number: int) -> None:
-        answers = []
+        answers: list[Any] = []
         for _ in range(number):
             sampler = make_sampler(1.0, seed=rng.randrange(9)) if rng.random() < 0.5 else None
             prompt = [rng.randrange(5, 1000) for _ in range(rng.randint(1, 20))]
@@ -283,14 +248,11 @@ def test_many_short_requests_leave_nothing_behind(pocket: Pocket, make: Callable
             if rng.random() < 0.1:
                 threading.Timer(rng.random() * 0.2, answers[-1].cancel).start()
             if len(answers) > 20:
-                for _ in answers.pop(0):
-                    pass
+                list(answers.pop(0))
         for each in answers:
-            for _ in each:
-                pass
-        for thread in threading.enumerate():
-            if isinstance(thread, threading.Timer):
-                thread.join()
+            list(each)
+        for thread in [each for each in threading.enumerate() if isinstance(each, threading.Timer)]:
+            thread.join()
         _wait(lambda: engine.age == 0.0)
 
     def held() -> tuple[int, int]:

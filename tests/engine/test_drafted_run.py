@@ -1,51 +1,78 @@
-"""Drafts: the text and the cache of a run without them."""
+"""One answer with drafts, of a known text and of a draft model: the text and the cache of a run without them."""
 
 import random
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.drafts import KnownDrafts
+from support.counts import count
+from support.drafts import ChanceModelDrafts, KnownDrafts
+from support.interruption import Interruption
+from support.kinds import Loaded
 
-from kvant.engine.drafted_run import DraftedRun
-from kvant.engine.run import Run
-from kvant.models import Decoder
+from kvant.cache import FullKVCache, ModelCache
+from kvant.engine.drafted_run import DraftedRun, make_run
+from kvant.engine.drafting.drafts import Drafts
+from kvant.engine.model_drafts import ModelDrafts
+from kvant.engine.run import Run, prefill
+from kvant.errors import ArgumentError
+from kvant.models import Decoder, LanguageModel
 from kvant.sample_utils import make_logits_processors, make_sampler
 
 Pocket = tuple[Decoder, Any]
 PROMPT = [(7 * i) % 1000 + 20 for i in range(40)]
-TOKENS = 30
-SAMPLERS = {"greedy": {}, "seeded": {"temp": 0.9, "seed": 3}, "filtered": {"temp": 1.3, "top_p": 0.95, "seed": 8}}
+TOKENS = 24
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "filtered": {"sampler": make_sampler(1.3, top_p=0.95, seed=8)},
+    "processed": {
+        "sampler": make_sampler(0.9, seed=3),
+        "logits_processors": make_logits_processors({30: 1.0}, repetition_penalty=1.2, frequency_penalty=0.3),
+    },
+}
 
 
-def _settings(sampler: str, *, processed: bool) -> dict[str, Any]:
-    processors = make_logits_processors({30: 1.0}, repetition_penalty=1.2, frequency_penalty=0.3) if processed else []
-    return {"sampler": make_sampler(**SAMPLERS[sampler]), "logits_processors": processors}
+def _drafts(kind: str, model: LanguageModel, small: Any, answer: list[int], seed: int = 0) -> Drafts:
+    """Of the known text, or of the model itself, or of a smaller one."""
+    if kind == "known":
+        return KnownDrafts(text=[*PROMPT, *answer], seed=seed)
+    draft_model = model if kind == "own" else small
+    return ChanceModelDrafts(model=draft_model, vocab_size=model.config.vocab_size, seed=seed)
 
 
 @pytest.mark.parametrize(
-    ("bits", "sampler", "processed"),
-    [(bits, sampler, sampler == "seeded" and bits != 8) for bits in (0, 8, 4) for sampler in SAMPLERS],
+    ("kind", "bits", "settings"),
+    [
+        *[("known", 0, "greedy"), ("known", 0, "filtered"), ("known", 8, "filtered"), ("known", 4, "processed")],
+        *[("own", 0, "greedy"), ("own", 8, "filtered"), ("own", 4, "greedy")],
+        *[("small", 0, "processed"), ("small", 8, "greedy")],
+    ],
 )
-def test_the_same_text_and_cache(pocket: Pocket, bits: int, sampler: str, *, processed: bool) -> None:
+def test_the_same_text_and_cache(pocket: Pocket, small: LanguageModel, kind: str, bits: int, settings: str) -> None:
     model, _ = pocket
     plain_cache, cache = (model.make_cache(128, kv_bits=bits) for _ in range(2))
-    settings = _settings(sampler, processed=processed)
-    plain_run = Run(model, PROMPT, plain_cache, max_tokens=TOKENS, **settings)
+    options: dict[str, Any] = {"max_tokens": TOKENS, **SETTINGS[settings]}
+    plain_run = Run(model, PROMPT, plain_cache, **options)
     plain = list(plain_run)
-    text = [*PROMPT, *(token for token, _ in plain)]
-    run = DraftedRun(model, PROMPT, cache, max_tokens=TOKENS, drafts=KnownDrafts(text=text), **settings)
+    answer = [token for token, _ in plain]
+    run = DraftedRun(model, PROMPT, cache, drafts=_drafts(kind, model, small, answer), **options)
     for number, (token, logprobs) in enumerate(run):
-        assert token == plain[number][0]
-        assert cache.ids[0] == text[: len(PROMPT) + number]
-        assert mx.abs(mx.exp(logprobs) - mx.exp(plain[number][1])).max() < 0.05
+        assert token == answer[number]
+        assert cache.ids[0] == PROMPT + answer[:number]
+        assert mx.abs(mx.exp(logprobs) - mx.exp(plain[number][1])).max() < {0: 1e-4, 8: 0.05, 4: 0.1}[bits]
     counts = run.drafts
     assert counts is not None
-    assert counts.steps < 0.6 * TOKENS
-    assert 0 < counts.accepted < counts.drafted
-    run.keep_last()
-    plain_run.keep_last()
-    assert cache.ids[0] == plain_cache.ids[0] == text
+    assert counts.drafted > TOKENS / 3
+    if kind == "known" or (kind, settings) == ("own", "greedy"):
+        assert counts.steps < 0.6 * TOKENS
+        assert 0 < counts.accepted <= counts.drafted - (kind == "known")
+    if (kind, settings) == ("own", "greedy"):
+        assert counts.accepted > 0.9 * counts.drafted
+    for each in (run, plain_run):
+        each.keep_last()
+    assert cache.ids[0] == plain_cache.ids[0] == PROMPT + answer
     after, expected = (mx.softmax(model(mx.array([[5, 6, 7]]), cache=each)) for each in (cache, plain_cache))
     assert mx.abs(after - expected).max() < {0: 1e-5, 8: 0.01, 4: 0.1}[bits]
 
@@ -80,49 +107,124 @@ def test_whoever_samples_sees_every_token_in_order(pocket: Pocket) -> None:
     assert plain[1] == [[*PROMPT, *plain[0][:n]] for n in range(TOKENS)]
 
 
-def test_a_stop_token_and_limits(pocket: Pocket) -> None:
+def test_ends(pocket: Pocket) -> None:
+    """A stop token, a number of tokens, a full reservation, and another run in the middle of what is verified."""
     model, _ = pocket
-    plain = [token for token, _ in Run(model, PROMPT, model.make_cache(128), max_tokens=TOKENS)]
-    for end in range(1, 20, 3):
-        stop = plain[end]
-        first = plain.index(stop)
-        for options in ({"stop_tokens": {stop}}, {"max_tokens": first + 1}):
-            cache = model.make_cache(128)
-            drafts = KnownDrafts(text=[*PROMPT, *plain], mistakes=0.1, seed=end)
-            run = DraftedRun(model, PROMPT, cache, drafts=drafts, **options)  # type: ignore[arg-type]
-            assert [token for token, _ in run] == plain[: first + 1]
-            assert run.finish_reason == ("stop" if "stop_tokens" in options else "length")
-            assert cache.ids[0] == [*PROMPT, *plain[:first]]
-            run.keep_last()
-            assert cache.ids[0] == [*PROMPT, *plain[: first + 1]]
+    full = model.make_cache(60)
+    plain = [token for token, _ in Run(model, PROMPT, full)]
 
+    def drafted(cache: ModelCache, seed: int = 0, mistakes: float = 0.1, **options: Any) -> DraftedRun:
+        drafts = KnownDrafts(text=[*PROMPT, *plain, *[1] * 20], mistakes=mistakes, seed=seed)
+        return DraftedRun(model, PROMPT, cache, drafts=drafts, **options)
 
-def test_a_full_reservation(pocket: Pocket) -> None:
-    model, _ = pocket
-    cache = model.make_cache(60)
-    plain = [token for token, _ in Run(model, PROMPT, cache)]
-    drafts = KnownDrafts(text=[*PROMPT, *plain, *[1] * 20], mistakes=0)
-    run = DraftedRun(model, PROMPT, model.make_cache(60), drafts=drafts)
+    run = drafted(model.make_cache(60), mistakes=0)
     assert [token for token, _ in run] == plain
     assert run.finish_reason == "context"
-
-
-def test_another_run_ends_it(pocket: Pocket) -> None:
-    model, _ = pocket
-    rng = random.Random(1)
-    plain = [token for token, _ in Run(model, PROMPT, model.make_cache(128), max_tokens=TOKENS)]
-    for seed in range(3):
-        cache = model.make_cache(256)
-        run = DraftedRun(model, PROMPT, cache, max_tokens=TOKENS, drafts=KnownDrafts(text=PROMPT + plain, seed=seed))
-        taken = rng.randrange(1, 20)
-        for _ in range(taken):
-            next(run)
-        held = cache.ids[0]
-        assert held == [*PROMPT, *plain[: taken - 1]]
-        other = [token for token, _ in Run(model, [5, 6], cache, max_tokens=4)]
+    for end in range(1, 20, 5):
+        stop = plain[end]
+        answer = plain[: plain.index(stop) + 1]
+        for options, reason in (({"stop_tokens": {stop}}, "stop"), ({"max_tokens": len(answer)}, "length")):
+            cache = model.make_cache(128)
+            run = drafted(cache, end, **options)
+            assert [token for token, _ in run] == answer
+            assert run.finish_reason == reason
+            assert cache.ids[0] == [*PROMPT, *answer[:-1]]
+            run.keep_last()
+            assert cache.ids[0] == [*PROMPT, *answer]
+        cache, fresh = model.make_cache(128), model.make_cache(128)
+        run = drafted(cache, end)
+        heard = [next(run)[0] for _ in answer]
+        list(Run(model, PROMPT, fresh, max_tokens=len(answer)))
+        assert cache.ids == fresh.ids
+        others = [[token for token, _ in Run(model, [5, 6], each, max_tokens=4)] for each in (cache, fresh)]
+        assert others[0] == others[1]
+        assert heard == answer
         with pytest.raises(RuntimeError, match="the run was ended"):
             next(run)
-        fresh = model.make_cache(256)
-        list(Run(model, PROMPT, fresh, max_tokens=taken))
-        assert fresh.ids[0] == held
-        assert other == [token for token, _ in Run(model, [5, 6], fresh, max_tokens=4)]
+
+
+@pytest.mark.parametrize("kind", ["known", "own"])
+@pytest.mark.parametrize(
+    ("loaded", "bits"), [("mistral", 8), ("gemma3_text", 8), ("gpt_oss", 0), ("llama4", 0)], indirect=["loaded"]
+)
+def test_windows_and_bridged_models(loaded: Loaded, bits: int, kind: str) -> None:
+    """Past the window, in steps of up to 8 of which some tokens are taken back."""
+    model, _ = loaded
+    prompt = [token % 100 + 20 for token in PROMPT]
+    sampler = make_sampler(0.7, seed=2) if kind == "known" else None
+    cache, another = (model.make_cache(128, kv_bits=bits) for _ in range(2))
+    plain = [t for t, _ in Run(model, prompt, another, max_tokens=50, sampler=sampler)]
+    drafts: Drafts = KnownDrafts(text=prompt + plain)
+    if kind == "own":
+        drafts = ChanceModelDrafts(model=model, vocab_size=128, num_draft_tokens=7)
+    run = DraftedRun(model, prompt, cache, max_tokens=50, sampler=sampler, drafts=drafts)
+    for number, (token, _) in enumerate(run):
+        assert token == plain[number]
+        assert cache.ids[0] == prompt + plain[:number]
+    assert run.drafts is not None
+    assert run.drafts.tokens_a_step > (1.5 if kind == "known" else 1)
+
+
+@pytest.mark.parametrize("loaded", ["falcon_h1"], indirect=True)
+def test_states_are_refused(loaded: Loaded, pocket: Pocket) -> None:
+    """They cannot go back, a draft model's no more than the model's."""
+    states, _ = loaded
+    with pytest.raises(ArgumentError, match=r"draft_model has falcon_h1's layers; .* its states cannot"):
+        ModelDrafts(model=states, vocab_size=128).make_cache()
+    drafts = ModelDrafts(model=pocket[0], vocab_size=128, tokens=64)
+    for each, words in ((drafts, "draft_model is given"), (Drafts(), "draft is 'prompt'")):
+        with pytest.raises(ArgumentError, match=f"{words}; .* linear or convolution layers have states"):
+            DraftedRun(states, PROMPT, states.make_cache(64), drafts=each)
+
+
+@pytest.mark.parametrize("kind", ["none", "known", "own", "small"])
+def test_interrupted(pocket: Pocket, small: LanguageModel, kind: str) -> None:
+    """At any line: the cache holds the tokens handed out but the last, or is as it was; a draft model's is used on."""
+    model, first = pocket[0], [5, 6, 7]
+    options: dict[str, Any] = {"max_tokens": 16, "prefill_step_size": 16}
+    plain = [t for t, _ in Run(model, first + PROMPT, model.make_cache(80, kv_bits=0), **options)]
+    drafts = None if kind == "none" else _drafts(kind, model, small, plain)
+    if isinstance(drafts, KnownDrafts):
+        drafts = replace(drafts, text=[*first, *PROMPT, *plain])
+    elif isinstance(drafts, ModelDrafts):
+        drafts = replace(drafts, cache=drafts.model.make_cache(80, kv_bits=0))
+
+    def fed(cache: ModelCache, ids: list[int]) -> ModelCache:
+        """In a run's steps: a product of several rows differs from that of one in its last bits."""
+        prompt = ids[3 : 3 + len(PROMPT)]
+        for step in (ids[:3], *(prompt[i : i + 16] for i in range(0, len(prompt), 16)), *([t] for t in ids[43:])):
+            prefill(model, step, cache)
+        return cache
+
+    def heard(cache: ModelCache) -> tuple[Run, list[int]]:
+        return make_run(drafts, model, PROMPT, cache, **options), []
+
+    def listen(run: Run, heard: list[int]) -> None:
+        heard.extend(token for token, _ in run)
+
+    counted = Interruption(0)
+    counted.of(partial(listen, *heard(fed(model.make_cache(80), first))))
+    interrupted = in_answer = 0
+    for seed in range(runs := count(12 if kind == "none" else 5, 200)):
+        rng = random.Random(f"{kind} {seed}")
+        bits, split = rng.choice([8, 4, 0, None]), rng.random() < 0.5
+        cache, fresh = (
+            ModelCache([FullKVCache() for _ in model.layers])
+            if bits is None
+            else model.make_cache(80, kv_bits=bits, bias_split=split)
+            for _ in range(2)
+        )
+        run, tokens = heard(fed(cache, first))
+        begin = counted.lines // 3 if seed % 4 else 1  # behind the prompt, or in it
+        interrupted += Interruption(rng.randint(begin, int(0.9 * counted.lines))).of(partial(listen, run, tokens))
+        assert run.generated[: len(tokens)] == tokens
+        ids, ends = cache.ids[0], {len(tokens), len(run.generated)} if run.generated else set()
+        assert ids in ([first + PROMPT + run.generated[: max(0, end - 1)] for end in ends] or [first])
+        in_answer += len(ids) > len(first + PROMPT)
+        after, expected = (mx.softmax(model(mx.array([[8, 9, 10]]), cache=each)) for each in (cache, fed(fresh, ids)))
+        if kind == "none":
+            assert mx.array_equal(after, expected)
+        assert mx.abs(after - expected).max() < {8: 0.02, 4: 0.2}.get(bits or 0, 1e-4)
+    assert interrupted > 0.7 * runs
+    assert in_answer > 0.3 * runs
+    assert [token for token, _ in heard(fed(model.make_cache(80, kv_bits=0), first))[0]] == plain

@@ -5,8 +5,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvant.engine.drafting.batch_choice import BatchChoice, StepKind
 from kvant.engine.drafting.choice import Choice, StepCosts, costs_of
 from kvant.engine.drafting.suffix import SuffixDrafter
+
+
+class Model:
+    pass
 
 
 def _longest_match(text: Sequence[int]) -> int:
@@ -43,13 +48,10 @@ def test_the_longest_suffix_that_occurred(alphabet: int) -> None:
         assert drafter.propose(2) == draft[:2]
 
 
-def test_the_latest_occurrence_is_continued() -> None:
+def test_the_latest_occurrence_is_continued_and_old_tokens_are_forgotten() -> None:
     drafter = SuffixDrafter()
     drafter.extend([1, 2, 3, 9, 1, 2, 4, 9, 1, 2])
     assert drafter.propose(1) == [4]
-
-
-def test_old_tokens_are_forgotten() -> None:
     drafter, rng = SuffixDrafter(most_tokens=100), random.Random(0)
     text = [rng.randrange(50) for _ in range(1000)]
     for token in text:
@@ -108,21 +110,16 @@ def test_as_many_as_pay(rate: float, costs: dict[int, float], expected: int) -> 
     assert choice.may_draft(4) == bool(expected)
 
 
-def test_nothing_is_drafted_before_plain_steps_are_measured() -> None:
+def test_what_was_seen_of_matches() -> None:
+    """Nothing is drafted before plain steps are measured. Longer matches go by their own record."""
     choice = Choice(StepCosts())
     _with_rate(choice, 4, 1.0)
     assert choice.count(4, 7) == 0
-
-
-def test_longer_matches_go_by_their_own_record() -> None:
     choice = Choice(_costs({2: 1.2, 4: 1.4, 8: 1.8}))
     _with_rate(choice, 1, 0.05)
     _with_rate(choice, 10, 0.95)
-    assert choice.count(1, 7) == 0
-    assert choice.count(10, 7) == 7
-    assert choice.count(40, 7) == 7  # not seen yet: as the next shorter ones
-    assert choice.may_draft(10)
-    assert not choice.may_draft(1)
+    assert [choice.count(match, 7) for match in (1, 10, 40)] == [0, 7, 7]  # 40 as the next shorter ones
+    assert [choice.may_draft(match) for match in (1, 10)] == [False, True]
 
 
 def test_a_free_drafter_is_judged_without_drafting() -> None:
@@ -167,9 +164,6 @@ def test_waiting_for_drafts_that_never_come_is_switched_off() -> None:
 
 
 def test_costs_stay_with_the_model_and_grow_old() -> None:
-    class Model:
-        pass
-
     model = Model()
     costs = costs_of(model, "kind")
     assert costs_of(model, "kind") is costs
@@ -183,3 +177,16 @@ def test_costs_stay_with_the_model_and_grow_old() -> None:
     for _ in range(1000):
         costs.add_single(0.01)
     assert costs.get(8) is None
+
+
+def test_later_answers_draft_where_earlier_ones_were_switched_off() -> None:
+    """The counts do not say that drafts are off while tokens are drafted."""
+
+    choice, kind = BatchChoice(Model(), "pool"), StepKind(at_once=True)
+    for _ in range(3):
+        choice.stepped(2, 0.01, kind=kind, ahead=True)
+    while choice.verified(2, 7, 2, 0.09, kind=kind) is None:
+        pass
+    assert "cost the time of" in str(choice.counts.off)
+    assert choice.verified(2, 7, 16, 0.09, kind=kind) is None
+    assert choice.counts.off is None

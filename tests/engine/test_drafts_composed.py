@@ -1,96 +1,149 @@
-"""Drafts with everything else: windows, bridged models, grammars, stop strings, caches that go on, conversations."""
+"""Drafts with everything else, of one answer and of many: texts, tokens and caches are those without drafts."""
 
-import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from support.conversations import count_fed, text_of
 from support.counts import count
-from support.drafts import KnownDrafts
-from support.interruption import Interruption
-from support.kinds import Loaded
+from support.drafts import ChanceModelDrafts, draft_by_chance
 from support.openblas import has_small_products
+from support.tiny_models import build
 
-import kvant
+from kvant import batch_generate, stream_generate
+from kvant.bridge.config import BridgedConfig
+from kvant.bridge.model import BridgedModel
 from kvant.cache import FullKVCache, ModelCache
 from kvant.engine.conversation import Conversation
-from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.drafting.choice import StepCosts
+from kvant.engine.drafting.drafts import Drafts
+from kvant.engine.model_drafts import ModelDrafts
+from kvant.engine.request import Request
 from kvant.engine.response import GenerationResponse
-from kvant.engine.run import Run, prefill
+from kvant.engine.run import prefill
+from kvant.engine.scheduler import Scheduler
 from kvant.errors import ArgumentError
-from kvant.models import Decoder
+from kvant.models import Decoder, LanguageModel
 from kvant.sample_utils import make_sampler
 from kvant.text.grammar import Grammars
 
 Pocket = tuple[Decoder, Any]
-PROMPT = [(7 * i) % 100 + 20 for i in range(40)]
 REPEATING = "Tom had a red ball. Sam had a blue ball. " * 4
+NAMES = '["red ball","blue ball","red ball","blue ball","red ball","blue ball","blue ball"]' * 2
+Made = tuple[list[str], list[list[int]], list[list[int]], int]  # texts, tokens, ids of the caches, drafted tokens
+
+
+def _one(pocket: Pocket, prompts: Sequence[str], **options: Any) -> Made:
+    texts, tokens, ids, drafted = [], [], [], 0
+    for prompt in prompts:
+        cache = pocket[0].make_cache(400, kv_bits=0)
+        responses = list(stream_generate(*pocket, prompt, prompt_cache=cache, **options))
+        assert (responses[-1].drafts is None) == (not {"draft", "draft_model"} & {*options})
+        texts.append("".join(response.text for response in responses))
+        tokens.append([response.token for response in responses])
+        ids += cache.ids
+        drafted += sum(response.from_draft for response in responses)
+    return texts, tokens, ids, drafted
+
+
+def _many(pocket: Pocket, prompts: Sequence[str], **options: Any) -> Made:
+    made = batch_generate(*pocket, prompts, return_token_ids=True, return_prompt_caches=True, kv_bits=0, **options)
+    assert (made.stats.drafts is None) == (not {"draft", "draft_model"} & {*options})
+    ids = [cache.ids[0] for cache in made.caches or () if cache is not None]
+    return made.texts, made.token_ids or [], ids, 0 if made.stats.drafts is None else made.stats.drafts.accepted
+
+
+WAYS = pytest.mark.parametrize("answer", [_one, _many])
+DRAFTS: dict[str, Callable[[LanguageModel], dict[str, Any]]] = {
+    "prompt": lambda model: {"draft": "prompt"},
+    "model": lambda model: {"draft_model": model, "num_draft_tokens": 7},
+}
 
 
 @pytest.fixture
 def paying(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every draft seems to pay, whatever this machine is doing."""
+    """Drafts seem to pay, whatever this machine is doing."""
     monkeypatch.setattr(StepCosts, "is_known", True)
     monkeypatch.setattr(StepCosts, "get", lambda costs, num_tokens: 1.0)
     monkeypatch.setattr(StepCosts, "add", lambda costs, num_tokens, seconds: None)
+    monkeypatch.setattr(ModelDrafts, "choice", ChanceModelDrafts.choice)
+    monkeypatch.setattr(ModelDrafts, "seed", 1, raising=False)
+    draft_by_chance(monkeypatch, 7)
 
 
-@pytest.mark.parametrize(
-    ("loaded", "bits"), [("mistral", 8), ("gemma3_text", 8), ("gpt_oss", 0), ("llama4", 0)], indirect=["loaded"]
-)
-def test_windows_and_bridged_models(loaded: Loaded, bits: int) -> None:
-    """Past the window, in steps of up to 8 of which some tokens are taken back."""
-    model, _ = loaded
-    sampler = make_sampler(0.7, seed=2)
-    cache, another = (model.make_cache(128, kv_bits=bits) for _ in range(2))
-    plain = [t for t, _ in Run(model, PROMPT, another, max_tokens=50, sampler=sampler)]
-    drafts = KnownDrafts(text=PROMPT + plain)
-    run = DraftedRun(model, PROMPT, cache, max_tokens=50, sampler=sampler, drafts=drafts)
-    for number, (token, _) in enumerate(run):
-        assert token == plain[number]
-        assert cache.ids[0] == PROMPT + plain[:number]
-    assert run.drafts is not None
-    assert run.drafts.tokens_a_step > 1.5
+@WAYS
+@pytest.mark.usefixtures("paying")
+@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
+def test_stop_strings_and_grammars(pocket: Pocket, answer: Any, drafts: Any) -> None:
+    """A text, and its cache, ends where it does without drafts; the grammar sees every token."""
+    asked = drafts(pocket[0])
+    options: dict[str, Any] = {"max_tokens": 60, "sampler": make_sampler(0.8, seed=4)}
+    prompts = [REPEATING, "Once upon a time"]
+    plain = answer(pocket, prompts, **options)
+    drafted = 0
+    for stop in (plain[0][0][40:46], plain[0][0][-8:-2]):
+        options["stop"] = stop
+        expected, made = answer(pocket, prompts, **options), answer(pocket, prompts, **options, **asked)
+        assert made[:3] == expected[:3]
+        drafted += made[3]
+    assert drafted
+    names = {"type": "array", "items": {"enum": ["red ball", "blue ball"]}, "minItems": 6, "maxItems": 9}
+    grammar = Grammars(pocket[1], pocket[0].config.vocab_size).compile("json_schema", names)
+    options |= {"stop": None, "logits_processors": [grammar]}
+    expected, made = answer(pocket, [NAMES], **options), answer(pocket, [NAMES], **options, **asked)
+    assert made[:3] == expected[:3]
+    assert made[3]
 
 
-@pytest.mark.parametrize("loaded", ["qwen3_next", "falcon_h1"], indirect=True)
-def test_states_are_refused(loaded: Loaded) -> None:
-    model, tokenizer = loaded
-    with pytest.raises(ArgumentError, match=r"draft is 'prompt'; .*states that cannot"):
-        kvant.stream_generate(model, tokenizer, PROMPT, draft="prompt")
+@WAYS
+@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
+def test_by_what_pays_on_this_machine(pocket: Pocket, small: LanguageModel, answer: Any, drafts: Any) -> None:
+    prompts = [" ".join(str(1 + (i + n) % 5) for i in range(18)) for n in range(2)]
+    plain, drafted = (answer(pocket, prompts, max_tokens=40, **asked) for asked in ({}, drafts(small)))
+    assert drafted[:3] == plain[:3]
 
 
-def test_other_words_are_refused(pocket: Pocket) -> None:
-    with pytest.raises(ArgumentError, match="draft is 'promt'; expected 'none' or 'prompt'"):
-        kvant.stream_generate(*pocket, "Hello", draft="promt")
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(({"draft_model": ..., "num_draft_tokens": n}, f"num_draft_tokens is {n}; expected 1") for n in (0, 8, True, 2.5)),
+    ({"num_draft_tokens": 3}, "num_draft_tokens is 3, .*without"),
+    ({"draft_model": ..., "draft": "prompt"}, "draft is 'prompt'; expected 'none'"),
+    ({"draft_model": "pocket"}, "draft_model is a str; expected a model"),
+    ({"draft": "promt"}, "draft is 'promt'; expected 'none' or 'prompt'"),
+]
+
+
+@WAYS
+@pytest.mark.parametrize(("options", "words"), REFUSED)
+def test_refused(pocket: Pocket, answer: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        answer(pocket, ["a"], **{name: pocket[0] if value is ... else value for name, value in options.items()})
+
+
+def test_refused_side_by_side(pocket: Pocket) -> None:
+    """With determinism, through states, and a model's drafts that are for one answer."""
+    model = pocket[0]
+    for drafts in DRAFTS.values():
+        with pytest.raises(ArgumentError, match=r"draft.* is .*deterministic"):
+            _many(pocket, ["a"], deterministic=True, **drafts(model))
+    bridged = BridgedModel(build("qwen3_next")[0], BridgedConfig("qwen3_next", 100_000, None), mx.float32)
+    own = ModelDrafts(model=model, vocab_size=model.config.vocab_size)
+    for each, given, deterministic, words in (
+        (bridged, Drafts(), False, "models that kvant computes"),
+        (model, Drafts(), True, "deterministic"),
+        (model, own, False, "draft_model is given for a single sequence"),
+    ):
+        pool = each.make_pool(256, sequences=1, kv_bits=0)
+        scheduler = Scheduler(each, pool, max_batch=1, deterministic=deterministic)
+        with pytest.raises(ArgumentError, match=words):
+            scheduler.submit(Request([5], drafts=given))
 
 
 def test_a_draft_model_over_ranks_is_refused(pocket: Pocket) -> None:
-    model, tokenizer = pocket
-    cache = model.make_cache(64)
+    cache = pocket[0].make_cache(64)
     cache.divided = True
     with pytest.raises(ArgumentError, match="several ranks draft from prompt and answer alone"):
-        kvant.stream_generate(model, tokenizer, "Hello", draft_model=model, prompt_cache=cache)
-
-
-@pytest.mark.usefixtures("paying")
-@pytest.mark.parametrize("kind", ["stop", "schema"])
-def test_stop_strings_and_grammars(pocket: Pocket, kind: str) -> None:
-    """The text ends where it does without drafts, and the grammar sees every token."""
-    model, tokenizer = pocket
-    prompt, options = REPEATING, {"max_tokens": 60, "sampler": make_sampler(0.8, seed=4), "kv_bits": 0}
-    if kind == "stop":
-        options["stop"] = ["ball. Sam had"]
-    else:
-        names = {"type": "array", "items": {"enum": ["red ball", "blue ball"]}, "minItems": 6, "maxItems": 9}
-        prompt = '["red ball","blue ball","red ball","blue ball","red ball","blue ball","blue ball"]' * 2
-        options["logits_processors"] = [Grammars(tokenizer, model.config.vocab_size).compile("json_schema", names)]
-    plain = list(kvant.stream_generate(model, tokenizer, prompt, **options))
-    drafted = list(kvant.stream_generate(model, tokenizer, prompt, draft="prompt", **options))
-    assert [(r.text, r.token, r.finish_reason) for r in drafted] == [(r.text, r.token, r.finish_reason) for r in plain]
-    assert any(r.from_draft for r in drafted)
-    assert not any(r.from_draft for r in plain)
+        stream_generate(*pocket, "Hello", draft_model=pocket[0], prompt_cache=cache)
 
 
 @pytest.mark.usefixtures("paying")
@@ -105,9 +158,7 @@ def test_a_cache_that_goes_on(pocket: Pocket, bits: int | None) -> None:
         prefill(model, held, cache)
         responses: list[GenerationResponse] = []
         for prompt in ("Tom had", "\nOnce upon a time there was a fox. Tom had a red"):
-            responses += list(
-                kvant.stream_generate(model, tokenizer, prompt, max_tokens=30, prompt_cache=cache, draft=draft)
-            )
+            responses += list(stream_generate(model, tokenizer, prompt, max_tokens=30, prompt_cache=cache, draft=draft))
             held += [*tokenizer.encode(prompt), *(r.token for r in responses[-30:])]
             assert cache.ids[0] == held
         texts.append([r.token for r in responses])
@@ -138,48 +189,17 @@ def test_a_conversation(pocket: Pocket) -> None:
     assert said[0] == said[1]
 
 
-def test_interrupted_drafts(pocket: Pocket) -> None:
-    """Ctrl-C at any line: the cache holds the tokens handed out but the last, as they are, or is as it was."""
-    model, _ = pocket
-    tokens, runs = 25, count(6, 300)
-    plain = [t for t, _ in Run(model, PROMPT, model.make_cache(80, kv_bits=0), max_tokens=tokens)]
-
-    def drafted(cache: ModelCache, seed: int) -> DraftedRun:
-        return DraftedRun(model, PROMPT, cache, max_tokens=tokens, drafts=KnownDrafts(text=PROMPT + plain, seed=seed))
-
-    counted = Interruption(0)
-    counted.of(lambda: list(drafted(model.make_cache(80), 0)))
-    interrupted = in_answer = 0
-    for seed in range(runs):
-        rng = random.Random(seed)
-        bits = rng.choice([8, 4, 0, None])
-
-        def make(bits: int | None = bits) -> ModelCache:
-            return (
-                ModelCache([FullKVCache() for _ in model.layers])
-                if bits is None
-                else model.make_cache(80, kv_bits=bits)
-            )
-
-        cache, heard = make(), list[int]()
-        run = drafted(cache, seed)
-
-        def listen(run: Run = run, heard: list[int] = heard) -> None:
-            heard.extend(token for token, _ in run)
-
-        interrupted += Interruption(rng.randint(1, int(0.8 * counted.lines))).of(listen)
-        ids = cache.ids[0]
-        allowed = [PROMPT + run.generated[: max(0, n - 1)] for n in (len(heard), len(run.generated)) if run.generated]
-        assert ids in (allowed or [[]])
-        in_answer += len(ids) > len(PROMPT)
-        fresh = make()
-        for step in (ids[: len(PROMPT)], *([token] for token in ids[len(PROMPT) :])):
-            if step:
-                prefill(model, step, fresh)
-        after, expected = (mx.softmax(model(mx.array([[8, 9, 10]]), cache=each)) for each in (cache, fresh))
-        assert mx.abs(after - expected).max() < {8: 0.02, 4: 0.2}.get(bits or 0, 1e-4)
-    assert interrupted > 0.7 * runs
-    assert in_answer > 0.5 * runs
+@pytest.mark.usefixtures("paying")
+def test_a_conversation_keeps_the_draft_models_cache(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second turn's prompt has both; neither model reads more than what is new."""
+    fed, said = count_fed(monkeypatch), []
+    for options in ({}, {"draft_model": pocket[0], "num_draft_tokens": 2}):
+        conversation = Conversation(*pocket, pocket[0].make_cache(400))
+        said.append(text_of(conversation.send("Tell me a story about a fox.", max_tokens=40, **options)))
+        fed.clear()
+        said.append(text_of(conversation.send("And now one about a goat.", max_tokens=20, **options)))
+        assert max(fed) < 30
+    assert said[:2] == said[2:]
 
 
 @pytest.mark.usefixtures("paying")
@@ -204,8 +224,7 @@ def test_many_texts(pocket: Pocket, bits: int) -> None:
             sampler = make_sampler(**settings, seed=number)
             options: dict[str, Any] = {"max_tokens": count(50, 150), "sampler": sampler, "kv_bits": bits}
             plain, other = (
-                list(kvant.stream_generate(model, tokenizer, ids, draft=draft, **options))
-                for draft in ("none", "prompt")
+                list(stream_generate(model, tokenizer, ids, draft=draft, **options)) for draft in ("none", "prompt")
             )
             same += [each.token for each in plain] == [each.token for each in other]
             drafted += sum(each.from_draft for each in other)

@@ -1,5 +1,6 @@
 """A fused kernel that fails in the middle of an answer: one error that says how to go on without it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +23,6 @@ pytestmark = host_pytest_skip
 Pocket = tuple[Decoder, Any]
 PROMPT = [(7 * i) % 1000 for i in range(100)]
 LAYERS = 4
-SAID = r"{}.*--kernels unfused"
 
 
 @pytest.fixture(params=["build", "eval"])
@@ -33,31 +33,28 @@ def kernel(request: pytest.FixtureRequest, fused_calls: Any, monkeypatch: pytest
     return made
 
 
-def test_an_answer_ends_with_one_error(pocket: Pocket, kernel: FailingKernel) -> None:
-    model, _ = pocket
-    with pytest.raises(KernelError, match=SAID.format(WORDS[kernel.how])):
-        list(Run(model, PROMPT, model.make_cache(512), max_tokens=20))
-    cache = model.make_cache(512, kernels="unfused")
-    assert len([token for token, _ in Run(model, PROMPT, cache, max_tokens=5)]) == 5
+def _keep_last(model: Decoder, tokenizer: Any) -> None:
+    run = Run(model, PROMPT, model.make_cache(512), max_tokens=3)
+    assert len(list(run)) == 3
+    run.keep_last()
 
 
-def test_so_does_one_that_drafts(pocket: Pocket, kernel: FailingKernel) -> None:
-    run = DraftedRun(pocket[0], PROMPT, pocket[0].make_cache(512), drafts=KnownDrafts(text=PROMPT * 2))
-    with pytest.raises(KernelError, match=SAID.format(WORDS[kernel.how])):
-        list(run)
+WAYS: dict[str, Callable[[Decoder, Any], object]] = {
+    "alone": lambda model, tokenizer: list(Run(model, PROMPT, model.make_cache(512), max_tokens=20)),
+    "with drafts": lambda model, tokenizer: list(
+        DraftedRun(model, PROMPT, model.make_cache(512), drafts=KnownDrafts(text=PROMPT * 2))
+    ),
+    "the last token of a cache that is kept": _keep_last,
+    "in a batch": lambda model, tokenizer: batch_generate(model, tokenizer, [PROMPT, PROMPT[:50]], max_tokens=20),
+}
 
 
-def test_the_last_token_of_a_cache_that_is_kept(pocket: Pocket, kernel: FailingKernel) -> None:
-    run = Run(pocket[0], PROMPT, pocket[0].make_cache(512), max_tokens=3)
-    list(run)
-    with pytest.raises(KernelError, match="unfused"):
-        run.keep_last()
-
-
-def test_a_batch_ends_with_one_error(pocket: Pocket, kernel: FailingKernel) -> None:
-    model, tokenizer = pocket
-    with pytest.raises(KernelError, match=SAID.format(WORDS[kernel.how])):
-        batch_generate(model, tokenizer, [PROMPT, PROMPT[:50]], max_tokens=20)
+@pytest.mark.parametrize("answer", WAYS.values(), ids=WAYS)
+def test_an_answer_ends_with_one_error(pocket: Pocket, kernel: FailingKernel, answer: Any) -> None:
+    with pytest.raises(KernelError, match=rf"{WORDS[kernel.how]}.*--kernels unfused"):
+        answer(*pocket)
+    cache = pocket[0].make_cache(512, kernels="unfused")
+    assert len([token for token, _ in Run(pocket[0], PROMPT, cache, max_tokens=5)]) == 5
 
 
 def test_requests_in_the_step_fail_and_their_pages_are_free(pocket: Pocket, kernel: FailingKernel) -> None:
@@ -72,11 +69,9 @@ def test_the_kernel_is_not_blamed_for_a_callers_error(pocket: Pocket, fused_call
     def sampler(logprobs: mx.array) -> mx.array:
         raise kind("the sampler fails")
 
-    model, tokenizer = pocket
-    with pytest.raises(kind, match=r"^the sampler fails$"):
-        generate(model, tokenizer, PROMPT, sampler=sampler)
-    with pytest.raises(kind, match=r"^the sampler fails$"):
-        batch_generate(model, tokenizer, [PROMPT], sampler=sampler)
+    for ask, prompt in ((generate, PROMPT), (batch_generate, [PROMPT])):
+        with pytest.raises(kind, match=r"^the sampler fails$"):
+            ask(*pocket, prompt, sampler=sampler)  # type: ignore[operator]
 
 
 def test_nor_is_a_cache_without_it(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:

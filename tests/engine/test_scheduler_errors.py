@@ -1,14 +1,18 @@
 """Errors and interruptions of requests in a batch: whose they are, and what is left."""
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from support.batches import PAGES, alone, ids_of, run_all, scheduler_of
 from support.counts import count
+from support.drafts import draft_by_chance
 from support.interruption import Interruption
 
+from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Request
+from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder
 from kvant.sample_utils import make_sampler
 
@@ -23,7 +27,7 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
     "a sampler": ({"sampler": _fails}, "mine"),
     "a processor": ({"logits_processors": [_fails]}, "mine"),
     "two tokens": ({"sampler": lambda logprobs: mx.array([3, 4])}, "expected"),
-    "an unknown token": ({"sampler": lambda logprobs: mx.array([99_999])}, "the sampler picked token 99999; the model"),
+    "an unknown token": ({"sampler": lambda logprobs: mx.array([99_999])}, "picked token 99999"),
     "logits of another shape": ({"logits_processors": [lambda tokens, logits: logits[:, :5]]}, "expected"),
     "no array": ({"sampler": lambda logprobs: 5}, ""),
 }
@@ -33,17 +37,16 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("options", "message"), FAILING.values(), ids=FAILING)
 def test_a_request_that_fails_fails_alone(pocket: Pocket, options: dict[str, Any], message: str, later: bool) -> None:
     """At its first token, or in the batch."""
-    if later:
-        (name, given), calls = next(iter(options.items())), [0]
-        fails = given if callable(given) else given[0]
+    (name, given), calls = next(iter(options.items())), []
+    fails = given if callable(given) else given[0]
 
-        def works_first(*arguments: mx.array) -> mx.array:
-            calls[0] += 1
-            if calls[0] > 2:
-                return fails(*arguments)
-            return mx.argmax(arguments[-1], axis=-1) if name == "sampler" else arguments[-1]
+    def works_first(*arguments: mx.array) -> mx.array:
+        calls.append(1)
+        if len(calls) > 2 * later:
+            return fails(*arguments)
+        return mx.argmax(arguments[-1], axis=-1) if name == "sampler" else arguments[-1]
 
-        options = {name: works_first if callable(given) else [works_first]}
+    options = {name: works_first if callable(given) else [works_first]}
     scheduler, pool = scheduler_of(pocket[0])
     others = [Request(prompt, max_tokens=12, sampler=make_sampler(1.0, seed=1)) for prompt in ([5, 6], [7])]
     others.append(Request([8], max_tokens=12, logits_processors=[lambda tokens, logits: logits + 0.0]))
@@ -86,18 +89,30 @@ def test_a_step_that_fails_ends_the_requests_in_it(pocket: Pocket, monkeypatch: 
     assert all(ids_of(again[request]) == alone(pocket[0], request) for request in requests)
 
 
-def test_an_interruption_ends_all_and_the_scheduler_goes_on(pocket: Pocket, heldout_ids: list[int]) -> None:
-    """At any line. In the middle of the pool's own bookkeeping a page may be lost, but no sequence stays open."""
-    requests = [Request(heldout_ids[:140], max_tokens=3, answers=2), Request([5, 6], max_tokens=2)]
-    scheduler, pool = scheduler_of(pocket[0])
-    counting = Interruption(-1)
-    counting.of(lambda: run_all(scheduler, requests))
+@pytest.mark.parametrize("drafting", [False, True])
+def test_an_interruption_ends_all_and_the_scheduler_goes_on(
+    pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, drafting: bool
+) -> None:
+    """At any line. In the middle of a pool's own bookkeeping a page may be lost, but no sequence stays open."""
+    model = pocket[0]
+    pools: list[Any] = []
+
+    def made() -> tuple[Scheduler, list[Request]]:
+        draft_by_chance(monkeypatch, 4)
+        scheduler, pool = scheduler_of(model, max_batch=4)
+        drafts = ModelDrafts(model=model, vocab_size=model.config.vocab_size).beside_pool(pool) if drafting else None
+        pools[:] = [pool, drafts.pool] if drafts else [pool]
+        options: list[tuple[list[int], int, int]] = [(heldout_ids[:140], 6, 2), ([5, 6], 9, 1)]
+        return scheduler, [Request(ids, tokens, answers=answers, drafts=drafts) for ids, tokens, answers in options]
+
+    counting = Interruption(0)
+    counting.of(partial(run_all, *made()))
     for at in range(1, counting.lines, count(counting.lines // 8, 37)):
-        scheduler, pool = scheduler_of(pocket[0])
-        assert Interruption(at).of(lambda scheduler=scheduler: run_all(scheduler, requests))  # type: ignore[misc]
+        scheduler, requests = made()
+        assert Interruption(at).of(partial(run_all, scheduler, requests))
         scheduler.close()
         scheduler.step()
         assert scheduler.idle
-        assert pool.num_sequences == 0, at
+        assert [pool.num_sequences for pool in pools] == [0] * len(pools), at
         told = run_all(scheduler, requests[1:])
-        assert ids_of(told[requests[1]]) == alone(pocket[0], requests[1])
+        assert ids_of(told[requests[1]]) == alone(model, requests[1])

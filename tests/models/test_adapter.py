@@ -1,9 +1,10 @@
 """LoRA and DoRA adapters against mlx-lm's own model with the adapter beside its weights, and each refusal."""
 
 import json
+import os
 import shutil
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,12 @@ from support.checkpoints import (
     change_tensors,
     check_three_ways,
     load_reference,
-    quantize_reference,
     qwen2_config,
     qwen3_moe_config,
     reference_logits,
     reference_model,
     save_checkpoint,
+    write_reference,
 )
 from support.command import QUESTION, call
 from support.hostile import change, file_bytes, one_line, said
@@ -64,19 +65,13 @@ for kind, config in CONFIGS.items():
     CASES[kind] = config, None, adapter_config([*SOME, "self_attn.o_proj", *head])
 
 
-def _base(config: dict[str, Any], made: Format) -> tuple[dict[str, Any], nn.Module]:
-    model = reference_model(config)
-    return (config if made is None else quantize_reference(config, model, *made)), model
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_mlx_lms(tmp_path: Path, name: str) -> None:
     """And others than without the adapter; an adapter of floating-point weights is fused: no more work."""
     raw, made, settings = CASES[name]
-    config, base = _base(raw, made)
-    folder = save_checkpoint(tmp_path / "model", config, base)
-    adapter = save_adapter(tmp_path / "adapter", settings, _base(raw, made)[1])
-    expected = reference_logits(adapted_reference(_base(raw, made)[1], adapter), IDS)
+    (folder, base), (_, own), (_, same) = (write_reference(tmp_path / "model", raw, *(made or ())) for _ in range(3))
+    adapter = save_adapter(tmp_path / "adapter", settings, own)
+    expected = reference_logits(adapted_reference(same, adapter), IDS)
     assert relative_error(reference_logits(base, IDS), expected) > 100 * TOLERANCE
     model = load_decoder(folder, adapter=adapter)
     check_three_ways(model, expected, IDS)
@@ -87,9 +82,8 @@ def test_logits_are_mlx_lms(tmp_path: Path, name: str) -> None:
 
 def test_quantized_matrices_keep_their_bits_and_stay_one(tmp_path: Path) -> None:
     """An adapter costs its own bytes, and what it adds is exact: mlx-lm's fuse, which quantizes the sum, is not."""
-    config, model = _base(THREE, (4, 64))
-    folder = save_checkpoint(tmp_path / "model", config, model)
-    adapter = save_adapter(tmp_path / "adapter", adapter_config(SOME), _base(THREE, (4, 64))[1], size=0.05)
+    (folder, model), (_, own) = (write_reference(tmp_path / "model", THREE, 4, 64) for _ in range(2))
+    adapter = save_adapter(tmp_path / "adapter", adapter_config(SOME), own, size=0.05)
     base, adapted = load_decoder(folder), load_decoder(folder, adapter=adapter)
     assert {len(layer.self_attn.qkv_proj.matrices) for layer in adapted.layers} == {1}
     qkv_bytes = (128 * 2 * RANK + 2 * RANK * 3 * 128) * 4  # of q and v
@@ -119,17 +113,14 @@ def test_projections_of_different_formats(tmp_path: Path) -> None:
 
 def test_the_bias_split_is_of_the_fused_weights(tmp_path: Path) -> None:
     """Which key biases outweigh what is projected changes with the projection."""
-    config = qwen2_config()
-    reference = reference_model(config)
+    reference = reference_model(qwen2_config())
     for layer in reference.layers:
         layer.self_attn.k_proj.weight *= 0.01
-    folder = save_checkpoint(tmp_path / "model", config, reference)
+    folder = save_checkpoint(tmp_path / "model", qwen2_config(), reference)
     adapter = save_adapter(tmp_path / "adapter", adapter_config(["self_attn.k_proj"]), reference, size=50.0)
-    pairs = [
-        [layer.self_attn.qkv_bias.pairs for layer in load_decoder(folder, adapter=path).layers]  # type: ignore[union-attr]
-        for path in (None, adapter)
-    ]
-    assert pairs[0] != pairs[1] == [(), ()]
+    models = [load_decoder(folder, adapter=path) for path in (None, adapter)]
+    split, fused = ([layer.self_attn.qkv_bias.pairs for layer in model.layers] for model in models)  # type: ignore[union-attr]
+    assert split != fused == [(), ()]
 
 
 # What is refused.
@@ -139,21 +130,37 @@ def test_the_bias_split_is_of_the_fused_weights(tmp_path: Path) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A float checkpoint and a sound adapter for it."""
     root = tmp_path_factory.mktemp("saved")
-    config = qwen2_config()
-    model = reference_model(config)
-    folder = save_checkpoint(root / "model", config, model)
+    folder, model = write_reference(root / "model", qwen2_config())
     return folder, save_adapter(root / "adapter", adapter_config(SOME), model)
 
 
-@pytest.fixture
-def adapter(saved: tuple[Path, Path], tmp_path: Path) -> Path:
-    """A copy of the adapter to break."""
-    return Path(shutil.copytree(saved[1], tmp_path / "broken"))
-
-
-def _refused(folder: Path, adapter: Path, message: str, kind: type[ModelError] = CheckpointError) -> None:
-    with one_line(kind, message):
+def _refused(folder: Path, adapter: Path, message: str) -> None:
+    with one_line(ModelError, message):
         load_decoder(folder, adapter=adapter)
+
+
+Spoil = Callable[[Path], object]  # of the adapter's folder
+
+
+def _say(**settings: Any) -> Spoil:
+    return lambda folder: change(folder / "adapter_config.json", **settings)
+
+
+def _hold(tensors: dict[str, mx.array | None]) -> Spoil:
+    """Tensors in place of the sound ones; None: not there."""
+    return lambda folder: change_tensors(folder / "adapters.safetensors", tensors)
+
+
+def _zero(part: str) -> Spoil:
+    def spoil(folder: Path) -> None:
+        tensors = mx.load(str(folder / "adapters.safetensors"))
+        _hold({name: mx.zeros_like(x) for name, x in tensors.items() if name.endswith(part)})(folder)
+
+    return spoil
+
+
+def _say_of_rank(key: str, value: Any) -> Spoil:
+    return _say(lora_parameters=adapter_config(SOME)["lora_parameters"] | {key: value})
 
 
 BAD_VALUES: dict[str, list[Any]] = {
@@ -164,105 +171,87 @@ BAD_VALUES: dict[str, list[Any]] = {
     "scale": [None, 0, float("nan"), float("inf"), 1e5, "20"],
     "keys": ["q_proj", [1]],
 }
-
-
-@pytest.mark.parametrize("key", BAD_VALUES)
-def test_a_value_that_is_refused(saved: tuple[Path, Path], adapter: Path, key: str) -> None:
-    for value in BAD_VALUES[key]:
-        settings = adapter_config(SOME)
-        (settings["lora_parameters"] if key in ("rank", "scale", "keys") else settings)[key] = value
-        (adapter / "adapter_config.json").write_text(json.dumps(settings))
-        _refused(saved[0], adapter, said(key, value), ModelError)
-
-
-Q = "model.layers.1.self_attn.q_proj"
-EVERY_LAYER = [f"model.layers.{layer}.{name}.lora_{part}" for layer in (0, 1) for name in SOME for part in "ab"]
-NOTHING = dict.fromkeys(EVERY_LAYER)
+Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+NOTHING = {f"model.layers.{layer}.{name}.lora_{part}": None for layer in (0, 1) for name in SOME for part in "ab"}
 HEAD = {"lm_head.lora_a": mx.ones((128, RANK)), "lm_head.lora_b": mx.ones((RANK, 300))}
-DOWN = "model.layers.0.mlp.down_proj"
-# The settings, tensors in place of the sound ones (None: not there), and what is said.
-HARMS: list[tuple[dict[str, Any], dict[str, mx.array | None], str]] = [
-    ({"peft_type": "LORA"}, {}, "PEFT's format; expected mlx-lm's"),
-    (adapter_config(SOME, num_layers=1), {}, "layers.0.* num_layers and keys do not include"),
-    (adapter_config(["self_attn.q_proj"]), {}, f"do not include {DOWN}"),
-    (adapter_config([*SOME, "mlp.up_proj"]), {}, r"mlp.up_proj.lora_a is missing"),
-    (adapter_config(SOME, kind="dora"), {}, r"down_proj.m is missing"),
-    ({"lora_parameters": {"rank": 5, "scale": 1.0, "keys": SOME}}, {}, r"shape \(256, 4\); expected \(256, 5\)"),
-    ({}, NOTHING, "holds no tensors; it would change nothing"),
-    ({}, {f"{Q}.lora_a": None}, f"{Q}.lora_a is missing"),
-    ({}, {f"{Q}.lora_b": None}, f"{Q}.lora_b is missing"),
-    ({}, {f"{Q}.lora_a": None, f"{Q}.lora_b": None}, f"{Q}.lora_a is missing; adapter_config.json describes it"),
-    ({}, {f"{Q}.m": mx.ones(128)}, "unexpected adapter tensor .*q_proj.m; expected for lora"),
-    ({}, {f"{Q}.weight": mx.ones((128, 128))}, "unexpected adapter tensor .*q_proj.weight"),
-    ({}, {"x": mx.ones(1)}, "unexpected adapter tensor x"),
-    ({}, {"model.layers.2.mlp.up_proj.lora_a": mx.ones((128, 4))}, "the model has no matrix model.layers.2"),
-    ({}, {"model.layers.0.mlp.switch_mlp.up_proj.lora_a": mx.ones((8, 4, 4))}, "has no matrix .*switch_mlp"),
-    ({}, {"model.embed_tokens.lora_a": mx.ones((300, 4))}, "do not include model.embed_tokens"),
-    ({}, {f"{Q}.lora_a": mx.ones((4, 128))}, r"lora_a has shape \(4, 128\); expected \(128, 4\)"),
-    ({}, {f"{Q}.lora_b": mx.ones((4, 64))}, r"lora_b has shape \(4, 64\); expected \(4, 128\)"),
-    ({}, {f"{Q}.lora_b": mx.ones((4, 128), mx.int32)}, "lora_b has dtype I32"),
-    ({}, {f"{Q}.lora_a": mx.full((128, 4), float("nan"))}, "lora_a reaches nan"),
-    ({}, {f"{Q}.lora_b": mx.full((4, 128), float("inf"))}, "lora_b reaches inf"),
-    ({}, {f"{Q}.lora_b": mx.full((4, 128), 1e4)}, "times the scale reaches 100000"),
-    (adapter_config(["lm_head"]), NOTHING | HEAD, "the model has no matrix lm_head of its own"),  # tied
+ZERO = "every lora_a or lora_b is zero; it would change nothing"
+TENSORS: list[tuple[dict[str, mx.array | None], str]] = [
+    ({**NOTHING}, "holds no tensors; it would change nothing"),
+    ({f"{Q}.lora_a": None}, f"{Q}.lora_a is missing"),
+    ({f"{Q}.lora_b": None}, f"{Q}.lora_b is missing"),
+    ({f"{Q}.lora_a": None, f"{Q}.lora_b": None}, f"{Q}.lora_a is missing; adapter_config.json describes it"),
+    ({f"{Q}.m": mx.ones(128)}, "unexpected adapter tensor .*q_proj.m; expected for lora"),
+    ({f"{Q}.weight": mx.ones((128, 128))}, "unexpected adapter tensor .*q_proj.weight"),
+    ({"x": mx.ones(1)}, "unexpected adapter tensor x"),
+    ({"model.layers.2.mlp.up_proj.lora_a": mx.ones((128, 4))}, "the model has no matrix model.layers.2"),
+    ({"model.layers.0.mlp.switch_mlp.up_proj.lora_a": mx.ones((8, 4, 4))}, "has no matrix .*switch_mlp"),
+    ({"model.embed_tokens.lora_a": mx.ones((300, 4))}, "do not include model.embed_tokens"),
+    ({f"{Q}.lora_a": mx.ones((4, 128))}, r"lora_a has shape \(4, 128\); expected \(128, 4\)"),
+    ({f"{Q}.lora_b": mx.ones((4, 64))}, r"lora_b has shape \(4, 64\); expected \(4, 128\)"),
+    ({f"{Q}.lora_b": mx.ones((4, 128), mx.int32)}, "lora_b has dtype I32"),
+    ({f"{Q}.lora_a": mx.full((128, 4), float("nan"))}, "lora_a reaches nan"),
+    ({f"{Q}.lora_b": mx.full((4, 128), float("inf"))}, "lora_b reaches inf"),
+    ({f"{Q}.lora_b": mx.full((4, 128), 1e4)}, "times the scale reaches 100000"),
+]
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"peft_type": "LORA"}, "PEFT's format; expected mlx-lm's"),
+    (adapter_config(SOME, num_layers=1), "layers.0.* num_layers and keys do not include"),
+    (adapter_config(["self_attn.q_proj"]), f"do not include {DOWN}"),
+    (adapter_config([*SOME, "mlp.up_proj"]), r"mlp.up_proj.lora_a is missing"),
+    (adapter_config(SOME, kind="dora"), r"down_proj.m is missing"),
+    ({"lora_parameters": {"rank": 5, "scale": 1.0, "keys": SOME}}, r"shape \(256, 4\); expected \(256, 5\)"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "tensors", "message"), HARMS)
+def _tied_head(folder: Path) -> None:
+    _say(**adapter_config(["lm_head"]))(folder)
+    _hold(NOTHING | HEAD)(folder)
+
+
+HARMS: list[tuple[Spoil, str]] = [
+    *(
+        (_say_of_rank(key, value) if key in ("rank", "scale", "keys") else _say(**{key: value}), said(key, value))
+        for key, values in BAD_VALUES.items()
+        for value in values
+    ),
+    *((_say(**settings), message) for settings, message in SETTINGS),
+    *((_hold(tensors), message) for tensors, message in TENSORS),
+    *((_zero(part), ZERO) for part in ("lora_a", "lora_b")),
+    (_tied_head, "the model has no matrix lm_head of its own"),
+    (lambda folder: os.truncate(folder / "adapters.safetensors", 999), "not a whole safetensors file"),
+    (lambda folder: (folder / "adapters.safetensors").unlink(), r"no adapters\.safetensors"),
+    (lambda folder: (folder / "adapter_config.json").write_text("[1]"), "a JSON list; expected an object"),
+    (lambda folder: (folder / "adapter_config.json").unlink(), r"no adapter_config\.json"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), HARMS)
 def test_what_is_missing_or_wrong_is_named(
-    saved: tuple[Path, Path], adapter: Path, settings: dict[str, Any], tensors: Any, message: str
+    saved: tuple[Path, Path], tmp_path: Path, spoil: Spoil, message: str
 ) -> None:
-    change(adapter / "adapter_config.json", **settings)
-    change_tensors(adapter / "adapters.safetensors", tensors)
-    _refused(saved[0], adapter, message, ModelError)
-
-
-@pytest.mark.parametrize("part", ["lora_a", "lora_b"])
-def test_an_adapter_of_zeros_is_refused(saved: tuple[Path, Path], adapter: Path, part: str) -> None:
-    path = adapter / "adapters.safetensors"
-    zeros = {name: mx.zeros(x.shape) for name, x in mx.load(str(path)).items() if name.endswith(part)}
-    change_tensors(path, zeros)
-    _refused(saved[0], adapter, "every lora_a or lora_b is zero; it would change nothing")
-
-
-def test_bad_adapter_files(saved: tuple[Path, Path], adapter: Path) -> None:
-    path = adapter / "adapters.safetensors"
-    path.write_bytes(path.read_bytes()[:-9])
-    _refused(saved[0], adapter, "not a whole safetensors file")
-    path.unlink()
-    _refused(saved[0], adapter, r"no adapters\.safetensors", ModelError)
-    (adapter / "adapter_config.json").write_text("[1]")
-    _refused(saved[0], adapter, "a JSON list; expected an object", ModelError)
-    (adapter / "adapter_config.json").unlink()
-    _refused(saved[0], adapter, r"no adapter_config\.json", ModelError)
+    adapter = Path(shutil.copytree(saved[1], tmp_path / "broken"))
+    spoil(adapter)
+    _refused(saved[0], adapter, message)
 
 
 def test_dora_where_it_cannot_be_is_refused(tmp_path: Path) -> None:
     """Of quantized weights; of experts, for which mlx-lm makes none; of a row of zeros, whose norm it divides by."""
-    config, model = _base(THREE, (4, 64))
-    folder = save_checkpoint(tmp_path / "4 bits", config, model)
+    folder, model = write_reference(tmp_path / "4 bits", THREE, 4, 64)
     adapter = save_adapter(tmp_path / "adapter", adapter_config(SOME, kind="dora"), model)
-    _refused(folder, adapter, r"q_proj is quantized; a DoRA adapter", ModelError)
-    folder = save_checkpoint(tmp_path / "zeros", THREE, reference_model(THREE))
+    _refused(folder, adapter, r"q_proj is quantized; a DoRA adapter")
+    folder, _ = write_reference(tmp_path / "zeros", THREE)
     change_tensors(folder / "model.safetensors", {f"{Q}.weight": mx.zeros((128, 128))})
     adapter = save_adapter(tmp_path / "of zeros", adapter_config(SOME, kind="dora"), reference_model(THREE), size=0.0)
     _refused(folder, adapter, "q_proj: not finite with the adapter's part in it")
-    folder = save_checkpoint(tmp_path / "experts", SPARSE, reference_model(SPARSE))
+    folder, _ = write_reference(tmp_path / "experts", SPARSE)
     experts = "model.layers.0.mlp.switch_mlp.up_proj"
     parts = {"lora_a": mx.ones((8, 4, 128)), "lora_b": mx.ones((8, 128, 4)), "m": mx.ones((8, 128))}
     (adapter / "adapter_config.json").write_text(json.dumps(adapter_config(kind="dora")))
     mx.save_safetensors(str(adapter / "adapters.safetensors"), {f"{experts}.{name}": x for name, x in parts.items()})
-    _refused(folder, adapter, f"{experts} has experts; a DoRA adapter", ModelError)
+    _refused(folder, adapter, f"{experts} has experts; a DoRA adapter")
 
 
 # Adapters made to take memory.
-
-
-@pytest.fixture(scope="module")
-def deep() -> ModelConfig:
-    """The config of a model of 1,200 layers, 8,402 matrices."""
-    raw = qwen2_config(num_hidden_layers=1200, hidden_size=16, num_attention_heads=1, num_key_value_heads=1)
-    return ModelConfig.from_dict(raw)
 
 
 @contextmanager
@@ -282,16 +271,17 @@ def _adapter_of_one(folder: Path, keys: list[str]) -> Path:
     return folder
 
 
-def test_more_keys_or_tensors_than_the_model_has(tmp_path: Path, deep: ModelConfig) -> None:
-    """A name a key and layer took over 8 GB for 4 MB of them."""
+def test_more_keys_or_tensors_than_the_model_has(tmp_path: Path) -> None:
+    """Of 1,200 layers and 8,402 matrices: a name a key and layer took over 8 GB for 4 MB of them."""
+    sizes = {"num_hidden_layers": 1200, "hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    deep = ModelConfig.from_dict(qwen2_config(**sizes))
     adapter = _adapter_of_one(tmp_path, [f"{i:x}" for i in range(400_000)])
     with _little_memory(100_000_000), one_line(ModelError, "400000 keys; expected at most 8402"):
         Adapter(adapter, deep, everything(deep))
     _adapter_of_one(tmp_path, [Q, *(f"{i:x}" for i in range(8401))])
     with _little_memory(20_000_000):
         assert Adapter(adapter, deep, everything(deep)).take({Q: 16}, mx.float32) is not None
-    names = [f"{i:x}.lora_a" for i in range(2 * 8402 + 1)]
-    header = {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}
+    header = {f"{i:x}.lora_a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(2 * 8402 + 1)}
     (adapter / "adapters.safetensors").write_bytes(file_bytes(header, 0))
     with _little_memory(50_000_000), one_line(CheckpointError, "16805 tensors; expected at most 16804"):
         Adapter(adapter, deep, everything(deep))
@@ -300,30 +290,25 @@ def test_more_keys_or_tensors_than_the_model_has(tmp_path: Path, deep: ModelConf
 # In use.
 
 
-@pytest.fixture(scope="module")
-def pocket_adapter(pocket_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random adapter for the embedded model."""
-    folder = tmp_path_factory.mktemp("pocket") / "adapter"
-    return save_adapter(folder, adapter_config(SOME), load_reference(pocket_folder))
-
-
-def test_load_takes_an_adapter(pocket_folder: Path, pocket_adapter: Path) -> None:
-    model, _ = kvant.load("pocket", adapter_path=pocket_adapter)
-    expected = reference_logits(adapted_reference(load_reference(pocket_folder), pocket_adapter), IDS)
+def test_load_and_the_command_take_it(pocket_folder: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", adapter_config(SOME), load_reference(pocket_folder))
+    model, _ = kvant.load("pocket", adapter_path=adapter)
+    expected = reference_logits(adapted_reference(load_reference(pocket_folder), adapter), IDS)
     assert relative_error(model(mx.array([IDS]))[0], expected) < TOLERANCE
-    for path in ("", "no/such", "x" * 5000, "~nosuchuser/x", "a\0b"):
-        with one_line(ModelError, "is not a folder"):
-            kvant.load("pocket", adapter_path=path)
 
-
-def test_the_command_applies_it(pocket_adapter: Path) -> None:
     def text(*arguments: str) -> str:
         done = call(*arguments, "-q", "-m", "30", "--temp", "0", stdin=f"{QUESTION}\n")
         assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr  # that it was cut
         return done.stdout
 
-    generate, adapted = ["generate"], ["--adapter-path", str(pocket_adapter)]
-    assert text(*generate) != text(*generate, *adapted) == text("chat", *adapted)
-    refused = call(*generate, QUESTION, "--adapter-path", "no/such")
+    adapted = ["--adapter-path", str(adapter)]
+    assert text("generate") != text("generate", *adapted) == text("chat", *adapted)
+
+
+def test_a_path_of_no_adapter_is_refused() -> None:
+    for path in ("", "no/such", "x" * 5000, "~nosuchuser/x", "a\0b"):
+        with one_line(ModelError, "is not a folder"):
+            kvant.load("pocket", adapter_path=path)
+    refused = call("generate", QUESTION, "--adapter-path", "no/such")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert refused.stderr.startswith("kvant: error: adapter 'no/such' is not a folder")

@@ -1,23 +1,20 @@
 """Every architecture's table, against mlx-lm's modules, transformers' plan for ranks, and the bytes that are held."""
 
-import json
-from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from support.adapters import adapter_config
 from support.checkpoints import (
     CONFIGS,
-    llama_config,
     mlx_lm_model,
-    quantize_reference,
     reference_logits,
     reference_model,
     save_checkpoint,
     smollm3_config,
+    write_reference,
 )
 from support.hostile import one_line
 from support.numbers import relative_error
@@ -26,8 +23,7 @@ from kvant.cache import CacheOptions
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import Decoder, ModelConfig, load_decoder
 from kvant.models.architectures import ARCHITECTURES
-from kvant.models.architectures.table import Parameter
-from kvant.models.parameters import matrices, parameters, vectors
+from kvant.models.parameters import matrices, vectors
 from kvant.tools.plan import Checkpoint, Settings, plan
 
 IDS = [(7 + 31 * i) % 300 for i in range(40)]
@@ -35,7 +31,7 @@ TIED_AND_NOT = [(kind, tied) for kind in CONFIGS for tied in (True, False)]
 
 
 def _load(folder: Path, kind: str) -> Decoder:
-    return load_decoder(save_checkpoint(folder, CONFIGS[kind], reference_model(CONFIGS[kind])))
+    return load_decoder(write_reference(folder, CONFIGS[kind])[0])
 
 
 def test_every_architecture_is_tested() -> None:
@@ -93,13 +89,9 @@ def test_a_quantized_cache_stays_near(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "tied"), TIED_AND_NOT)
-@pytest.mark.parametrize("weights", [None, (4, 32, "affine"), (4, 32, "mxfp4")])
-def test_the_plan_is_what_is_held(tmp_path: Path, kind: str, tied: bool, weights: tuple[int, int, str] | None) -> None:
-    config = CONFIGS[kind] | {"tie_word_embeddings": tied}
-    reference = reference_model(config)
-    if weights is not None:
-        config = quantize_reference(config, reference, *weights)
-    save_checkpoint(tmp_path, config, reference)
+@pytest.mark.parametrize("weights", [(), (4, 32, "affine"), (4, 32, "mxfp4")])
+def test_the_plan_is_what_is_held(tmp_path: Path, kind: str, tied: bool, weights: tuple[Any, ...]) -> None:
+    write_reference(tmp_path, CONFIGS[kind] | {"tie_word_embeddings": tied}, *weights)
     checkpoint, model = Checkpoint.from_folder(tmp_path), load_decoder(tmp_path)
     assert checkpoint.stored_bytes == sum(x.nbytes for x in mx.load(str(tmp_path / "model.safetensors")).values())
     for bits in (0, 8, 4):
@@ -113,8 +105,7 @@ def test_the_plan_is_what_is_held(tmp_path: Path, kind: str, tied: bool, weights
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_any_tensor_that_is_missing_or_wrong_is_named(tmp_path: Path, kind: str) -> None:
     """Of the first and the last layer; and one that no architecture has."""
-    config, reference = CONFIGS[kind], reference_model(CONFIGS[kind])
-    folder = save_checkpoint(tmp_path, config, reference)
+    folder, reference = write_reference(tmp_path, CONFIGS[kind])
     weights = dict(tree_flatten(reference.parameters()))
 
     def refused(changed: dict[str, mx.array], message: str) -> None:
@@ -135,97 +126,38 @@ def test_any_tensor_that_is_missing_or_wrong_is_named(tmp_path: Path, kind: str)
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_what_an_architecture_does_not_have_is_refused_by_name(kind: str) -> None:
-    known = {*ARCHITECTURES[kind].biases, *ARCHITECTURES[kind].optional_biases}
+    table = ARCHITECTURES[kind]
     changes: list[tuple[dict[str, object], str]] = [
-        ({name: True}, f"{name} is true; supported for {kind}: false")
-        for name in ("attention_bias", "mlp_bias")
-        if name not in known
-    ]
-    changes += [
+        *(
+            ({name: True}, f"{name} is true; supported for {kind}: false")
+            for name in {"attention_bias", "mlp_bias"} - {*table.biases, *table.optional_biases}
+        ),
+        *(
+            ({name: 8}, f"{name} is 8; {kind} has no such experts")
+            for name in ("n_routed_experts", "num_experts", "num_local_experts", "num_experts_per_tok")
+            if name == "n_routed_experts" or not table.experts
+        ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"n_routed_experts": 8}, f"n_routed_experts is 8; {kind} has no such experts"),
         ({"rope_traditional": True}, "rope_traditional is true"),
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types has 'chunked_attention'"),
         ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map"),
     ]
-    if not ARCHITECTURES[kind].experts:
-        keys = ("num_experts", "num_local_experts", "num_experts_per_tok")
-        changes += [({key: 8}, f"{key} is 8; {kind} has no such experts") for key in keys]
     for change, message in changes:
         with one_line(ModelError, message):
             ModelConfig.from_dict(CONFIGS[kind] | change)
+    with one_line(ModelError, r"config.json: \w+ is missing$"):
+        ModelConfig.from_dict({"model_type": kind})
 
 
 def test_a_smollm3_whose_layers_all_rotate_is_a_llama(tmp_path: Path) -> None:
-    """Its biases too: they are split off as a Llama's."""
-    same = {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [1, 1], "rope_theta": 1e4}
-    config = smollm3_config(**same)
+    """Its biases too, which mlx-lm's does not have: they are split off as a Llama's."""
+    config = smollm3_config(attention_bias=True, mlp_bias=True, no_rope_layers=[1, 1], rope_theta=1e4)
     llama = {**config, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    reference = reference_model(llama)
-    logits = []
-    for name, raw in (("llama", llama), ("smollm3", config)):
-        model = load_decoder(save_checkpoint(tmp_path / name, raw, reference))
+    reference, logits = reference_model(llama), []
+    for raw in (llama, config):
+        model = load_decoder(save_checkpoint(tmp_path / raw["model_type"], raw, reference))
         cache = model.make_cache(len(IDS))
         assert all(layer.bias_split is not None for layer in cache)
         logits.append(model(mx.array([IDS]), cache=cache))
     assert mx.array_equal(*logits)
-
-
-def test_no_other_file_knows_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Llama under other names: one more table is all it takes to check, load, plan and adapt it."""
-    table = ARCHITECTURES["llama"]
-
-    def renamed(parameter: Parameter) -> Parameter:
-        return replace(parameter, path=f"net.{parameter.path.replace('_proj', '_matrix')}")
-
-    other = replace(
-        table,
-        name="OtherForCausalLM",
-        model_type="other",
-        layer=tuple(map(renamed, table.layer)),
-        layers="trunk.block_{}.",
-        **{name: renamed(getattr(table, name)) for name in ("embedding", "final_norm", "head")},
-    )
-    monkeypatch.setitem(ARCHITECTURES, "other", other)
-    raw = CONFIGS["llama"]
-    said = {**raw, "model_type": "other", "architectures": ["OtherForCausalLM"]}
-    old, new = (
-        [*(f"{path}.weight" for path in matrices(parsed)), *vectors(parsed)]
-        for parsed in (ModelConfig.from_dict(raw), ModelConfig.from_dict(said))
-    )
-    stem = {a.rpartition(".")[0]: b.rpartition(".")[0] for a, b in zip(old, new, strict=True)}
-    assert not {*old} & {*new}
-
-    for bits in (0, 4):
-        reference = reference_model(raw)
-        quantization = quantize_reference({}, reference, bits, 32) if bits else {}
-        llama = save_checkpoint(tmp_path / f"llama {bits}", raw | quantization, reference)
-        place = tmp_path / f"other {bits}"
-        place.mkdir()
-        (place / "config.json").write_text(json.dumps(said | quantization))
-        tensors = {name.rpartition("."): x for name, x in mx.load(str(llama / "model.safetensors")).items()}
-        moved = {f"{stem[path]}.{part}": x for (path, _, part), x in tensors.items()}
-        mx.save_safetensors(str(place / "model.safetensors"), moved)
-        model = load_decoder(place)
-        assert mx.array_equal(model(mx.array([IDS])), load_decoder(llama)(mx.array([IDS])))
-        assert plan(Checkpoint.from_folder(place), max_kv_size=50, device="cpu").weights == model.nbytes
-        adapter = tmp_path / f"adapter {bits}"
-        adapter.mkdir()
-        factors = {}
-        for path, (out, width) in {"net.self_attn.q_matrix": (256, 128), "net.mlp.down_matrix": (128, 256)}.items():
-            factors[f"trunk.block_1.{path}.lora_a"] = mx.random.normal((width, 4))
-            factors[f"trunk.block_1.{path}.lora_b"] = mx.random.normal((4, out))
-        mx.save_safetensors(str(adapter / "adapters.safetensors"), factors)
-        keys = ["net.self_attn.q_matrix", "net.mlp.down_matrix"]
-        (adapter / "adapter_config.json").write_text(json.dumps(adapter_config(keys, num_layers=1)))
-        adapted = load_decoder(place, adapter=adapter)
-        assert relative_error(adapted(mx.array([IDS]))[0], model(mx.array([IDS]))[0]) > 0.01
-
-
-def test_parameters_come_in_the_order_of_the_model() -> None:
-    found = [(path, layer) for path, layer, _ in parameters(ModelConfig.from_dict(llama_config()))]
-    layers = [layer for _, layer in found]
-    assert layers == [None, *[0] * 9, *[1] * 9, None, None]
-    assert found[0][0] == "model.embed_tokens"
-    assert all(f"model.layers.{layer}." in path for path, layer in found if layer is not None)

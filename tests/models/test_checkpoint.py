@@ -4,6 +4,7 @@ import json
 import math
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,19 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from support.checkpoints import (
     CONFIGS,
+    TOLERANCE,
     change_tensors,
     llama_config,
     qwen2_config,
     qwen3_config,
+    reference_logits,
     reference_model,
     save_checkpoint,
     smollm3_config,
 )
+from support.counts import count
 from support.hostile import one_line, said
+from support.numbers import relative_error
 
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import ModelConfig, load_decoder
@@ -37,14 +42,9 @@ BAD_VALUES: dict[str, dict[str, list[Any]]] = {
         "rms_norm_eps": [0, "x"],
         "rope_theta": [math.inf, 1e-300, 10**400],
         "rope_parameters": [[1]],
-        "partial_rotary_factor": [0.5],
         "layer_types": [5],
         "tie_word_embeddings": ["false"],
         "use_sliding_window": [1],
-        "hidden_act": ["gelu"],
-        "num_experts": [8],
-        "rope_traditional": [True],
-        "mlp_bias": [True],
         "eos_token_id": ["</s>"],
     },
     "qwen3": {"head_dim": [0, -32, 33, 10**12], "attention_bias": [True, "no"]},
@@ -121,17 +121,7 @@ def test_a_config_that_is_refused(config: dict[str, Any], message: str) -> None:
         ModelConfig.from_dict(config)
 
 
-QUERY, NORM = "model.layers.0.self_attn.q_proj", "model.norm"
 MISFITS: list[tuple[dict[str, Any], dict[str, mx.array], str]] = [  # of a Qwen3: changes of the config, and of tensors
-    ({}, {f"{NORM}.weight": mx.ones(7)}, r"model.norm.weight has shape \(7,\); expected \(128,\)"),
-    (
-        {},
-        {f"{QUERY}.weight": mx.ones((192, 128), mx.int32)},
-        "q_proj.weight has dtype I32; expected F32 or F16 or BF16",
-    ),
-    ({}, {"model.layers.2.mlp.up_proj.weight": mx.ones(3)}, "unexpected tensor model.layers.2"),
-    ({}, {f"{QUERY}.lora_a": mx.ones(3)}, "unexpected tensor .*lora_a"),
-    ({}, {f"{QUERY}.biases": mx.ones(3)}, "unexpected tensor .*q_proj.biases"),
     ({}, {"model.embed_tokens.scales": mx.ones(3)}, "no quantization for model.embed_tokens"),
     ({"head_dim": 64}, {}, r"q_proj.weight has shape \(192, 128\); expected \(384, 128\)"),
     ({"head_dim": 2**24}, {}, r"q_proj.weight has shape \(192, 128\); expected \(100663296, 128\)"),
@@ -151,25 +141,23 @@ def test_tensors_that_do_not_fit(
 
 
 def test_a_header_is_refused_where_the_safetensors_library_refuses_it(tmp_path: Path) -> None:
-    """2,000 headers, most of them spoiled in one place."""
+    """Most of them are spoiled in one place."""
     rng = random.Random(0)
     path = tmp_path / "model.safetensors"
-    agreed = {True: 0, False: 0}
-    for _ in range(2000):
+    taken = []
+    for _ in range(count(1000, 4000)):
         path.write_bytes(text := _header(rng))
-        try:
-            with safe_open(path, framework="np") as file:
-                theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError:
-            theirs = None
+        theirs, ours = None, None
+        with suppress(SafetensorError), safe_open(path, framework="np") as file:
+            theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         try:
             tensors = TensorFiles(tmp_path, [path])
             ours = {name: tensors.shape(name) for name in tensors.names}
-        except CheckpointError:
-            ours = None
+        except CheckpointError as error:
+            assert str(error).isprintable()  # noqa: PT017
         assert ours == theirs, text
-        agreed[ours is not None] += 1
-    assert min(agreed.values()) > 300
+        taken.append(ours is not None)
+    assert 0.15 < sum(taken) / len(taken) < 0.85
 
 
 def _header(rng: random.Random) -> bytes:
@@ -177,9 +165,9 @@ def _header(rng: random.Random) -> bytes:
     end, header = 0, {}
     for number in range(rng.randrange(4)):
         dtype, shape = rng.choice(list(sizes)), [4 * rng.randrange(3), rng.randrange(4)][: rng.randrange(3)]
-        count = int(math.prod(shape) * sizes[dtype])
-        header[f"t{number}"] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + count]}
-        end += count
+        size = int(math.prod(shape) * sizes[dtype])
+        header[f"t{number}"] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
     spoil, entry = rng.randrange(8), rng.choice([*header.values(), {"data_offsets": [0, 0], "dtype": "", "shape": [0]}])
     bad: dict[str, list[Any]] = {
         "shape": [[-1], [2**63], [1.0], "x", None, [True], [[]], [2**40, 2**40]],
@@ -205,28 +193,36 @@ def test_missing_files(make_checkpoint: Make, tmp_path: Path) -> None:
         load_decoder(tmp_path / "nowhere")
     folder, _ = make_checkpoint(shards=2)
     first, second = sorted(folder.glob("*.safetensors"))
-    second.write_bytes(first.read_bytes())
-    with one_line(CheckpointError, "is also in"):
-        load_decoder(folder)
-    second.unlink()
-    with one_line(CheckpointError, r"model-00002-of-00002.safetensors: no such file"):
-        load_decoder(folder)
-    (folder / "model.safetensors.index.json").unlink()
-    with one_line(CheckpointError, r"neither model.safetensors nor model.safetensors.index.json"):
-        load_decoder(folder)
-    (folder / "config.json").unlink()
-    with one_line(ModelError, r"config.json: no such file"):
-        load_decoder(folder)
+    gone: list[tuple[Callable[[], object], type[ModelError], str]] = [
+        (lambda: second.write_bytes(first.read_bytes()), CheckpointError, "is also in"),
+        (second.unlink, CheckpointError, r"model-00002-of-00002.safetensors: no such file"),
+        ((folder / "model.safetensors.index.json").unlink, CheckpointError, "neither model.safetensors nor model.s"),
+        ((folder / "config.json").unlink, ModelError, r"config.json: no such file"),
+    ]
+    for change, kind, message in gone:
+        change()
+        with one_line(kind, message):
+            load_decoder(folder)
 
 
 def test_generation_config_names_the_end(make_checkpoint: Make) -> None:
     folder, _ = make_checkpoint(eos_token_id=5)
     assert ModelConfig.from_folder(folder).eos_token_ids == (5,)
-    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    path = folder / "generation_config.json"
+    path.write_text('{"eos_token_id": [7, 8]}')
     assert ModelConfig.from_folder(folder).eos_token_ids == (7, 8)
-    (folder / "generation_config.json").write_text('{"eos_token_id": [7, -1]}')
+    path.write_text('{"eos_token_id": [7, -1]}')
     with one_line(ModelError, r"generation_config.json: eos_token_id is \[7, -1\]"):
         ModelConfig.from_folder(folder)
+
+
+def test_shards_and_a_head_that_is_not_read(make_checkpoint: Make) -> None:
+    folder, reference = make_checkpoint(shards=3)
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) == 3
+    change_tensors(files[0], {"lm_head.weight": mx.zeros((300, 128))})  # tied
+    ids = list(range(1, 20))
+    assert relative_error(load_decoder(folder)(mx.array([ids]))[0], reference_logits(reference, ids)) < TOLERANCE
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -20,13 +20,8 @@ from kvant.models.architectures import ARCHITECTURES
 from kvant.models.parameters import vectors
 from kvant.models.rope import Rope, read_rope
 
-REQUIRED = {
-    "hidden_size": 512,
-    "num_hidden_layers": 5,
-    "intermediate_size": 64,
-    "num_attention_heads": 32,
-    "vocab_size": 100,
-}
+REQUIRED: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 5, "intermediate_size": 64, "vocab_size": 100}
+REQUIRED["num_attention_heads"] = 32
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -102,28 +97,35 @@ def test_the_windows_of_the_layers(kind: str, settings: dict[str, Any], windows:
     assert config.max_position_embeddings == 9000
 
 
-def _rope(rope: dict[str, Any], key: str = "rope_parameters", **others: Any) -> Rope:
-    return read_rope({key: rope, **others}, 64, 1000)
+def _rope(rope: dict[str, Any], **others: Any) -> Rope:
+    return read_rope({"rope_parameters": rope, **others}, 64, 1000)
+
+
+BOTH = {"rope_type": "linear", "factor": 2, "rope_theta": 5.0}
+LINEAR_SAID: list[dict[str, Any]] = [  # each way to say the same
+    {"rope_parameters": BOTH},
+    {"rope_parameters": BOTH, "rope_theta": 7.0},
+    {"rope_parameters": BOTH, "rope_scaling": dict(BOTH)},
+    {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 5},
+    {"rope_parameters": {"type": "linear", **BOTH, "beta_fast": None}},
+]
 
 
 def test_where_rotary_positions_are_said() -> None:
-    assert read_rope({}, 64, 1000) == Rope(theta=10000.0)
-    for empty in (None, {}):
-        assert read_rope({"rope_scaling": empty, "rope_theta": 5.0}, 64, 1000) == Rope(theta=5.0)
-    linear = Rope("linear", 5.0, 2.0)
-    assert _rope({"rope_type": "linear", "factor": 2, "rope_theta": 5.0}) == linear
-    assert _rope({"rope_type": "linear", "factor": 2, "rope_theta": 5.0}, rope_theta=7.0) == linear
-    assert _rope({"type": "linear", "factor": 2.0}, "rope_scaling", rope_theta=5) == linear
-    assert _rope({"type": "linear", "rope_type": "linear", "factor": 2.0, "beta_fast": None}, rope_theta=5) == linear
-    both = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0}
-    assert _rope(both, rope_scaling=dict(both)) == linear
-    assert _rope({"partial_rotary_factor": 1.0}) == Rope()
+    for raw in LINEAR_SAID:
+        assert read_rope(raw, 64, 1000) == Rope("linear", 5.0, 2.0)
+    for empty in (
+        {},
+        {"rope_scaling": None},
+        {"rope_scaling": {}},
+        {"rope_parameters": {"partial_rotary_factor": 1.0}},
+    ):
+        assert read_rope(empty, 64, 1000) == Rope(theta=10000.0)
     # As transformers fills it in, and what it lets win.
+    own, outer = ({"original_max_position_embeddings": context} for context in (50, 40))
     assert _rope(LLAMA3).original_context == 1000
-    assert _rope(LLAMA3 | {"original_max_position_embeddings": 50}).original_context == 50
-    assert _rope(YARN | {"original_max_position_embeddings": 50}, original_max_position_embeddings=40) == _rope(
-        YARN | {"original_max_position_embeddings": 40}
-    )
+    assert _rope(LLAMA3 | own).original_context == 50
+    assert _rope(YARN | own, **outer) == _rope(YARN | outer)
 
 
 def test_the_context_of_dynamic_positions_is_longer() -> None:
@@ -176,13 +178,11 @@ def test_dynamic_positions_have_limits() -> None:
 
 
 ODD = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=2),
-    st.floats(1e-6, 1e6), st.integers(1, 100_000),
-)  # fmt: skip
-NAMES = [
-    "factor", "rope_theta", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast",
-    "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate",
-]  # fmt: skip
+    *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=2)),
+    *(st.floats(1e-6, 1e6), st.integers(1, 100_000)),
+)
+NAMES = ["factor", "rope_theta", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+NAMES += ["beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"]
 
 
 @settings(
@@ -210,12 +210,6 @@ def test_any_values_are_refused_or_give_frequencies(
     assert len(rotary.frequencies) == head_dim // 2
     assert all(math.isfinite(f) and 0 < f <= 1 for f in rotary.frequencies)
     assert 0 < rotary.factor < math.inf
-
-
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_a_config_with_nothing_but_its_type_says_which_key_is_missing(kind: str) -> None:
-    with pytest.raises(ModelError, match=r"config.json: \w+ is missing$"):
-        ModelConfig.from_dict({"model_type": kind})
 
 
 def test_no_context_limit_but_the_reservation(tmp_path: Path, pocket: tuple[Decoder, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,7 +14,6 @@ from support.checkpoints import (
     check_three_ways,
     llama_config,
     load_reference,
-    quantize_reference,
     qwen2_config,
     qwen3_config,
     qwen3_moe_config,
@@ -21,6 +21,7 @@ from support.checkpoints import (
     reference_model,
     save_checkpoint,
     smollm3_config,
+    write_reference,
 )
 from support.counts import count
 from support.hostile import one_line
@@ -66,10 +67,8 @@ HALVES = [(name, dtype) for name in CONFIGS for dtype in (mx.float16, mx.bfloat1
     ("name", "mode", "bits", "group_size"), [*EVERY_OTHER, *(("qwen2", "affine", *each) for each in OTHERS)]
 )
 def test_quantized_weights(tmp_path: Path, name: str, mode: str, bits: int, group_size: int) -> None:
-    config = EVERY[name]
-    reference = reference_model(config)
-    config = quantize_reference(config, reference, bits, group_size, mode)
-    model = load_decoder(save_checkpoint(tmp_path, config, reference))
+    folder, reference = write_reference(tmp_path, EVERY[name], bits, group_size, mode)
+    model = load_decoder(folder)
     check_three_ways(model, reference_logits(reference, IDS), IDS)
     assert {len(layer.self_attn.qkv_proj.matrices) for layer in model.layers} == {1}  # fused
     quantized = model.layers[0].mlp.gate_up_proj.matrices[0]
@@ -209,23 +208,16 @@ BAD_TENSORS = [
 
 @pytest.mark.parametrize(("part", "tensor", "message"), BAD_TENSORS)
 def test_bad_tensors(tmp_path: Path, part: str, tensor: mx.array, message: str) -> None:
-    reference = reference_model(qwen2_config())
-    config = quantize_reference(qwen2_config(), reference, 4, 32, "mxfp4")
-    folder = save_checkpoint(tmp_path, config, reference)
+    folder, _ = write_reference(tmp_path, qwen2_config(), 4, 32, "mxfp4")
     change_tensors(folder / "model.safetensors", {f"{EMBEDDING}.{part}": tensor})
     with one_line(CheckpointError, message):
         load_decoder(folder)
 
 
 def test_a_format_the_device_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused before a tensor is read, in a line."""
-    reference = reference_model(qwen2_config())
-    config = quantize_reference(qwen2_config(), reference, 4, 16, "nvfp4")
-    folder = save_checkpoint(tmp_path, config, reference)
-
-    def fail(*_: object, **__: object) -> mx.array:
-        raise RuntimeError("[quantized_matmul] no kernel\nfor this device")
-
-    monkeypatch.setattr(mx, "quantized_matmul", fail)
+    """Refused before a tensor is read."""
+    folder, _ = write_reference(tmp_path, qwen2_config(), 4, 16, "nvfp4")
+    failing = Mock(side_effect=RuntimeError("[quantized_matmul] no kernel\nfor this device"))
+    monkeypatch.setattr(mx, "quantized_matmul", failing)
     with one_line(ModelError, r"4-bit nvfp4 weights in groups of 16 .*no kernel$"):
         load_decoder(folder)

@@ -5,13 +5,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
+from mlx import nn
+from support.checkpoints import check_three_ways, reference_logits
 from support.counts import count
-from support.openblas import has_small_products
 
 from kvant import generate
-from kvant.engine.run import prefill
 from kvant.models import Decoder
 
 Pocket = tuple[Decoder, Any]
@@ -27,24 +26,9 @@ def test_it_is_what_its_card_says(pocket: Pocket, pocket_folder: Path) -> None:
     assert (config.tie_word_embeddings, config.rope.theta, config.max_position_embeddings) == (True, 1e6, 2048)
 
 
-@pytest.mark.parametrize("bias_split", [False, True])
-@pytest.mark.parametrize("bits", [0, 8, 4])
-def test_a_few_tokens_have_the_logits_of_single_steps(pocket: Pocket, bits: int, bias_split: bool) -> None:
-    """In the same bits where products are, so that a step that verifies drafts stores and samples what plain ones do.
-
-    A product that is rounded differently moves a quantized value to the next level now and then.
-    """
-    model, tokenizer = pocket
-    tokens = tokenizer.encode("Once upon a time there was a fox named Pip. " * 20)
-    for start, count_ in ((30, 8), (100, 5), (200, 2)):
-        caches = [model.make_cache(256, kv_bits=bits, bias_split=bias_split) for _ in range(2)]
-        for cache in caches:
-            prefill(model, tokens[:start], cache)
-        step = tokens[start : start + count_]
-        single = mx.concatenate([model(mx.array([[token]]), cache=caches[0]) for token in step], axis=1)
-        together = model(mx.array([step]), cache=caches[1])
-        assert mx.array_equal(single, together) or not has_small_products()
-        assert mx.abs(single - together).max() < (0.1 if bits else 1e-3)
+def test_its_logits_are_mlx_lms(pocket: Pocket, pocket_mlx_lm: nn.Module, heldout_ids: list[int]) -> None:
+    ids = heldout_ids[:96]
+    check_three_ways(pocket[0], reference_logits(pocket_mlx_lm, ids), ids)
 
 
 def _ask(pocket: Pocket, messages: list[dict[str, str]], max_tokens: int, kv_bits: int) -> str:
@@ -75,33 +59,23 @@ def test_questions_about_the_context(pocket: Pocket, heldout: list[dict[str, Any
         assert right >= share * len(asked)
 
 
-@pytest.mark.parametrize(
-    ("said", "fitting"),
-    [
-        ("thanks, little one!", "welcome"),
-        ("That was kind, thank you.", "welcome"),
-        ("you are the dumbest thing ever", "try"),
-        ("stupid bot", "try"),
-        ("Hello, little model!", "Hello"),
-    ],
-)
-def test_small_talk_gets_a_fitting_answer(pocket: Pocket, said: str, fitting: str) -> None:
-    """Wordings that training does not have. Before, each got an apology for not knowing anything else."""
-    answer = _ask(pocket, [{"role": "user", "content": said}], 32, 8)
-    assert fitting in answer
+# Wordings that training does not have, and what an answer begins or a story has in it.
+ANSWERS = [
+    ("thanks, little one!", 32, ["welcome"]),
+    ("That was kind, thank you.", 32, ["welcome"]),
+    ("you are the dumbest thing ever", 32, ["try"]),
+    ("stupid bot", 32, ["try"]),
+    ("Hello, little model!", 32, ["Hello"]),
+    ("Tell me a story about a girl named Olivia who finds a treasure.", 200, ["Olivia", "treasure", "ground"]),
+    ("Tell me a story about a girl named Zoe.", 200, ["Zoe", "girl"]),
+    ("Tell me a story about a cat named Whiskers.", 200, ["Whiskers", "cat"]),
+    ("Make up a story about a knight who wants to sing.", 200, ["knight", "song"]),
+]
+
+
+@pytest.mark.parametrize(("said", "max_tokens", "words"), ANSWERS)
+def test_an_answer_fits(pocket: Pocket, said: str, max_tokens: int, words: list[str]) -> None:
+    answer = _ask(pocket, [{"role": "user", "content": said}], max_tokens, 8)
+    answer = re.sub(r"^This is a story about [^.]*\.", "", answer)  # the line that repeats the request
+    assert all(re.search(rf"\b{word}\b", answer) for word in words), answer
     assert "I only know" not in answer
-
-
-@pytest.mark.parametrize(
-    ("request_", "words"),
-    [
-        ("Tell me a story about a girl named Olivia who finds a treasure.", ("Olivia", "treasure", "ground")),
-        ("Tell me a story about a girl named Zoe.", ("Zoe", "girl")),
-        ("Tell me a story about a cat named Whiskers.", ("Whiskers", "cat")),
-        ("Make up a story about a knight who wants to sing.", ("knight", "song")),
-    ],
-)
-def test_a_story_has_in_it_what_was_asked_for(pocket: Pocket, request_: str, words: tuple[str, ...]) -> None:
-    story = _ask(pocket, [{"role": "user", "content": request_}], 200, 8)
-    story = re.sub(r"^This is a story about [^.]*\.", "", story)  # the line that repeats the request
-    assert all(re.search(rf"\b{word}\b", story) for word in words), story

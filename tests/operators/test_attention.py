@@ -10,12 +10,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support import oracle
+from support.counts import count
 from support.operator_cases import FLOATS, check_output, to_mx
 from support.oracle import Array
 
+from kvant.cache import QuantizedKVCache
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
+from kvant.operators.cached_attention import append_and_attend, write_tokens
 from kvant.operators.compiled_attention import attend_live_tokens
+from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
 from kvant.operators.rotary import Rotary
 
 THETA = 1e4
@@ -40,11 +44,8 @@ class _Operands:
             return
         self.value_bias = rng.uniform(-3, 3, (K, 1, D)).astype(np.float32)
         bias = rng.uniform(-2, 2, (K, 2, D // 2)).astype(np.float32)
-        for p in pairs:
-            angle = np.arange(tokens) * THETA ** (-2 * p / D)
-            first, second = bias[:, 0, p, None], bias[:, 1, p, None]
-            self.key_bias[..., p] = first * np.cos(angle) - second * np.sin(angle)
-            self.key_bias[..., p + D // 2] = first * np.sin(angle) + second * np.cos(angle)
+        angle = np.arange(tokens)[:, None] * THETA ** (-2 * np.array(pairs, float) / D)
+        self.key_bias = oracle.key_bias(bias[..., list(pairs)], pairs, angle, D).swapaxes(0, 1)
         self.split = BiasSplit(
             key_bias=mx.array(bias[..., list(pairs)]),
             pairs=pairs,
@@ -82,19 +83,16 @@ def test_a_few_tokens_are_as_each_alone(queries: int, heads: tuple[int, int], pa
     _, key, value = operands.arrays
     query = mx.random.normal((3, heads[0], queries, 32), key=mx.random.key(7))
     options: dict[str, Any] = {"bias_split": operands.split}
-    mask = None
+    mask, rest = None, mx.zeros((heads[0], 16, T))
     if kind == "sinks":
         options["sinks"] = mx.random.normal((heads[0],), key=mx.random.key(3))
     elif kind == "mask":
-        mask = mx.random.uniform(shape=(queries, T), key=mx.random.key(5)) > 0.4
+        mask, rest = mx.random.uniform(shape=(queries, T), key=mx.random.key(5)) > 0.4, mx.ones((16, T), mx.bool_)
     elif kind != "causal":
         mask = mx.random.normal((heads[0], queries, T), key=mx.random.key(5))
     output = attend_tokens(query, key, value, mask=mask, **options)
     padded = mx.concatenate([mx.zeros((3, heads[0], 16, 32)), query], axis=2)
-    wide = mask
-    if mask is not None:
-        rest = mx.ones((*mask.shape[:-2], 16, T), mx.bool_) if mask.dtype == mx.bool_ else mx.zeros((heads[0], 16, T))
-        wide = mx.concatenate([rest, mask], axis=-2)
+    wide = None if mask is None else mx.concatenate([rest, mask], axis=-2)
     together = attend_tokens(padded, key, value, mask=wide, **options)[:, :, 16:]
     np.testing.assert_allclose(np.array(output), np.array(together), rtol=1e-4, atol=1e-4)
     for i in range(queries):
@@ -124,3 +122,31 @@ def test_dead_tokens_are_not_read(heads: tuple[int, int], D: int, live: str, pai
         poisoned = [mx.where(mx.array(keep)[:, None], x, mx.array(dead, x.dtype)) for x in (key, value)]
         output = attend_live_tokens(query, *poisoned, mx.array(keep)[None, None], bias_split=operands.split)
         check_output(output, operands.expected(keep), dtype)
+
+
+KV_HEADS, HEAD_DIM, CHUNK = 2, 64, 512
+PAST = count(8192, 16384) - CHUNK
+
+
+@pytest.mark.parametrize("heads", [4, 14])
+@on_a_cpu  # a GPU's makes no scores
+def test_scores_of_a_chunk_stay_under_the_bound(heads: int) -> None:
+    """A chunk's attention to a long past makes no score matrix of queries times context."""
+    cache = QuantizedKVCache(PAST + CHUNK, KV_HEADS, HEAD_DIM)
+    past = mx.random.normal((1, KV_HEADS, PAST, HEAD_DIM), key=mx.random.key(0))
+    arrays, options = (cache.cache, cache.scale), {"quant_bit": 8, "quant_group": 32}
+    write_tokens(past, past, 0, *arrays, **options)
+    mx.eval(arrays)
+    query = mx.random.normal((1, heads, CHUNK, HEAD_DIM), key=mx.random.key(1))
+    current = mx.random.normal((1, KV_HEADS, CHUNK, HEAD_DIM), key=mx.random.key(2))
+    mx.eval(query, current)
+    mx.synchronize()
+    resting = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(append_and_attend(query, current, current, PAST, *arrays, **options))
+    used = mx.get_peak_memory() - resting
+    floats = 2 * KV_HEADS * (PAST + CHUNK) * HEAD_DIM * 4
+    assert used > floats  # or the past was not read
+    outputs = 4 * query.nbytes  # the blocks, joined and transposed
+    assert used < floats + outputs + 8 * BLOCK_SCORE_BYTES
+    assert used < heads * CHUNK * (PAST + CHUNK) * 4  # the bytes of one score matrix

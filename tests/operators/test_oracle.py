@@ -1,5 +1,7 @@
 """The oracle against published formulas and an implementation of somebody else's, so that it is not its own judge."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from support.oracle import Spec
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
 @pytest.mark.parametrize(("new_tokens", "num_keys"), [(1, 9), (4, 9), (9, 9)])
-@pytest.mark.parametrize("mask", [None, "causal", "float", "bool"])
+@pytest.mark.parametrize("mask", [None, "causal", "float", "bool", "sinks", "window"])
 def test_attention_is_scaled_dot_product_attention(
     num_kv_heads: int, new_tokens: int, num_keys: int, mask: str | None
 ) -> None:
@@ -18,17 +20,19 @@ def test_attention_is_scaled_dot_product_attention(
     key, value = rng.standard_normal((2, 2, num_keys, num_kv_heads, 16)).astype(np.float32)
     keep = rng.random((6, new_tokens, num_keys)) > 0.4
     keep[..., 0] = True  # no query without a key: there the two differ on purpose
-    masks = {
-        "bool": keep,
-        "float": np.where(keep, rng.standard_normal(keep.shape), -np.inf).astype(np.float32),
-    }
-    given = None if mask is None else masks.get(mask)
+    floats = np.where(keep, rng.standard_normal(keep.shape), -np.inf).astype(np.float32)
+    distance = np.arange(num_keys) - np.arange(num_keys - new_tokens, num_keys)[:, None]
+    window = (distance <= 0) & ((distance > -4) | (np.arange(num_keys) < 2))
+    given = {"bool": keep, "float": floats, "window": window}.get(mask or "")
+    sinks = rng.standard_normal(6).astype(np.float32) if mask == "sinks" else None
     expected = mx.fast.scaled_dot_product_attention(
         *(mx.array(x).swapaxes(1, 2) for x in (query, key, value)),  # (B, T, heads, D) -> (B, heads, T, D)
         scale=16**-0.5,
-        mask="causal" if mask == "causal" else None if given is None else mx.array(given),
+        mask=mx.array(given) if given is not None else "causal" if mask == "causal" else None,
+        sinks=None if sinks is None else mx.array(sinks),
     ).swapaxes(1, 2)
-    output = oracle.attend(query, key, value, is_causal=mask == "causal", attn_mask=given)
+    options: dict[str, Any] = {"is_causal": True, "window": 4, "keep": 2} if mask == "window" else {"attn_mask": given}
+    output = oracle.attend(query, key, value, **{"is_causal": mask == "causal", "sinks": sinks} | options)
     np.testing.assert_allclose(output, np.array(expected), rtol=1e-5, atol=1e-5)
 
 
@@ -56,11 +60,7 @@ def test_quantization_by_hand() -> None:
     quantized, scale = oracle.quantize(x, Spec(quant_bit=8, quant_group=4))
     assert quantized.tolist() == [[127, -64, 0, 2, 0, 0, 0, 0]]
     assert scale.tolist() == [[1.0, np.float32(1e-5)]]
-
-
-def test_nibbles_by_hand() -> None:
-    quantized = np.array([1, -1, 7, -7], np.int8)
-    assert oracle.pack_nibbles(quantized).tolist() == [0xF1, 0x97]
+    assert oracle.pack_nibbles(np.array([1, -1, 7, -7], np.int8)).tolist() == [0xF1, 0x97]
     assert oracle.unpack_nibbles(np.array([0xF1, 0x97], np.uint8)).tolist() == [1, -1, 7, -7]
 
 

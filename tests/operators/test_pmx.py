@@ -1,19 +1,21 @@
 """PMX's operators, static and packed, against one oracle: seeded calls over the whole parameter space.
 
-A failure names the case with its seed; `draw_case(seed)` makes it again. Traps are in test_pmx_traps.py, refused calls
-in test_pmx_errors.py.
+A failure names the case with its seed; `draw_case(seed)` makes it again. Refused calls are in test_pmx_errors.py.
 """
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from support import oracle
 from support.counts import count
-from support.operator_cases import FLOATS, QuantizedTally, same_bits, to_mx, to_numpy
+from support.operator_cases import FLOATS, QuantizedTally, check_output, same_bits, to_numpy
 from support.oracle import Array
-from support.pmx_cases import FORMS, MASKS, PAGE_SIZES, START_FORMS, Call, check_cases, draw_case
+from support.pmx_cases import FORMS, MASKS, PAGE_SIZES, START_FORMS, Call, check_cases, draw_case, plain_case
 from support.pmx_errors import good_call
 
 from kvant import operators
@@ -34,56 +36,75 @@ def test_the_cases_cover_the_parameter_space() -> None:
     for packed, layouts, forms in ((False, 2, START_FORMS), (True, 4, FORMS)):
         cache, attention = ([c for c in cases if (c.packed, c.attends) == (packed, x)] for x in (False, True))
         for part in (cache, attention):
-            formats = {(c.spec.quant_bit, c.spec.dtype, c.spec.cache_layout, c.page_size is None) for c in part}
-            assert {f[:3] for f in formats} >= {(b, d, x) for b in (0, 8, 4) for d in FLOATS for x in range(layouts)}
-            assert len({f[0::2] for f in formats}) == 3 * layouts
+            formats = {(c.spec.quant_bit, c.spec.dtype, c.spec.cache_layout) for c in part}
+            assert formats >= {(b, d, x) for b in (0, 8, 4) for d in FLOATS for x in range(layouts)}
             assert {(c.spec.dtype, c.spec.cache_dtype) for c in part} >= {(a, b) for a in FLOATS for b in FLOATS}
             assert {c.spec.scale_dtype for c in part if c.spec.quant_bit} == {"float32", "float16"}
             assert {c.spec.layer_idx for c in part} == {0, 1, 2}
             assert {form for c in part for form in c.forms} == set(forms)
             assert {c.num_kv_heads for c in part} == {1, 2, 3}
             assert any(min(c.sequences.earlier) > 0 and len(c.sequences.new) > 1 for c in part)
-            if packed:
-                assert {c.page_size for c in part} == {None, *PAGE_SIZES}
-                assert any(0 in c.sequences.new for c in part), "no sequence without new tokens"
-                for paged in (True, False):
-                    own = [c for c in part if (c.page_size is not None) == paged]
-                    rows = [[row for each in c.sequences.rows or [] for row in each] for c in own]
-                    assert any(len(set(each)) < len(each) for each in rows), "no rows are shared"
-            else:
-                assert any(c.max_rows[0] > len(c.sequences.new) for c in part)
+            assert packed or any(c.max_rows[0] > len(c.sequences.new) for c in part)
+            assert not packed or any(0 in c.sequences.new for c in part), "no sequence without new tokens"
+            for paged in (True, False) if packed else ():
+                own = [c for c in part if (c.page_size is not None) == paged]
+                assert {(c.spec.quant_bit, c.spec.cache_layout) for c in own} == {f[::2] for f in formats}
+                assert {c.page_size for c in own} == (set(PAGE_SIZES) if paged else {None})
+                rows = [[row for each in c.sequences.rows or [] for row in each] for c in own]
+                assert any(len(set(each)) < len(each) for each in rows), "no rows are shared"
         assert any(c.data == "int8" for c in cache)
         assert {c.num_repeat for c in cache} == {1, 2, 3}
         masks = {(c.mask, c.mask_rank, c.mask_padding > 0) for c in attention if c.mask in MASKS[2:]}
         assert len(masks) == (8 if packed else 12)
+        assert {c.mask for c in attention} == set(MASKS)
         assert {c.mask_dtype for c in attention if c.mask == "float"} == set(FLOATS)
         assert {(c.is_causal, c.is_alibi) for c in attention} == {(a, b) for a in (True, False) for b in (True, False)}
         assert {c.num_heads for c in attention if c.is_alibi} >= {1, 2, 3, 4, 6, 8, 9, 12}
-        assert {c.mask for c in attention} == set(MASKS)
 
 
-# ---- the comparison can fail -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("how", [{}, {"is_alibi": True}, {"is_causal": False, "mask": "float", "mask_padding": 7}])
+@pytest.mark.parametrize("quant_bit", [0, 4])
+@pytest.mark.parametrize(("past", "new_tokens"), [(2500, 1), (900, 1100)])
+def test_long_contexts(past: int, new_tokens: int, quant_bit: int, how: dict[str, Any]) -> None:
+    """Long enough for an implementation to split queries or keys into blocks, of which the last is not full.
+
+    A fused kernel elsewhere attends the unquantized new tokens in prefill, and forgets the past.
+    """
+    call = Call(plain_case(quant_bit, past, new_tokens, **how))
+    result = call.run()
+    call.check_stored(QuantizedTally())
+    call.check_result(result)
+
+
+@pytest.mark.parametrize("new_tokens", [1, 4])
+@pytest.mark.parametrize("size", [4.0, 16.0])
+def test_large_float16_keys(new_tokens: int, size: float) -> None:
+    """q.k of 512,000 must not become infinity in float16, nor lose the half that tells two keys apart.
+
+    At 16 it is past float16 after scaling, at 4 before.
+    """
+    query = np.full((1, new_tokens, 1, 64), size, np.float16)
+    key = np.full((1, new_tokens + 4, 1, 64), 2000.0, np.float16)
+    key[0, :, 0, 0] += np.arange(new_tokens + 4) % 3  # scores differ by 1/2 or 2: exact in float32
+    value = np.random.default_rng(2).standard_normal(key.shape).astype(np.float16)
+    cache = mx.zeros((1, 1, 2, 1, new_tokens + 4, 64), mx.float16)
+    operators.key_value_cache(mx.array(key[:, :4]), mx.array(value[:, :4]), 0, cache, cache_layout=1)
+    new, heads = (mx.array(query), mx.array(key[:, 4:]), mx.array(value[:, 4:])), {"num_heads": 1, "head_dim": 64}
+    output = operators.multi_head_cache_attention(*new, 4, cache, **heads, is_causal=True, cache_layout=1)
+    check_output(output, oracle.attend(query, key, value, is_causal=True), "float16")
 
 
 @pytest.mark.parametrize("attends", [True, False])
 def test_one_changed_scale_fails_the_comparison(attends: bool) -> None:
     """The comparison that the cases rely on notices a single group, in what is stored and in what is computed."""
-    wanted = (attends, False, 8, "float32", "none")
-    found = next(
-        case
-        for case in map(draw_case, range(4000))
-        if (case.attends, case.packed, *(getattr(case.spec, name) for name in ("quant_bit", "dtype")), case.mask)
-        == wanted
-        and (case.spec.cache_layout, case.num_kv_heads > 1, case.head_dim >= 16) == (1, True, True)
-    )
-    call = Call(found)
+    call = Call(plain_case(8, 5, 3, attends=attends))
     result = call.run()
     call.check_stored(QuantizedTally())
     call.check_result(result)
     assert call.mx_scale is not None
     scale = to_numpy(call.mx_scale).copy()
-    scale[found.spec.layer_idx, 0, 1, 1, found.sequences.tokens[0] - 1, 0] *= 1.5  # (L, MaxB, 2, K, MaxS, D/G)
-    call.mx_scale = to_mx(scale, found.spec.scale_dtype)
+    scale[0, 0, 1, 1, 7, 0] *= 1.5  # (L, MaxB, 2, K, MaxS, D/G)
+    call.mx_scale = mx.array(scale)
     with pytest.raises(AssertionError, match="stored scale"):
         call.check_stored(QuantizedTally())
     with pytest.raises(AssertionError, match="attention output" if attends else "value"):
@@ -106,6 +127,15 @@ def test_inputs_are_left_alone(packed: bool) -> None:
     assert {n for n, bits in before.items() if not same_bits(to_numpy(given[n]), bits)} == {"cache", "scale"}
 
 
+def peak_of(call: Callable[[], Any], arrays: list[mx.array]) -> int:
+    """Bytes that a call takes beside what is there."""
+    mx.eval(arrays)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(call(), arrays)
+    return mx.get_peak_memory() - before
+
+
 @pytest.mark.parametrize("quant_bit", [0, 8])
 @pytest.mark.parametrize("layout", range(4))
 @pytest.mark.parametrize("mode", [0, 1])
@@ -116,26 +146,16 @@ def test_memory_of_a_call_does_not_grow_with_the_cache(attends: bool, mode: int,
     shape = ((rows, 1, 2, K, D), (1, rows, 2, K, D), (1, 2, rows, K, D), (1, 2, K, rows, D))[layout]
     arrays = [mx.zeros(shape, mx.int8 if quant_bit else mx.float32)]
     arrays += [mx.zeros((*shape[:-1], D // 8), mx.float16)] if quant_bit else []
-    new = mx.ones((3, K, D))
+    new, table = mx.ones((3, K, D)), [[40, 4], [0, 900], [80, 20]] if mode else [900, 0, 40]
     options: dict[str, Any] = {"quant_bit": quant_bit, "cache_mode": mode, "cache_layout": layout, "page_size": 4}
-    options |= {"num_heads": K, "head_dim": D} if attends else {}
-    for first in (6, 7):
-        starts = ([0, 1, 2, 3], [0, first + 1, 2 * first + 2, 3 * first + 3])
-        table = [[40, 4], [0, 900], [80, 20]] if mode else [900, 0, 40]
-        mx.eval(new, arrays)
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
+    for first in (6, 7):  # the first call may make what is kept
+        shared = (new, new, [0, 1, 2, 3], [0, first + 1, 2 * first + 2, 3 * first + 3], table, [first] * 3)
+        index = (1, first + 1, *arrays)
+        call = partial(dynamic_batching.key_value_cache, *shared, *index, **options)
         if attends:
-            result: Any = dynamic_batching.multi_head_cache_attention(
-                new, new, new, *starts, table, [first] * 3, 3, 1, first + 1, *arrays, **options
-            )
-        else:
-            result = dynamic_batching.key_value_cache(
-                new, new, *starts, table, [first] * 3, 1, first + 1, *arrays, **options
-            )
-        mx.eval(result, arrays)
-        peak = mx.get_peak_memory() - before
-        del result
+            attend = dynamic_batching.multi_head_cache_attention
+            call = partial(attend, new, *shared, 3, *index, **options, num_heads=K, head_dim=D)
+        peak = peak_of(call, [new, *arrays])
     assert 0 < peak < 100_000
     assert arrays[-1].nbytes > 500_000
 
@@ -144,26 +164,15 @@ def test_memory_of_a_call_does_not_grow_with_the_cache(attends: bool, mode: int,
 def test_memory_of_the_attention_does_not_grow_with_the_sequences() -> None:
     """Each sequence's keys and values are dequantized when it is its turn."""
     K, D, tokens, most = 2, 64, 1024, 16
-    cache = mx.zeros((1, 2, K, most * tokens, D), mx.int8)
-    scale = mx.zeros((1, 2, K, most * tokens, D // 8), mx.float16)
+    arrays = [mx.zeros((1, 2, K, most * tokens, D), mx.int8), mx.zeros((1, 2, K, most * tokens, D // 8), mx.float16)]
     floats = 2 * K * tokens * D * 4  # of one sequence
+    options = {"num_heads": K, "head_dim": D, "quant_bit": 8, "cache_layout": 3}
     peaks: dict[int, int] = {}
     for B in [4, most] * 3:  # how far MLX queues ahead depends on what else the machine does
-        new = mx.ones((B, K, D))
-        mx.eval(new, cache, scale)
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        starts = (list(range(B + 1)), list(range(0, (B + 1) * tokens, tokens)))
-        rows = list(range(0, B * tokens, tokens))
-        output = dynamic_batching.multi_head_cache_attention(
-            *(new, new, new, *starts, rows, [tokens - 1] * B, B, 1, tokens, cache, scale),
-            num_heads=K,
-            head_dim=D,
-            quant_bit=8,
-            cache_layout=3,
-        )
-        mx.eval(output, cache, scale)
-        peaks[B] = min(mx.get_peak_memory() - before, peaks.get(B, sys.maxsize))
+        new, ends = mx.ones((B, K, D)), list(range(0, (B + 1) * tokens, tokens))
+        index = (list(range(B + 1)), ends, ends[:-1], [tokens - 1] * B, B, 1, tokens)
+        call = partial(dynamic_batching.multi_head_cache_attention, new, new, new, *index, *arrays, **options)
+        peaks[B] = min(peak_of(call, [new, *arrays]), peaks.get(B, sys.maxsize))
     assert floats < peaks[most] < most / 2 * floats
     assert peaks[most] < peaks[4] + 2 * floats
 
@@ -172,25 +181,20 @@ def test_memory_of_the_attention_does_not_grow_with_the_sequences() -> None:
 @pytest.mark.parametrize("quant_bit", [0, 8, 4])
 def test_the_packed_call_with_one_run_is_the_static_one(quant_bit: int, dtype: str) -> None:
     """In the same bits, step after step in one cache."""
-    stored = {8: "int8", 4: "uint8"}.get(quant_bit, dtype)
-    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "is_causal": True}
-    options: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": 8, **heads}
-    widths = [8 if quant_bit == 4 else 16, 2][: 1 + bool(quant_bit)]
-    arrays = [
-        mx.zeros((1, 1, 2, 2, 12, width), kind)
-        for width, kind in zip(widths, (getattr(mx, stored), mx.float16), strict=False)
-    ]
+    stored = getattr(mx, {8: "int8", 4: "uint8"}.get(quant_bit, dtype))
+    options = {"quant_bit": quant_bit, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "is_causal": True}
+    arrays = [mx.zeros((1, 1, 2, 2, 12, 8 if quant_bit == 4 else 16), stored)]
+    arrays += [mx.zeros((1, 1, 2, 2, 12, 2), mx.float16)] if quant_bit else []
     packed = [mx.zeros(x.shape[1:], x.dtype) for x in arrays]
     start = 0
-    for step, S in enumerate((5, 1, 3, 1)):
-        new = [
-            mx.random.normal((S, n, 16), key=mx.random.key(10 * step + i)).astype(getattr(mx, dtype))
-            for i, n in enumerate((4, 2, 2))
-        ]
+    for S in (5, 1, 3, 1):
+        drawn = (
+            mx.random.normal((S, heads, 16), key=mx.random.key(10 * start + i)) for i, heads in enumerate((4, 2, 2))
+        )
+        new, end = [x.astype(getattr(mx, dtype)) for x in drawn], start + S
         one = operators.multi_head_cache_attention(
             *(x[None] for x in new), start, *arrays, **options, cache_layout=1, kernels="unfused"
         )
-        end = start + S
         index = ([0, S], [0, end], [0], [start], 0, S, end)
         other = dynamic_batching.multi_head_cache_attention(*new, *index, *packed, **options, cache_layout=3)
         assert same_bits(to_numpy(one[0]), to_numpy(other))

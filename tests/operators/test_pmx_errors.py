@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -49,6 +49,11 @@ class Defect(NamedTuple):
     layouts: tuple[int, ...] = (0, 1, 2, 3)
     modes: tuple[int, ...] = (0, 1)
 
+    def fits(self, operator: str, packed: bool, bit: int, layout: int, mode: int) -> bool:
+        """Whether a call is one in which it is wrong."""
+        given = (operator, self.operators), (bit, self.bits), (layout, self.layouts), (mode, self.modes)
+        return all(own in allowed for own, allowed in given)
+
 
 def resized(axis: int, size: int) -> Callable[[mx.array], mx.array]:
     """The same kind of array with another size of one axis."""
@@ -86,36 +91,24 @@ ONLY: dict[str, dict[str, Any]] = {
 DEFECTS = [
     # arrays: no array, rank, shape
     *(value(name, [[[0.0]]], "list", "mx.array", **ONLY.get(name, {})) for name in (*KEYS, "cache", *ONLY)),
-    *(
-        value(name, reshaped(*more), 37, r"\d dimensions", **ONLY.get(name, {}))
-        for name in (*KEYS, "query", "cache", "scale")
-        for more in ((37,), (37, 1, 1))
-        if (name, more) not in ((x, (37,)) for x in ("cache", "scale", "current_key", "query"))  # another length fits
-    ),
-    *(value(name, resized(axis, 37), 37, "expected") for name in ("current_value",) for axis in range(3)),
-    value("query", resized(-1, 37), 37, operators=(ATTENTION,)),
+    # (another length of the first axis may fit)
+    *(value(name, reshaped(37, 1, 1), 37, r"\d dimensions", **ONLY.get(name, {}))
+      for name in (*KEYS, "query", "cache", "scale")),
+    value("current_value", reshaped(37), 37, r"\d dimensions"),
+    *(value("current_value", resized(axis, 37), 37, "expected") for axis in range(3)),
     value("current_key", resized(0, 0), 0, "at least 1", bits=(0, 8)),
     value("cache", resized(-1, 40), 40, "8|4"),
-    *(
-        value("cache", resized(axis, 37), 37, packed=(packed,), layouts=(layout,))
-        for packed, axes in ((False, ((2, 4), (2, 3))), (True, ((2, 3), (2, 3), (1, 3), (1, 2))))
-        for layout, own in enumerate(axes)
-        for axis in own
-    ),
+    *(value("cache", resized(axis, 37), 37, packed=(packed,), layouts=(layout,))
+      for packed, axes in ((False, ((2, 4), (2, 3))), (True, ((2, 3), (2, 3), (1, 3), (1, 2))))
+      for layout, own in enumerate(axes) for axis in own),
     *(value("scale", resized(axis, 37), 37, "expected", bits=QUANTIZED) for axis in range(5)),
     *(value("scale", resized(-1, width), width, D // 4, bits=QUANTIZED) for width in (D, 1)),
     value("cache", resized(-1, 4), 4, 8, bits=(8,)),
     value("cache", resized(-1, 8), 8, 4, bits=(4,)),
     # dtypes and quantization
-    *(
-        value("cache", retyped(dtype), str(dtype).rpartition(".")[2], wanted, bits=(bit,))
-        for bit, wanted, dtypes in (
-            (0, "float32", (mx.int8, mx.uint8, mx.int32)),
-            (8, "int8", (mx.uint8, mx.float16)),
-            (4, "uint8", (mx.int8, mx.uint32)),
-        )
-        for dtype in dtypes
-    ),
+    *(value("cache", retyped(dtype), str(dtype).rpartition(".")[2], wanted, bits=(bit,)) for bit, wanted, dtypes in (
+      (0, "float32", (mx.int8, mx.uint8, mx.int32)), (8, "int8", (mx.uint8, mx.float16)),
+      (4, "uint8", (mx.int8, mx.uint32))) for dtype in dtypes),
     value("scale", retyped(mx.bfloat16), "bfloat16", "float32 or float16", bits=QUANTIZED),
     value("scale", None, "None", "quant_bit", bits=QUANTIZED),
     value("scale", mx.ones((1,)), "none", bits=(0,)),
@@ -141,31 +134,19 @@ DEFECTS = [
     value("num_repeat", 2**31, 2**31, (2**31 - 1) // (T * K * D), operators=(CACHE,), packed=(True,)),
     value("num_repeat", 2**31, 2**31, (2**31 - 1) // (B * 7 * K * D), operators=(CACHE,), packed=(False,)),
     # the static call's batch, positions and mask
-    *(
-        Defect(("batch of current_key", 37, "1 to 5"), dict.fromkeys(names, resized(0, 37)), only, packed=(False,))
-        for only, names in (((CACHE,), KEYS), ((ATTENTION,), ("query", *KEYS)))
-    ),
-    *(
-        value("start_pos", given, word, packed=(False,))
-        for given, word in (
-            *((x, x) for x in (-1, MAX_S - S + 1, 2**31, 2**64)),
-            *((mx.array([-1]), -1), (mx.array(MAX_S - S + 1), MAX_S - S + 1)),
-            *((4.0, r"4\.0"), (True, "True")),
-            *((mx.array([4.0]), "float32"), (mx.array([True]), "bool")),
-            *((mx.array([4, 4]), r"\(2,\)"), (mx.array([], mx.int32), r"\(0,\)")),
-        )
-    ),
-    *(
-        value("attn_mask", mx.zeros(shape), *shape, f">={START + S}", operators=(ATTENTION,), packed=(False,))
-        for shape in (
-            *((37,), (), (1, B, H, S, 37), (S, 6), (H, S, 6), (B, H, S, 1), (13, 7), (1, 7), (H, 13, 7), (B, H, 1, 7)),
-            *((13, S, 7), (K, S, 7), (1, S, 7), (B, 13, S, 7), (B, 1, S, 7), (13, H, S, 7), (5, H, S, 7)),
-        )
-    ),
-    *(
-        value("attn_mask", mx.zeros(shape), *shape, f">={T}", operators=(ATTENTION,), packed=(True,))
-        for shape in ((37,), (N, T - 1), (1, T), (N + 1, T), (H, N, T - 1), (K, N, T), (1, N, T), (1, H, N, T))
-    ),
+    *(Defect(("batch of current_key", 37, "1 to 5"), dict.fromkeys(names, resized(0, 37)), only, packed=(False,))
+      for only, names in (((CACHE,), KEYS), ((ATTENTION,), ("query", *KEYS)))),
+    *(value("start_pos", given, word, packed=(False,)) for given, word in (
+      *((x, x) for x in (-1, MAX_S - S + 1, 2**31, 2**64)),
+      *((mx.array([-1]), -1), (mx.array(MAX_S - S + 1), MAX_S - S + 1)), *((4.0, r"4\.0"), (True, "True")),
+      *((mx.array([4.0]), "float32"), (mx.array([True]), "bool")),
+      *((mx.array([4, 4]), r"\(2,\)"), (mx.array([], mx.int32), r"\(0,\)")))),
+    *(value("attn_mask", mx.zeros(shape), *shape, f">={START + S}", operators=(ATTENTION,), packed=(False,))
+      for shape in (
+      *((37,), (), (1, B, H, S, 37), (S, 6), (H, S, 6), (B, H, S, 1), (13, 7), (1, 7), (H, 13, 7), (B, H, 1, 7)),
+      *((13, S, 7), (K, S, 7), (1, S, 7), (B, 13, S, 7), (B, 1, S, 7), (13, H, S, 7), (5, H, S, 7)))),
+    *(value("attn_mask", mx.zeros(shape), *shape, f">={T}", operators=(ATTENTION,), packed=(True,))
+      for shape in ((37,), (N, T - 1), (1, T), (N + 1, T), (H, N, T - 1), (K, N, T), (1, N, T), (1, H, N, T))),
     value("attn_mask", mx.zeros((S, 7), mx.int32), "int32", "bool", operators=(ATTENTION,), packed=(False,)),
     # the packed call's index arguments: those that do not add up
     Defect(("seqstarts", N, 37), dict.fromkeys(KEYS, resized(0, 37)), (CACHE,), packed=(True,)),
@@ -176,13 +157,9 @@ DEFECTS = [
     *(index(r"seqstarts\[0\]", x, x[0], 0) for x in ([1, 1, 5, 7], [-1, 1, 5, 7])),
     index(r"seqstarts\[2\]", [0, 1, 0, 7], 0, 1),
     *(index("seqstarts", x, x[-1], N) for x in ([0, 1, 5, 8], [0, 1, 5, 6], [0, 1, 5, LARGE])),
-    *(
-        index("kvstarts", x, *words)
-        for x, *words in (
-            *(([0, 10, 21], 3, 4), ([2, 12, 16, 23], 2, 0), ([0, 10, 9, 21], 9, 10)),
-            *(([0, 10, 15, 22], 15, 14), ([0, 10, 14, 20], 20, 21), ([0, 10, 14, 2**70], 2**70, 21)),
-        )
-    ),
+    *(index("kvstarts", x, *words) for x, *words in (
+      *(([0, 10, 21], 3, 4), ([2, 12, 16, 23], 2, 0), ([0, 10, 9, 21], 9, 10)),
+      *(([0, 10, 15, 22], 15, 14), ([0, 10, 14, 20], 20, 21), ([0, 10, 14, 2**70], 2**70, 21)))),
     *(index("start_pos", x, *words) for x, *words in (([9, -1, 5], -1, 0), ([10, 0, 5], 10, 11), ([LARGE, 0, 5], 10))),
     Defect(("entries of seqstarts", 4, 3), {"start_pos": [9, 0]}, packed=(True,)),
     *(index("max_seqlen", x, x, 4) for x in (3, 5, 0, -1, LARGE)),
@@ -201,26 +178,23 @@ DEFECTS = [
     index("cachestarts", [16, 12, 5], "array|int", modes=(1,)),
     index("cachestarts", [[16, 3, 8], [12, 0, 0], [20, 24, 0]], "16|3", "int|integers", modes=(0,)),
     # a written row that holds another token
-    *(
-        index("cachestarts", rows, f"sequence {writer}", f"row {row}", f"sequence {holder}", modes=(mode,))
-        for mode, rows, writer, row, holder in (
-            (0, [16, 15, 5], 1, 16, 0),  # 1 writes 15 to 18; 0 reads 16 to 24
-            (0, [16, 22, 5], 1, 22, 0),
-            (0, [16, 10, 5], "[12]", 10, "[12]"),  # both write
-            (0, [0, 12, 0], 2, 5, 0),  # 2 writes 5, which 0 reads
-            (1, [[16, 3, 8], [16], [20, 24]], 1, 16, 0),
-            (1, [[16, 3, 8], [12], [20, 7]], 2, 8, 0),  # pages at any row
-            (1, [[16, 3, 8], [12], [20, 20]], 2, 21, 2),  # in one sequence
-            (1, [[16, 3, 15], [12], [20, 24]], 1, 15, 0),
-            (1, [[0, 4, 20], [6], [1, 24]], 1, 6, 0),  # 0 reads 0 to 7, 2 reads 1 to 4
-        )
-    ),
+    *(index("cachestarts", rows, f"sequence {writer}", f"row {row}", f"sequence {holder}", modes=(mode,))
+      for mode, rows, writer, row, holder in (
+          (0, [16, 15, 5], 1, 16, 0),  # 1 writes 15 to 18; 0 reads 16 to 24
+          (0, [16, 22, 5], 1, 22, 0),
+          (0, [16, 10, 5], "[12]", 10, "[12]"),  # both write
+          (0, [0, 12, 0], 2, 5, 0),  # 2 writes 5, which 0 reads
+          (1, [[16, 3, 8], [16], [20, 24]], 1, 16, 0),
+          (1, [[16, 3, 8], [12], [20, 7]], 2, 8, 0),  # pages at any row
+          (1, [[16, 3, 8], [12], [20, 20]], 2, 21, 2),  # in one sequence
+          (1, [[16, 3, 15], [12], [20, 24]], 1, 15, 0),
+          (1, [[0, 4, 20], [6], [1, 24]], 1, 6, 0))),  # 0 reads 0 to 7, 2 reads 1 to 4
     index(r"cachestarts\[1\]\[0\]", page(1, 0, True), "True", "an int", modes=(1,)),
 ]  # fmt: skip
 
 
-def calls(packed: bool) -> Iterator[tuple[str, bool, int, int, int]]:
-    yield from product(BOTH, [packed], ANY, range(4 if packed else 2), (0, 1) if packed else (0,))
+def calls(packed: bool) -> list[tuple[str, bool, int, int, int]]:
+    return list(product(BOTH, [packed], ANY, range(4 if packed else 2), (0, 1) if packed else (0,)))
 
 
 def bits_of(given: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
@@ -252,27 +226,18 @@ def test_the_good_call_is_good(packed: bool) -> None:
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda d: f"{next(iter(d.changes))}-{d.words[1:]}"[:60])
 def test_refused(defect: Defect) -> None:
-    tried = 0
-    for call in (call for packed in defect.packed for call in calls(packed)):
-        operator_name, _, bit, layout, mode = call
-        if operator_name not in defect.operators or bit not in defect.bits or layout not in defect.layouts:
-            continue
-        if mode not in defect.modes:
-            continue
-        for form in (lambda x: x, as_array):
-            given, operator = good_call(*call)
-            given |= {
-                name: change(given[name]) if callable(change) else form(change) if defect.packed == (True,) else change
-                for name, change in defect.changes.items()
-            }
-            before = bits_of(given)
-            with pytest.raises(ValueError, match="|".join(OWN_WORDS)) as caught:
-                mx.eval(operator(**given))
-            for word in defect.words:  # whole numbers and words; for 1 not the 1 of -1
-                assert re.search(rf"(?<![\w-])(?:{word})(?!\w)", str(caught.value)), (word, call, str(caught.value))
-            assert unchanged(given, before), "the refused call wrote"
-            tried += 1
-    assert tried
+    fits = [call for packed in defect.packed for call in calls(packed) if defect.fits(*call)]
+    assert fits
+    forms = [lambda x: x, *([as_array] if defect.packed == (True,) else [])]
+    for call, form in product(fits, forms):
+        given, operator = good_call(*call)
+        given |= {x: change(given[x]) if callable(change) else form(change) for x, change in defect.changes.items()}
+        before = bits_of(given)
+        with pytest.raises(ValueError, match="|".join(OWN_WORDS)) as caught:
+            mx.eval(operator(**given))
+        for word in defect.words:  # whole numbers and words; for 1 not the 1 of -1
+            assert re.search(rf"(?<![\w-])(?:{word})(?!\w)", str(caught.value)), (word, call, str(caught.value))
+        assert unchanged(given, before), "the refused call wrote"
 
 
 ARGUMENTS = [
@@ -313,16 +278,6 @@ def test_a_result_that_mlx_cannot_count() -> None:
     assert not any(x.any().item() for x in arrays)
 
 
-@pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="a GPU refuses the call, not the device")
-def test_a_forced_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, operator = good_call(ATTENTION, True, 8, 1)
-    before = bits_of(given)
-    monkeypatch.setenv("KVANT_KERNELS", "fused")
-    with pytest.raises(ValueError, match="KVANT_KERNELS is 'fused'"):
-        operator(**given)
-    assert unchanged(given, before)
-
-
 FORM = "num_layer=1, layer_idx=0, quant_bit=0, quant_group=8, "
 INDEX = "seqstarts, kvstarts, cachestarts, start_pos, "
 HEADS = "num_heads, head_dim, is_causal{}, is_alibi=False, num_kv_heads=0, "
@@ -349,22 +304,19 @@ def test_signature(packed: bool, name: str, expected: str) -> None:
 
 
 X, Q = mx.ones((2, 8)), quantize(mx.ones((2, 8)))
+QUANTIZER = [
+    (lambda: quantize(X, quant_bit=0), r"quant_bit\D*0"),
+    (lambda: quantize(X, quant_group=3), r"quant_group\D*3"),
+    (lambda: quantize(mx.ones((2, 3)), quant_bit=4, quant_group=3), "3.*odd|odd.*3"),
+    (lambda: quantize(X.astype(mx.int32)), "int32.*float32"),
+    (lambda: quantize(mx.array(1.0)), "quant_group.*0|0.*quant_group"),
+    (lambda: dequantize(*Q, quant_bit=16), r"quant_bit\D*16"),
+    (lambda: dequantize(Q[0], Q[1][:, :0]), r"scale.*\(2, 0\).*\(2, 1\)"),
+    (lambda: dequantize(Q[0], Q[1], quant_bit=4), "int8.*uint8|uint8.*int8"),
+]
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: quantize(X, quant_bit=0), ("quant_bit", 0)),
-        (lambda: quantize(X, quant_group=3), ("quant_group", 3)),
-        (lambda: quantize(mx.ones((2, 3)), quant_bit=4, quant_group=3), (3, "odd")),
-        (lambda: quantize(X.astype(mx.int32)), ("int32", "float32")),
-        (lambda: quantize(mx.array(1.0)), ("quant_group", 0)),
-        (lambda: dequantize(*Q, quant_bit=16), ("quant_bit", 16)),
-        (lambda: dequantize(Q[0], Q[1][:, :0]), ("scale", r"\(2, 0\)", r"\(2, 1\)")),
-        (lambda: dequantize(Q[0], Q[1], quant_bit=4), ("int8", "uint8")),
-    ],
-)  # fmt: skip
-def test_the_quantizer_refuses(call: Callable[[], Any], words: tuple[object, ...]) -> None:
-    with pytest.raises(ValueError, match=r"expected|needs|takes|odd|divide") as caught:
+@pytest.mark.parametrize(("call", "words"), QUANTIZER)
+def test_the_quantizer_refuses(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         call()
-    assert all(re.search(str(word), str(caught.value)) for word in words), str(caught.value)

@@ -1,6 +1,6 @@
 """Where new tokens are put: against NumPy, and without a copy of the cache."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -46,40 +46,25 @@ def test_every_token_has_a_row_of_its_own() -> None:
     np.testing.assert_array_equal(np.array(given).sum(axis=(0, 1, 2, 3, 5)), [0, 2 * K * 8, 0, 2 * K * 8])
 
 
-def _eager(arrays: list[mx.array], tokens: Sequence[mx.array], row: mx.array) -> None:
-    arrays[:] = put_tokens(arrays, tokens, row)
-
-
-def _compiled() -> Callable[..., None]:
-    """As the engine's compiled step: arrays captured in a list."""
-    steps: dict[int, Callable[..., None]] = {}
-
-    def put(arrays: list[mx.array], tokens: Sequence[mx.array], row: mx.array) -> None:
-        def step(tokens: Sequence[mx.array], row: mx.array) -> None:
-            arrays[:] = put_tokens(arrays, tokens, row)
-
-        if id(arrays) not in steps:
-            steps[id(arrays)] = mx.compile(step, inputs=arrays, outputs=arrays)
-        steps[id(arrays)](tokens, row)
-
-    return put
-
-
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("way", ["eager", "compiled"])
 @pytest.mark.parametrize("words", [False, True])
 def test_the_write_is_in_place(words: bool, way: str) -> None:
     """A write takes memory for the tokens, not for the cache, whose 4 MB it leaves where they are."""
-    put = _eager if way == "eager" else _compiled()
     arrays = [mx.zeros((1, B, 2, K, 8192, 128), mx.int8), mx.zeros((1, B, 2, K, 8192, 4), mx.float16)]
     tokens = [mx.ones((1, B, 2, K, 1, 128), mx.int8), mx.ones((1, B, 2, K, 1, 4), mx.float16)]
     tokens[0] = mx.view(tokens[0], mx.uint32) if words else tokens[0]
+
+    def put(tokens: Sequence[mx.array], row: mx.array) -> None:
+        arrays[:] = put_tokens(arrays, tokens, row)
+
+    step = put if way == "eager" else mx.compile(put, inputs=arrays, outputs=arrays)  # as the engine's compiled step
     mx.eval(arrays, tokens)
-    for step in range(4):
-        place = mx.array(3) + step
+    for number in range(4):
+        place = mx.array(3) + number
         mx.eval(place)
         held = mx.get_active_memory()
         mx.reset_peak_memory()
-        put(arrays, tokens, place)
+        step(tokens, place)
         mx.eval(arrays)
         assert mx.get_peak_memory() - held < 100_000

@@ -11,9 +11,8 @@ from support.ranks import run_script
 
 from kvant.bridge.architectures import ALLOWED, NEEDS_METAL
 from kvant.bridge.folder import load_bridged
-from kvant.errors import CheckpointError, KvantError, ModelError
-from kvant.ranks import bridged_stage
-from kvant.ranks.bridged_stage import count_layers, load_bridged_stage
+from kvant.errors import CheckpointError, ModelError
+from kvant.ranks.bridged_stage import load_bridged_stage
 from kvant.ranks.group import Ranks
 from kvant.tools.plan import BridgedCheckpoint
 
@@ -29,8 +28,8 @@ from pathlib import Path
 import kvant
 import mlx.core as mx
 import numpy as np
-from kvant.bridge.folder import load_bridged
-from kvant.ranks.bridged_stage import count_layers, load_bridged_stage
+from kvant.bridge.folder import check_bridged, load_bridged
+from kvant.ranks.bridged_stage import load_bridged_stage
 from kvant.ranks.group import connect
 
 FEEDS = (13, 11, *[1] * 6)  # two chunks of the prompt, then steps
@@ -48,52 +47,50 @@ def shared(number):  # rank 0's
     return int(ranks.all_max(mx.array(number if rank == 0 else 0)).item())
 
 
-def feed(model, cache, fed, chosen):
-    logits, start = [], 0
-    for count in FEEDS:
-        ids = mx.array([fed[start : start + count]])
-        start += count
-        if start < 24:
-            mx.eval(model.feed(ids, cache))
-            cache.commit()
-            continue
-        last = model.next_logits(ids, cache)
-        mx.eval(last)
-        cache.commit()
-        logits.append(last)
-        fed.append(chosen(int(last.argmax().item())))
-    return logits
-
-
 def life(model, cache, chosen):  # tokens and logits of a text, of one that goes on from earlier tokens, of a fork
-    fed = [(7 + 31 * i) % 61 for i in range(24)]
-    logits = feed(model, cache, fed, chosen)
+    logits = []
+
+    def keep(step, after=lambda: None):
+        logits.append(step)
+        mx.eval(step)
+        after()
+
+    def feed(fed):
+        start = 0
+        for count in FEEDS:
+            ids = mx.array([fed[start : start + count]])
+            start += count
+            if start < 24:
+                mx.eval(model.feed(ids, cache))
+                cache.commit()
+                continue
+            keep(model.next_logits(ids, cache), cache.commit)
+            fed.append(chosen(int(logits[-1].argmax().item())))
+        return fed
+
+    fed = feed([(7 + 31 * i) % 61 for i in range(24)])
     if cache.can_trim_to(len(fed) - 4):
         cache.trim_to(len(fed) - 4)
     cache = cache.fork()
     for ids in ([[5, 9]], [[3]]):
-        logits.append(model(mx.array(ids), cache=cache))
-        mx.eval(logits[-1])
-    logits.append(model.every_logits(mx.array([[5, 9, 2, 7]]), cache))  # a draft, of which two tokens are accepted
-    mx.eval(logits[-1])
+        keep(model(mx.array(ids), cache=cache))
+    keep(model.every_logits(mx.array([[5, 9, 2, 7]]), cache))  # a draft, of which two tokens are accepted
     takes_back = min((limit.tokens for limit in cache.layers[0].sequence.limits), default=4)
     cache.commit(2 if takes_back >= 4 else None)
-    logits.append(model.next_logits(mx.array([[3]]), cache))
-    mx.eval(logits[-1])
+    keep(model.next_logits(mx.array([[3]]), cache))
     cache.begin(mx.array([[1, 2]]))  # of a step that is given up nothing stays
     cache.reset()
-    logits += feed(model, cache, fed[:24], chosen)
-    logits.append(model(mx.array([fed[:9]])))
-    mx.eval(logits[-1])
+    feed(fed[:24])
+    keep(model(mx.array([fed[:9]])))
     return fed, [np.array(array) for array in logits]
 
 
 report = []
-for folder, bits in json.loads(sys.argv[1]):
+for folder, layers, bits in json.loads(sys.argv[1]):
     folder = Path(folder)
-    layers = count_layers(folder)
     cuts = [part * layers // size for part in range(size + 1)]
     own = range(cuts[rank], cuts[rank + 1])
+    check_bridged(folder, whole=False)  # the class is imported
     mx.clear_cache()
     held, read, done = mx.get_active_memory(), disk_bytes(), []
     part = load_bridged_stage(folder, ranks, own, lambda *layer: done.append(layer))
@@ -128,22 +125,20 @@ for folder, bits in json.loads(sys.argv[1]):
         more = [24 * (size - 1)] * len(bits) if folder.name == "longcat_flash_ngram" else [0] * len(bits)
         found = [a - b for a, b in zip(weights.sum(axis=0).tolist(), expected, strict=True)]
         assert found == [0, 0, *more], (folder.name, weights.tolist(), expected)
-        report.append([folder.name, layers])
+        report.append(folder.name)
 print(json.dumps(report))
 """
 
 
-def write(folder: Path, name: str, bits: int = 0) -> Path:
+def write(folder: Path, name: str) -> Path:
     """A tiny model's folder."""
-    write_mlx_lm(folder, name, bits)
+    write_mlx_lm(folder, name, 4 if name in ("qwen2", "gemma3") else 0)
     if name == "prism_hadamard_qwen35":  # its signs are signs
         file = str(folder / "model.safetensors")
         tensors: dict[str, mx.array] = mx.load(file)  # type: ignore[assignment]
-        for key in tensors:
-            if key.endswith(".signs"):
-                tensors[key] = mx.where(tensors[key] < 0, -1.0, 1.0)
-        mx.eval(tensors)
-        mx.save_safetensors(file, tensors)
+        signs = {key: mx.where(x < 0, -1.0, 1.0) for key, x in tensors.items() if key.endswith(".signs")}
+        mx.eval(tensors | signs)
+        mx.save_safetensors(file, tensors | signs)
     return folder
 
 
@@ -151,17 +146,16 @@ def write(folder: Path, name: str, bits: int = 0) -> Path:
 def test_as_in_one_process(tmp_path: Path, size: int, names: tuple[str, ...]) -> None:
     cases = []
     for number, name in enumerate(names):
-        folder = write(tmp_path / name, name, 4 if name in ("qwen2", "gemma3") else 0)
+        folder = write(tmp_path / name, name)
         try:
-            count_layers(folder)
+            layers = BridgedCheckpoint.from_folder(folder).num_layers
         except ModelError:
             assert names != FEW
             continue
-        cases.append((str(folder), count([(8, 4, 0)[number % 3]], [8, 4, 0])))
+        assert layers >= size
+        cases.append((str(folder), layers, count([(8, 4, 0)[number % 3]], [8, 4, 0])))
     out = run_script(size, SCRIPT, json.dumps(cases), timeout=count(120, 1500))
-    done = json.loads(out[0])
-    assert [name for name, _ in done] == [Path(folder).name for folder, _ in cases]
-    assert all(layers >= size for _, layers in done)
+    assert json.loads(out[0]) == [Path(folder).name for folder, *_ in cases]
 
 
 @pytest.fixture(scope="module")
@@ -176,11 +170,12 @@ class Place(Ranks):
 
 
 @pytest.fixture
-def alone() -> Ranks:
-    return Ranks(mx.distributed.init())  # a group of one
+def middle() -> Ranks:
+    return Place(mx.distributed.init())
 
 
-def test_a_group_of_one(folder: Path, alone: Ranks) -> None:
+def test_a_group_of_one(folder: Path) -> None:
+    alone = Ranks(mx.distributed.init())
     part, whole = load_bridged_stage(folder, alone, range(4)), load_bridged(folder)
     assert part.nbytes == whole.nbytes
     ids = mx.array([[3, 5, 7]])
@@ -190,17 +185,16 @@ def test_a_group_of_one(folder: Path, alone: Ranks) -> None:
     assert alone.traffic.messages == 0
 
 
-@pytest.mark.parametrize(
-    "layers", [range(0), range(2), range(1, 4), range(2, 2), range(3, 1), range(1, 9), range(1, 3, 2)]
-)
-def test_layers_that_a_rank_cannot_have(folder: Path, layers: range) -> None:
-    ranks = Place(mx.distributed.init())
-    with pytest.raises(ModelError, match=r"llama: rank 1 of 3 is to have the layers from .* of 4 in all; expected"):
-        load_bridged_stage(folder, ranks, layers)
+def test_what_a_rank_cannot_have(folder: Path, middle: Ranks, tmp_path: Path) -> None:
+    for layers in (range(0), range(2), range(1, 4), range(2, 2), range(3, 1), range(1, 9), range(1, 3, 2)):
+        with pytest.raises(ModelError, match=r"llama: rank 1 of 3 is to have the layers from .* of 4 in all"):
+            load_bridged_stage(folder, middle, layers)
+    with pytest.raises(ModelError, match=r"nanbeige: .*nanbeige cannot be dealt"):
+        load_bridged_stage(write(tmp_path / "nanbeige", "nanbeige"), middle, range(1, 2))
 
 
-def test_what_a_rank_holds(folder: Path) -> None:
-    part = load_bridged_stage(folder, Place(mx.distributed.init()), range(1, 3))
+def test_what_a_rank_holds(folder: Path, middle: Ranks) -> None:
+    part = load_bridged_stage(folder, middle, range(1, 3))
     assert {name.split(".")[2] for name in part.held} == {"1", "2"}
     assert len(part.arrays) == len(part.held)
     assert part.nbytes == part.nbytes_read == sum(array.nbytes for array in part.arrays)
@@ -212,24 +206,15 @@ def test_what_a_rank_holds(folder: Path) -> None:
     part.check_cache(load_bridged(folder).make_cache(64))  # of the same model
 
 
-def test_a_rank_without_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_memory(folder: Path, middle: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers of a rank are to fit, not the whole model."""
-    bytes_held = load_bridged_stage(folder, Place(mx.distributed.init()), range(1, 3)).nbytes
-    monkeypatch.setattr("kvant.models.tensors.physical_memory", lambda: bytes_held)
-    monkeypatch.setattr(bridged_stage, "physical_memory", lambda: bytes_held)
-    load_bridged_stage(folder, Place(mx.distributed.init()), range(1, 3))
+    room = load_bridged_stage(folder, middle, range(1, 3)).nbytes
+    for module in ("models.tensors", "ranks.bridged_stage"):
+        monkeypatch.setattr(f"kvant.{module}.physical_memory", lambda: room)
+    load_bridged_stage(folder, middle, range(1, 3))
     assert BridgedCheckpoint.from_folder(folder).num_layers == 4  # it can be planned
     with pytest.raises(CheckpointError, match="the tensors have"):
         load_bridged(folder)
-    monkeypatch.setattr(bridged_stage, "physical_memory", lambda: bytes_held - 1)
+    room -= 1
     with pytest.raises(CheckpointError, match=r"layers 1 to 2 have .*; this machine has"):
-        load_bridged_stage(folder, Place(mx.distributed.init()), range(1, 3))
-
-
-def test_count_layers(folder: Path, tmp_path: Path) -> None:
-    assert count_layers(folder) == 4
-    write(tmp_path / "nanbeige", "nanbeige")
-    with pytest.raises(ModelError, match=r"nanbeige: config.json: nanbeige cannot be dealt"):
-        count_layers(tmp_path / "nanbeige")
-    with pytest.raises(KvantError):
-        count_layers(tmp_path)
+        load_bridged_stage(folder, middle, range(1, 3))

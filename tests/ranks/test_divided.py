@@ -31,7 +31,7 @@ from support.checkpoints import (
 )
 from support.counts import count
 from support.numbers import relative_error
-from support.part_runs import PLACES, cached_run, pooled_run, run_ids
+from support.part_runs import PLACES, every_run, run_ids
 from support.ranks import run_script
 
 from kvant.errors import RanksError
@@ -55,7 +55,7 @@ from kvant.models import checkpoint
 from kvant.ranks.stage import load_stage
 from kvant.ranks.tensor import load_tensor
 import mlx.core as mx
-from support.part_runs import cached_run, pooled_run, run_ids
+from support.part_runs import every_run
 
 class Silent(Ranks):
     def all_sum(self, x):
@@ -71,11 +71,7 @@ for case in json.loads(sys.argv[2]):
         model = load_stage(folder, group, range(*[0, *case["ends"]][ranks.rank : ranks.rank + 2]))
     else:
         model = load_tensor(folder, group, adapter=folder / "adapter" if case["adapter"] else None)
-    found = {f"cache {bits}": cached_run(model, bits) for bits in case["bits"]}
-    if case["pools"]:
-        found |= {f"pool {bits}": pooled_run(model, bits) for bits in case["bits"]}
-    found["whole"] = model(mx.array([run_ids(model.config.vocab_size)]))
-    mx.eval(found["whole"])
+    found = every_run(model, case["bits"], case["pools"])
     cache = model.make_cache(8, kv_bits=0)
     before = replace(ranks.traffic)
     mx.eval(model.next_logits(mx.array([[3]]), cache))
@@ -97,7 +93,7 @@ class Case:
         config: as mlx-lm's model takes it.
         bits: of the caches.
         pools: runs through pools too.
-        quantize: changes the model, and returns the config that says so.
+        quantize: of the weights: bits, group and mode; or a function that changes the model, and returns its config.
         adapter: of adapter_config.json.
         change: of the tensors before they are saved.
         silent: rank 1 adds nothing to the sums.
@@ -108,16 +104,26 @@ class Case:
     config: dict[str, Any]
     bits: Sequence[int] = (0,)
     pools: bool = False
-    quantize: Callable[[dict[str, Any], nn.Module], dict[str, Any]] | None = None
+    quantize: tuple[int, int, str] | Callable[[dict[str, Any], nn.Module], dict[str, Any]] | None = None
     adapter: dict[str, Any] | None = None
     change: Change | None = None
     silent: bool = False
     half: bool = False
     ends: Sequence[int] = ()
 
+    def make(self) -> tuple[nn.Module, dict[str, Any]]:
+        """mlx-lm's model, and its config."""
+        model = reference_model(self.config)
+        if self.quantize is None:
+            return model, self.config
+        if callable(self.quantize):
+            return model, self.quantize(self.config, model)
+        return model, quantize_reference(self.config, model, *self.quantize)
 
-def _format(bits: int, group_size: int, mode: str = "affine") -> Callable[[dict[str, Any], nn.Module], dict[str, Any]]:
-    return lambda config, model: quantize_reference(config, model, bits, group_size, mode)
+    def asked(self, folder: Path) -> dict[str, Any]:
+        """What the ranks are told."""
+        names = ("bits", "pools", "adapter", "silent", "half", "ends")
+        return {"folder": str(folder)} | {name: getattr(self, name) for name in names}
 
 
 def _mixed(config: dict[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -136,30 +142,30 @@ def _mixed(config: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     return config | {"quantization": {"group_size": 32, "bits": 3, **own}}
 
 
-def _large_bias(heads: int) -> Change:
-    """A constant in one pair of the last key head: only the rank that has it sees that it outweighs the keys."""
-
-    def change(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        for name, x in weights.items():
-            if name.endswith("k_proj.bias"):
-                bias = x.reshape(heads, -1)
-                bias[-1, 3] = 200.0
-                weights[name] = bias.flatten()
-        return weights
-
-    return change
+def _large_bias(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """A constant in one pair of the second key head: only the rank that has it sees that it outweighs the keys."""
+    for name, x in weights.items():
+        if name.endswith("k_proj.bias"):
+            bias = x.reshape(2, -1)
+            bias[-1, 3] = 200.0
+            weights[name] = bias.flatten()
+    return weights
 
 
 WIDE = {"num_attention_heads": 4, "num_key_value_heads": 2}
 UNTIED = {"tie_word_embeddings": False}
 # Qwen2's smallest has 14 query heads and 2 kv heads, of 64 elements
 UNEVEN = {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 320, **UNTIED}
-SPLIT = Case(qwen2_config(**WIDE), (0, 8, 4), pools=True, change=_large_bias(2))
+SPLIT = Case(qwen2_config(**WIDE), (0, 8, 4), pools=True, change=_large_bias)
 SILENT = Case(qwen2_config(**WIDE), silent=True)
 MOE = qwen3_moe_config()
+OLMO2 = Case(olmo2_config(num_key_value_heads=2), pools=True)
 # The last two layers have a window, which rank 0 has none of.
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
 LAYERS = Case(qwen2_config(num_hidden_layers=4, **WINDOWS), (0, 8, 4), pools=True)
+UNEVEN_CASE = Case(llama_config(**UNEVEN), quantize=(4, 32, "affine"))
+DORA = Case(llama_config(), adapter=adapter_config(kind="dora"))
+LORA_MOE = Case(MOE, adapter=adapter_config())
 
 CASES: dict[int, dict[str, Case]] = {
     2: {
@@ -169,44 +175,34 @@ CASES: dict[int, dict[str, Case]] = {
         "qwen3": Case(qwen3_config(vocab_size=301, **UNTIED)),
         "mistral, window": Case(mistral_config(sliding_window=8), (0, 8), pools=True),
         "smollm3": Case(smollm3_config(num_key_value_heads=1)),
-        "olmo2": Case(olmo2_config(num_key_value_heads=2), pools=True),
+        "olmo2": OLMO2,
         "olmo2, bfloat16": Case(olmo2_config(), half=True),
         "moe": Case(MOE, change=lambda weights: stored_by_transformers(weights, "each")),
-        "moe, joined": Case(MOE, change=lambda weights: stored_by_transformers(weights, "joined")),
-        "moe, 4 bits": Case(MOE, quantize=_format(4, 32)),
-        "3 bits": Case(llama_config(), quantize=_format(3, 32)),
-        "mxfp4": Case(llama_config(**UNTIED), quantize=_format(4, 32, "mxfp4")),
-        "nvfp4": Case(qwen2_config(**WIDE), quantize=_format(4, 16, "nvfp4")),
+        "moe, 4 bits": Case(MOE, quantize=(4, 32, "affine")),
+        "3 bits": Case(llama_config(), quantize=(3, 32, "affine")),
+        "mxfp4": Case(llama_config(**UNTIED), quantize=(4, 32, "mxfp4")),
         "mixed": Case(llama_config(), quantize=_mixed),
         "lora": Case(qwen3_config(**WIDE), adapter=adapter_config()),
-        "lora, 4 bits": Case(llama_config(), quantize=_format(4, 64), adapter=adapter_config()),
-        "dora": Case(llama_config(), adapter=adapter_config(kind="dora")),
-        "lora, moe": Case(MOE, adapter=adapter_config()),
+        "lora, 4 bits": Case(llama_config(), quantize=(4, 64, "affine"), adapter=adapter_config()),
+        "dora": DORA,
+        "lora, moe": LORA_MOE,
         "pipeline": replace(LAYERS, ends=[1, 4]),
         "pipeline, moe": Case(qwen3_moe_config(num_hidden_layers=3, **UNTIED), (0, 8), pools=True, ends=[2, 3]),
-    }
-    | count(
-        {},
-        {
-            f"{kind}, {bits} bits": Case(config, (0, 8, 4), pools=True, quantize=_format(bits, group))
-            for kind, config in (("qwen2", qwen2_config(**WIDE)), ("olmo2", olmo2_config()), ("moe", MOE))
-            for bits, group in ((2, 32), (4, 64), (5, 32), (6, 64), (8, 32))
-        },
-    ),
-    3: {
-        "uneven": Case(llama_config(**UNEVEN), quantize=_format(4, 32)),
-        "olmo2": Case(olmo2_config(num_key_value_heads=2)),
-        "dora": Case(llama_config(), adapter=adapter_config(kind="dora")),
-        "pipeline": replace(LAYERS, ends=[2, 3, 4]),
-        **count(
-            {}, {"qwen2": SPLIT, "moe": Case(MOE), "lora, moe": Case(MOE, adapter=adapter_config()), "silent": SILENT}
-        ),
     },
-    4: {
-        "uneven": Case(llama_config(**UNEVEN)),
-        **count({}, {"qwen2": SPLIT, "moe": Case(MOE, (0, 8)), "olmo2": Case(olmo2_config(num_key_value_heads=2))}),
-    },
+    3: {"uneven": UNEVEN_CASE, "dora": DORA, "pipeline": replace(LAYERS, ends=[2, 3, 4])},
 }
+if count(False, True):
+    CASES[2] |= {
+        "moe, joined": Case(MOE, change=lambda weights: stored_by_transformers(weights, "joined")),
+        "nvfp4": Case(qwen2_config(**WIDE), quantize=(4, 16, "nvfp4")),
+    }
+    CASES[2] |= {
+        f"{kind}, {bits} bits": Case(config, (0, 8, 4), pools=True, quantize=(bits, group, "affine"))
+        for kind, config in (("qwen2", qwen2_config(**WIDE)), ("olmo2", olmo2_config()), ("moe", MOE))
+        for bits, group in ((2, 32), (4, 64), (5, 32), (6, 64), (8, 32))
+    }
+    CASES[3] |= {"qwen2": SPLIT, "moe": Case(MOE), "lora, moe": LORA_MOE, "silent": SILENT, "olmo2": OLMO2}
+    CASES[4] = {"qwen2": SPLIT, "moe": Case(MOE, (0, 8)), "olmo2": OLMO2, "uneven": replace(UNEVEN_CASE, quantize=None)}
 EVERY = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
 BY_MLX_LM = ("llama", "uneven", "lora", "dora", "3 bits")
 
@@ -225,21 +221,16 @@ class Run:
         return load_decoder(self.folder, adapter=adapter if adapter.exists() else None)
 
 
-def _models(case: Case) -> tuple[nn.Module, dict[str, Any]]:
-    model = reference_model(case.config)
-    return model, case.config if case.quantize is None else case.quantize(case.config, model)
-
-
 def _make(folder: Path, case: Case) -> Run:
     """The model's folder. mlx-lm's logits are those of the tensors before they are changed."""
-    reference, config = _models(case)
+    reference, config = case.make()
     save_checkpoint(folder, config, reference)
     if case.change is not None:
         weights = case.change(dict(tree_flatten(reference.parameters())))
         mx.save_safetensors(str(folder / "model.safetensors"), weights)
     if case.adapter is not None:
         adapter = save_adapter(folder / "adapter", case.adapter, reference)
-        reference = adapted_reference(_models(case)[0], adapter)
+        reference = adapted_reference(case.make()[0], adapter)
     return Run(folder, reference_logits(reference, run_ids(config["vocab_size"]))[mx.array(PLACES)])
 
 
@@ -249,16 +240,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Run]
     found = {}
     for ranks, cases in CASES.items():
         root = tmp_path_factory.mktemp(f"ranks-{ranks}")
-        made = {name: _make(root / str(number), case) for number, (name, case) in enumerate(cases.items())}
-        told = ("bits", "pools", "adapter", "silent", "half", "ends")
-        asked = [
-            {"folder": str(made[name].folder)} | {each: getattr(case, each) for each in told}
-            for name, case in cases.items()
-        ]
+        made = [_make(root / str(number), case) for number, case in enumerate(cases.values())]
+        asked = [case.asked(run.folder) for case, run in zip(cases.values(), made, strict=True)]
         outputs = run_script(ranks, SCRIPT, str(Path(__file__).parents[1]), json.dumps(asked))
-        for name, *said in zip(cases, *(out.splitlines() for out in outputs), strict=True):
-            made[name].said = [json.loads(line) for line in said]
-            found[ranks, name] = made[name]
+        for name, run, *said in zip(cases, made, *(out.splitlines() for out in outputs), strict=True):
+            run.said = [json.loads(line) for line in said]
+            found[ranks, name] = run
     return found
 
 
@@ -270,10 +257,7 @@ def test_logits(runs: dict[tuple[int, str], Run], ranks: int, name: str, monkeyp
     if case.half:
         monkeypatch.setattr("kvant.models.checkpoint._compute_dtype", lambda *_: mx.bfloat16)
     model = run.alone()
-    expected = {f"cache {bits}": cached_run(model, bits) for bits in case.bits}
-    if case.pools:
-        expected |= {f"pool {bits}": pooled_run(model, bits) for bits in case.bits}
-    expected["whole"] = model(mx.array([run_ids(model.config.vocab_size)]))
+    expected = every_run(model, case.bits, case.pools)
     assert given.keys() == expected.keys()
     for key, logits in expected.items():
         error = relative_error(given[key], logits)
@@ -311,7 +295,7 @@ def test_a_ranks_cache(runs: dict[tuple[int, str], Run]) -> None:
 
     The last rank's keys alone say which.
     """
-    for ranks, name, heads in ((2, "qwen2", 2), (2, "smollm3", 1), (3, "uneven", 2), (4, "uneven", 2)):
+    for ranks, name, heads in ((2, "qwen2", 2), (2, "smollm3", 1), (3, "uneven", 2)):
         run = runs[ranks, name]
         whole = sum(a.nbytes for layer in run.alone().make_cache(8, kv_bits=0) for a in layer.buffers)
         assert [said["cache"] for said in run.said] == [whole // min(ranks, heads)] * ranks

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ BUSY_S = 6.0  # more, if other tests run beside it
 GONE, SILENT = "is gone: its connection was closed", f"has said nothing for {SILENT_S:g} s: it is stopped or asleep"
 
 # The package's first lines load MLX, which a guard does not need: without them a process starts in half the time.
+# All processes have started when they join: a busy start is no silence.
 BEGIN = f"""
 import ctypes, os, sys, threading, time, types
 sys.modules["kvant"] = kvant = types.ModuleType("kvant")
@@ -42,6 +42,9 @@ def hold(seconds):
     ctypes.PyDLL(None).sleep(seconds)
 
 place = find_place(os.environ)
+os.write(1, b"here\\n")
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.02)
 facts, launcher, deadline_s, silence_s = {{"version": 1}}, None, 30, 20
 guard = None
 PREPARE
@@ -59,13 +62,13 @@ except RanksError as error:
     print(f"kvant: error: {error}", file=sys.stderr)
     sys.exit(1)
 """
-READY = "guard.agree({})\nos.write(1, b'ready\\n')\n"
+READY = "guard.agree({})\nos.write(1, b'ready\\n')"
 
 
-def script(body: str, prepare: str = "") -> list[str]:
-    """The command of a rank that joins and then does this."""
+def script(begin: Path, body: str, prepare: str = "") -> list[str]:
+    """The command of a rank that joins when a file is there, and then does this."""
     lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
-    return [sys.executable, "-W", "error", "-c", BEGIN.replace("PREPARE", prepare) + lines + END]
+    return [sys.executable, "-W", "error", "-c", BEGIN.replace("PREPARE", prepare) + lines + END, str(begin)]
 
 
 TALK = """
@@ -90,18 +93,15 @@ assert all([m["i"] for m in order if m["thread"] == thread] == list(range(200)) 
 print(sum(place * m["thread"] for place, m in enumerate(order)), flush=True)
 blocked() if rank == 2 else guard.receive()
 """
-LOST = READY + "blocked() if rank == BLOCKED else guard.gather(None) if rank == 0 else guard.receive()"
-DOES_NOT_READ = (
-    READY
-    + """
+LOST = f"{READY}\nblocked() if rank == BLOCKED else guard.gather(None) if rank == 0 else guard.receive()"
+DOES_NOT_READ = f"""
+{READY}
 while True:
-    guard.tell({"big": "x" * 1_000_000}) if rank == 0 else guard.receive()
+    guard.tell({{"big": "x" * 1_000_000}}) if rank == 0 else guard.receive()
     time.sleep(0.1)
 """
-)
-GOES_ON = (
-    READY
-    + """
+GOES_ON = f"""
+{READY}
 if rank:
     print(guard.receive(), flush=True)
     guard.receive()
@@ -109,29 +109,22 @@ before = time.monotonic()
 while time.monotonic() - before < 1.0:
     before = time.monotonic()
     time.sleep(0.05)
-guard.tell({"still": "here"})
+guard.tell({{"still": "here"}})
 guard.end(0)
 """
-)
-FAILS = (
-    READY
-    + """
-guard.agree({})  # all have said it
+FAILS = f"""
+{READY}
+guard.agree({{}})  # all have said it
 if rank == 1:
     guard.end(1, "no memory")
     sys.exit(1)
 blocked()
 """
-)
-HELD = (
-    READY
-    + """
+HELD = f"""
+{READY}
 with guard.within(3, "joining the ring"):
     hold(30)
 """
-)
-
-
 JOINS = """
 guard.agree({})
 with guard.within(30, "joining the ring", silent=True):
@@ -143,7 +136,7 @@ guard.end(0) if rank == 0 else guard.receive()
 
 @dataclass
 class Case:
-    """A run of three ranks.
+    """A run of as many ranks as there are codes.
 
     Attributes:
         body: what each does.
@@ -161,22 +154,29 @@ class Case:
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     said: str = ""  # on standard error
 
-    def start(self, stack: ExitStack) -> None:
+    def start(self, stack: ExitStack, folder: Path) -> None:
         """Start the ranks, which end with the stack."""
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        self.processes = start_ranks([script(self.body, self.prepare)] * 3, folder)
+        self.processes = start_ranks([script(folder / "begin", self.body, self.prepare)] * len(self.codes), folder)
         for process in self.processes:
             stack.callback(process.communicate)
             stack.callback(process.kill)
 
+    def wait_for(self, word: str) -> None:
+        for process in self.processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == f"{word}\n", process.communicate()[1]
+
     def finish(self) -> None:
         """Read what they say until they have ended; a rank that is stopped stays so."""
         stopped = self.sent[1] if self.sent is not None and self.sent[0] == signal.SIGSTOP else None
-        for rank in sorted(range(3), key=lambda rank: rank == stopped):
+        for rank in sorted(range(len(self.codes)), key=lambda rank: rank == stopped):
             if rank == stopped:
                 assert self.processes[rank].poll() is None
                 self.processes[rank].kill()
             self.said += self.processes[rank].communicate(timeout=LATE_S)[1]
+
+
+ABSENT = "if place.rank == 2: sys.exit()\ndeadline_s = 5"
 
 
 def lost(sign: signal.Signals, rank: int) -> Case:
@@ -192,31 +192,30 @@ CASES = {
     "first is stopped": lost(signal.SIGSTOP, 0),
     "another is stopped": lost(signal.SIGSTOP, 1),
     "does not read": Case(DOES_NOT_READ, [1, -9, 1], f"rank 1 {SILENT}", (signal.SIGSTOP, 1), SHORT),
-    "all are stopped": Case(GOES_ON, [0, 0, 0], prepare=SHORT),
-    "fails": Case(FAILS, [1, 1, 1], "rank 1: no memory"),
-    "python's lock is held": Case(HELD, [-9, -9, -9], "joining the ring took longer than 3 s"),
-    "the lock is given back": Case(JOINS, [0, 0, 0], prepare=SHORT),
-    "differs": Case("", [1, 1, 1], "rank 2: version is 2; rank 0 has 1", prepare="facts['version'] += place.rank == 2"),
-    "does not come": Case(
-        "", [1, 1, 0], "rank 2 of 3 did not come within 5 s", prepare="if place.rank == 2: sys.exit()\ndeadline_s = 5"
-    ),
-    "no launcher": Case(
-        "blocked()", [1, 1, 1], "rank 0: its launcher is gone", prepare="launcher = 2**22 + 1"
-    ),
-}  # fmt: skip
+    "all are stopped": Case(GOES_ON, [0, 0], prepare=SHORT),
+    "fails": Case(FAILS, [1, 1], "rank 1: no memory"),
+    "python's lock is held": Case(HELD, [-9, -9], "joining the ring took longer than 3 s"),
+    "the lock is given back": Case(JOINS, [0, 0], prepare=SHORT),
+    "differs": Case("", [1, 1], "rank 1: version is 2; rank 0 has 1", prepare="facts['version'] += place.rank"),
+    "does not come": Case("", [1, 1, 0], "rank 2 of 3 did not come within 5 s", prepare=ABSENT),
+    "no launcher": Case("blocked()", [1, 1], "rank 0: its launcher is gone", prepare="launcher = 2**22 + 1"),
+}
 
 
 @pytest.fixture(scope="module")
-def took() -> Iterator[dict[str, float]]:
+def took(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, float]]:
     """How long each case took from its event; most of their time they wait, so they run side by side."""
     found: dict[str, float] = {}
+    folder = tmp_path_factory.mktemp("ranks")
     with ExitStack() as stack:
         for each in CASES.values():
-            each.start(stack)
+            each.start(stack, folder)
         for each in CASES.values():
-            for process in each.processes if each.body.startswith(READY) else ():
-                assert process.stdout is not None
-                assert process.stdout.readline() == "ready\n", process.communicate()[1]
+            each.wait_for("here")
+        (folder / "begin").touch()
+        for each in CASES.values():
+            if READY in each.body:
+                each.wait_for("ready")
         began, asleep = time.monotonic(), CASES["all are stopped"]
         for process in asleep.processes:
             process.send_signal(signal.SIGSTOP)
@@ -254,18 +253,15 @@ def test_a_rank_that_is_none(said: bytes, tmp_path: Path) -> None:
     """Strangers do not join. Who says hello as a rank and then something else ends the run."""
     own = rank_environments(2, tmp_path)[0]
     port = int(json.loads(Path(own["MLX_HOSTFILE"]).read_text())[0][0].partition(":")[2]) - 1
-    command = script("blocked()")
+    strangers = [b"GET / HTTP/1.1\r\n\r\n", b'["kvant", 1, 3]\n', b'["kvant", 0, 2]\n']
+    pipe = subprocess.PIPE
+    (tmp_path / "begin").touch()
+    command = script(tmp_path / "begin", "blocked()")
     with (
-        subprocess.Popen(command, env=os.environ | own, stderr=subprocess.PIPE, text=True) as first,
+        subprocess.Popen(command, env=os.environ | own, stdout=pipe, stderr=pipe, text=True) as first,
         ExitStack() as held,
     ):
-        stack = [
-            b"GET / HTTP/1.1\r\n\r\n",
-            b'["kvant", 1, 3]\n',
-            b'["kvant", 0, 2]\n',
-            b'["kvant", 1, 2]\n' + said + b"\n",
-        ]
-        for text in stack:
+        for text in [*strangers, b'["kvant", 1, 2]\n' + said + b"\n"]:
             while True:
                 try:
                     connection = socket.create_connection(("127.0.0.1", port))

@@ -5,8 +5,9 @@ The other rank is a second model in this process, with all layers. Parts of a mo
 
 import gc
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from support.drafts import KnownDrafts, draft_by_chance
 from support.pools import tiny_model
 
 from kvant.cache import ModelCache
-from kvant.cache.pool_batch import PoolBatch
 from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.draw import Sampler
 from kvant.engine.limits import go_back
@@ -35,26 +35,26 @@ TEXT = [(5 * i * i + 11 * i + 97) % 290 for i in range(700)]
 
 
 class Recorded:
-    """A decoder that keeps the logits of its last step."""
+    """A decoder that keeps the logits of its steps."""
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
         self.logits: list[mx.array] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
-        self.logits.append(self._model.next_logits(inputs, cache))
-        return self.logits[-1]
-
-    def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
-        self.logits.append(self._model.every_logits(inputs, cache))
-        return self.logits[-1]
+        found = getattr(self._model, name)
+        return self._kept(found) if name in ("next_logits", "every_logits") else found
 
     def __call__(self, inputs: mx.array, cache: ModelCache) -> mx.array:
-        self.logits.append(self._model(inputs, cache=cache))
-        return self.logits[-1]
+        return self._kept(self._model.__call__)(inputs, cache=cache)
+
+    def _kept(self, step: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        @wraps(step)
+        def kept(*given: Any, **named: Any) -> mx.array:
+            self.logits.append(step(*given, **named))
+            return self.logits[-1]
+
+        return kept
 
 
 class Loopback:
@@ -83,11 +83,11 @@ def led(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Lead, Loopback]
     return Lead(Recorded(model), Ranks(mx.distributed.init()), other), other  # type: ignore[arg-type]
 
 
-def check(given: Sequence[mx.array], other: Loopback) -> None:
+def check(given: list[mx.array], other: Loopback) -> None:
     """The other rank computed the same, bitwise."""
-    assert len(given) == len(other.part.logits)
     for own, theirs in zip(given, other.part.logits, strict=True):
         assert mx.array_equal(own, theirs)
+    given.clear()
     other.part.logits.clear()
 
 
@@ -149,9 +149,8 @@ def test_drafts_and_their_interruption(led: tuple[Lead, Loopback], bits: int) ->
         given = cache.ids[0]
         drafts = KnownDrafts(text=[*prompt, *plain], mistakes=0.1, seed=turn)
         processors = [fail] if turn % 3 == 2 else []
-        run = DraftedRun(
-            lead, prompt, cache, max_tokens=20, sampler=sampler, drafts=drafts, logits_processors=processors
-        )
+        options = {"sampler": sampler, "drafts": drafts, "logits_processors": processors}
+        run = DraftedRun(lead, prompt, cache, max_tokens=20, **options)
         left = draw.randrange(2, 19)
         if processors:
             with pytest.raises(KeyboardInterrupt):
@@ -162,13 +161,11 @@ def test_drafts_and_their_interruption(led: tuple[Lead, Loopback], bits: int) ->
         assert run.generated == plain[: len(run.generated)]
         assert cache.ids[0] == [*given, *prompt, *run.generated[:-1]]
         check(own.logits, other)
-        own.logits.clear()
         go_back(alone, cache.offset)
         if alone.ids != cache.ids:  # a window cannot go back so far
             list(Run(own, cache.ids[0], alone, max_tokens=1))
             own.logits.clear()
-    calls = [message["call"] for message in other.messages if "call" in message]
-    assert "every_logits" in calls
+    assert "every_logits" in [message.get("call") for message in other.messages]
 
 
 def test_a_pool_of_requests_that_share_and_fork(led: tuple[Lead, Loopback], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +191,6 @@ def test_a_pool_of_requests_that_share_and_fork(led: tuple[Lead, Loopback], monk
     assert isinstance(own, Recorded)
     assert len(own.logits) > 30
     check(own.logits, other)
-    own.logits.clear()
     draft_by_chance(monkeypatch, 1)  # what was written is drafted, for two of the three
     for number, (request, text) in enumerate(answers.items()):
         scheduler.submit(replace(request, drafts=KnownDrafts(text=text, mistakes=0.1) if number else None))

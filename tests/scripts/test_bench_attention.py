@@ -1,7 +1,6 @@
 """The attention benchmark end to end at tiny sizes: all variants, tables, JSON; a wrong one is not timed."""
 
 import json
-from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,32 +9,36 @@ import attention_variants
 import bench_attention
 import mlx.core as mx
 import pytest
-from support.metal_host import FORWARD, host_pytest_skip, on_host
+from support.fused_path import host_kernel
+from support.metal_host import host_pytest_skip
 
 from kvant.operators.kernels import launch as launching
 
 VARIANTS = ["MLX float32", "mlx-lm 8-bit", "mlx-lm 4-bit", *(f"kvant {bits}-bit unfused" for bits in (0, 8, 4))]
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer, one call a sample, no copy measured."""
     monkeypatch.setattr(bench_attention, "CHAIN_BYTES", {"cpu": 1, "gpu": 1})
     monkeypatch.setattr(bench_attention, "SAMPLE_S", 0.0)
     monkeypatch.setattr(bench_attention, "copy_bandwidth_gb_s", lambda size: 10.0)
 
 
-@pytest.mark.usefixtures("small")
+def measured(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    """The results of a run that ends well."""
+    output = folder / "a.json"
+    assert bench_attention.main(["--shapes", "qwen2.5-0.5b", *arguments, "--output", str(output)]) == 0
+    results: list[dict[str, Any]] = json.loads(output.read_text())["results"]
+    return results
+
+
 def test_the_script_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "a.json"
-    flags = ["--contexts", "16,40,65536", "--memory-gb", "0.1", "--shapes", "qwen2.5-0.5b", "--rounds", "3"]
-    code = bench_attention.main([*flags, "--output", str(output)])
-    printed = capsys.readouterr()
-    assert code == 0, printed.err
-    recording = json.loads(output.read_text())
-    cases = [(r["context"], r["variant"]) for r in recording["results"]]
+    results = measured(tmp_path, "--contexts", "16,40,65536", "--memory-gb", "0.1", "--rounds", "3")
+    printed = capsys.readouterr().out
+    cases = [(r["context"], r["variant"]) for r in results]
     assert cases == [(context, variant) for context in (16, 40) for variant in VARIANTS]
-    for result in recording["results"]:
+    for result in results:
         elements = 2 * 2 * 64 * result["context"]
         nbytes = elements * 4
         if result["bits"]:  # mlx-lm: scale and bias of 64, in float32; kvant: a scale of 32, in float16
@@ -46,27 +49,24 @@ def test_the_script_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert result["gb_per_s"] == pytest.approx(nbytes / median(result["ms"]) / 1e6)
         assert result["copy_share"] == pytest.approx(result["gb_per_s"] / 10)
         assert result["error"]["own_cache"] < 1e-5
-    assert printed.out.count("kvant 8-bit unfused |") == 2
-    assert printed.out.count(": not measured") == 3
-    assert "left out: qwen2.5-0.5b at 65,536: needs" in printed.out
+    assert printed.count("kvant 8-bit unfused |") == 2
+    assert printed.count(": not measured") == 3
+    assert "left out: qwen2.5-0.5b at 65,536: needs" in printed
 
 
-def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = bench_attention.main(["--contexts", "8", "--shapes", "qwen2.5-0.5b", "--rounds", "1", *arguments])
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("wrong", ["attend_tokens", "quantized_scaled_dot_product_attention"])
+@pytest.mark.parametrize(
+    ("wrong", "variant"),
+    [("attend_tokens", "kvant 8-bit unfused"), ("quantized_scaled_dot_product_attention", "mlx-lm 8-bit")],
+)
 def test_a_wrong_variant_is_not_timed(
-    wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    wrong: str, variant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = getattr(attention_variants, wrong)
     monkeypatch.setattr(attention_variants, wrong, lambda *given: right(*given) * 1.01)
-    code, out, err = _run(capsys, "--bits", "8")
-    assert (code, out) == (1, "")
-    variant = "kvant 8-bit unfused" if wrong == "attend_tokens" else "mlx-lm 8-bit"
+    flags = ["--contexts", "8", "--shapes", "qwen2.5-0.5b", "--rounds", "1", "--bits", "8"]
+    assert bench_attention.main(flags) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
     assert f"{variant} is wrong: its error to own_cache is 0.01" in err
 
 
@@ -100,10 +100,7 @@ def test_goals() -> None:
         results = [
             case | {"bits": 8, "ratio": eight, "copy_share": share},
             case | {"bits": 4, "ratio": four, "copy_share": 0.1},
-            *(
-                case | {"bits": 8, "ratio": 9.0, "copy_share": 0.0} | other
-                for other in ({"path": "pages"}, {"context": 1})
-            ),
+            *(case | {"bits": 8, "ratio": 9.0, "copy_share": 0.0} | of for of in ({"path": "pages"}, {"context": 1})),
         ]
         goals = bench_attention.goals({"kind": kind, "dtype": dtype, "results": results})
         return [goal.rpartition(": ")[2].partition(",")[0] for goal in goals]
@@ -115,20 +112,12 @@ def test_goals() -> None:
 
 
 @host_pytest_skip
-@pytest.mark.usefixtures("small")
-def test_the_fused_path_on_the_host(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_fused_path_on_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The kernel's Metal text, run by the host: the same rows as the other variants."""
-    make = launching._kernel
-    host = cache(lambda name, backend: on_host(make(name, backend), orders=(FORWARD,)))
-    monkeypatch.setattr(launching, "_kernel", host)
+    monkeypatch.setattr(launching, "_kernel", host_kernel)
     monkeypatch.setattr(bench_attention, "gpu_backend", lambda: "metal")
-    output = tmp_path / "a.json"
-    flags = ["--paths", "fused,unfused", "--paged", "--output", str(output)]
-    code, _, err = _run(capsys, "--contexts", "200", "--bits", "8", *flags)
-    assert code == 0, err
-    results = {result["variant"]: result for result in json.loads(output.read_text())["results"]}
+    flags = ["--contexts", "200", "--rounds", "1", "--bits", "8", "--paths", "fused,unfused", "--paged"]
+    results = {result["variant"]: result for result in measured(tmp_path, *flags)}
     kinds = ["fused", "unfused", "fused, pages"]
     assert list(results) == ["MLX float32", "mlx-lm 8-bit", *(f"kvant 8-bit {kind}" for kind in kinds)]
     unfused = results["kvant 8-bit unfused"]

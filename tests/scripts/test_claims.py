@@ -47,12 +47,8 @@ def test_the_engines_agree(tmp_path: Path, bits: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [2, 17, 48])
-def test_the_last_row_alone_is_the_last_row_of_all(tokens: int) -> None:
+def test_a_token_changes_nothing_before_it_and_the_last_row_alone_is_that_of_all(tokens: int) -> None:
     assert last_row_difference(tokens) < 1e-6
-
-
-@pytest.mark.parametrize("tokens", [2, 17, 48])
-def test_a_token_changes_nothing_before_it(tokens: int) -> None:
     outputs, cached = earlier_rows_differences(tokens)
     assert outputs < 1e-6
     assert cached == 0

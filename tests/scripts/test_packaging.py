@@ -4,7 +4,9 @@ import ast
 import re
 import sys
 import tomllib
+from importlib import import_module
 from importlib.metadata import packages_distributions
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,15 @@ def test_every_import_is_declared() -> None:
     distributions = packages_distributions()
     for name in imported:
         assert {canonicalize_name(found) for found in distributions[name]} & declared, f"{name} is not declared"
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda path: path.stem)
+def test_what_scripts_take_of_kvant_is_there(script: Path) -> None:
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kvant":
+            module = import_module(node.module or "")
+            names = (alias.name for alias in node.names if not hasattr(module, alias.name))
+            assert all(find_spec(f"{node.module}.{name}") for name in names)
 
 
 def test_templates_cannot_leave_their_sandbox() -> None:

@@ -4,13 +4,34 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
+
 from kvant.cache.pool import Pool
 from kvant.engine.request import Request, Token
 from kvant.engine.run import Run
 from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder
+from kvant.sample_utils import make_logits_processors, make_sampler
 
 PAGES = 40
+
+
+def _second(logprobs: mx.array) -> mx.array:
+    """A sampler of the caller's: the second most probable token."""
+    return mx.argsort(-logprobs, axis=-1)[:, 1]
+
+
+# Options of requests: kvant's own samplers and processors, and others among them.
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"sampler": make_sampler(1.0, seed=3)},
+    {"sampler": make_sampler(0.7, 0.9, top_k=40, min_p=0.01, seed=4), "max_tokens": 9},
+    {"logits_processors": make_logits_processors({5: -9.0}, 1.3)},
+    {"logits_processors": [lambda tokens, logits: logits.at[:, tokens[-3:]].add(-2.0)]},
+    {"sampler": _second},
+    {"sampler": make_sampler(1.5, seed=5), "logits_processors": make_logits_processors(None, 1.1), "max_tokens": 1},
+    {"top_logprobs": 4},
+]
 
 
 def scheduler_of(model: Decoder, bits: int = 0, pages: int = PAGES, **options: Any) -> tuple[Scheduler, Pool]:

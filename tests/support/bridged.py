@@ -1,4 +1,4 @@
-"""Folders of bridged models: those recorded from transformers (scripts/golden_bridged.py), and mlx-lm's own."""
+"""Bridged models: folders recorded from transformers (scripts/golden_bridged.py), mlx-lm's own, and tiny ones."""
 
 import json
 import shutil
@@ -10,11 +10,18 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
+from kvant.bridge import BridgedCache
+from kvant.bridge.config import BridgedConfig
+from kvant.bridge.model import BridgedModel
 from support.tiny_models import build
 
 BRIDGED = Path(__file__).parents[1] / "data" / "bridged"
 NAMES = sorted(path.name for path in BRIDGED.iterdir() if path.is_dir())
 IDS: list[int] = json.loads((BRIDGED / "ids.json").read_text())["ids"]
+# append only; windows; sinks; a linear layer's state; latent attention; chunks; shared rows; a state beside keys
+KINDS = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v32", "llama4", "gemma3n", "falcon_h1"]
+WITH_STATE = ["qwen3_next", "falcon_h1"]
+PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
@@ -55,3 +62,20 @@ def write_mlx_lm(folder: Path, name: str, bits: int = 0) -> Path:
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     return folder
+
+
+def bridged(name: str, **changes: Any) -> BridgedModel:
+    """A tiny model of an architecture of mlx-lm, for ids of any vocabulary."""
+    return BridgedModel(build(name, **changes)[0], BridgedConfig(name, 2**17, None), mx.float32)
+
+
+def feed(model: Any, cache: Any, tokens: list[int]) -> mx.array:
+    """The logits (1, S, vocab) of a step, which is committed if the cache has steps."""
+    inputs = mx.array([tokens])
+    if isinstance(cache, BridgedCache):
+        cache.begin(inputs)
+    logits: mx.array = model(inputs, cache=cache)
+    mx.eval(logits, [layer.state for layer in cache])
+    if isinstance(cache, BridgedCache):
+        cache.commit()
+    return logits

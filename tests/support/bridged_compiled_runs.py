@@ -1,11 +1,9 @@
 """Compiled steps of mlx-lm's models through kvant's cache, for tests/bridge/test_traced.py: prints JSON.
 
-Run in a process of its own: see support/compiled_runs.py, which also says why the compiler on PATH does nothing.
+Run in a process of its own: see support/without_compiler.py.
 """
 
-import ctypes
 import json
-from pathlib import Path
 from typing import Any
 
 import kvant  # noqa: F401  # isort: skip  (before MLX: it loads a faster BLAS)
@@ -17,11 +15,11 @@ from kvant.bridge.model import BridgedModel
 from kvant.bridge.traced import can_trace
 from kvant.cache import CacheOptions
 from kvant.engine.run import Run
-from support.compiled_runs import NO_FUSE
 from support.counts import count
 from support.fused_path import pretend_gpu
 from support.numbers import relative_error
 from support.tiny_models import build
+from support.without_compiler import never_fuse
 
 PROMPT = [(7 + 31 * i) % 97 for i in range(12)]
 STEPS = count(16, 30)
@@ -101,8 +99,7 @@ def generated(name: str, compiled: bool | None) -> Any:
 
 def main() -> None:
     """Every model and width."""
-    library = ctypes.CDLL(str(Path(mx.__file__).parent / "lib" / "libmlx.so"))
-    library._ZN3mlx4core16set_compile_modeENS0_11CompileModeE(NO_FUSE)
+    never_fuse()
     found = {
         "runs": {f"{name}, {bits} bits": run(name, bits) for name in MODELS for bits in BITS[name]},
         "generated": {name: [generated(name, c) for c in (True, False)] for name in ("gpt_oss", "qwen3_next")},

@@ -2,7 +2,7 @@
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,66 +20,37 @@ TOLERANCE = 1e-4  # of the largest logit
 ROPE_THETA = 1e6
 
 
+Make = Callable[..., dict[str, Any]]
+
+
 def qwen2_config(**changes: Any) -> dict[str, Any]:
     """A small config.json as transformers 4 wrote it."""
-    config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": 128,
-        "num_hidden_layers": 2,
-        "intermediate_size": 256,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": 300,
-        "max_position_embeddings": 1024,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": ROPE_THETA,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "eos_token_id": 0,
-        "use_sliding_window": False,
-        "sliding_window": 16,
-    }
-    return config | changes
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "vocab_size": 300}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+    others = {"tie_word_embeddings": True, "hidden_act": "silu", "eos_token_id": 0, "rms_norm_eps": 1e-6}
+    rows = {"rope_theta": ROPE_THETA, "use_sliding_window": False, "sliding_window": 16}
+    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **sizes, **heads, **others, **rows, **changes}
 
 
-def qwen3_config(**changes: Any) -> dict[str, Any]:
-    """The same as a Qwen3: a head_dim that is not hidden / heads, no bias."""
-    config = qwen2_config(architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=32, attention_bias=False)
-    return config | {"num_attention_heads": 6, "num_key_value_heads": 3} | changes
+def _like(base: Make, architecture: str, model_type: str, heads: int, kv_heads: int, **own: Any) -> Make:
+    """The same as another architecture's."""
+    named = {"architectures": [architecture], "model_type": model_type}
+    counts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return lambda **changes: base(**named, **counts, **own) | changes
 
 
-def llama_config(**changes: Any) -> dict[str, Any]:
-    """The same as a Llama with every bias it may have."""
-    config = qwen2_config(architectures=["LlamaForCausalLM"], model_type="llama", attention_bias=True, mlp_bias=True)
-    return config | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64} | changes
-
-
-def mistral_config(**changes: Any) -> dict[str, Any]:
-    """The same as a Mistral, without a bias or a window."""
-    config = llama_config(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=None)
-    return config | {"attention_bias": False, "mlp_bias": False} | changes
-
-
-def smollm3_config(**changes: Any) -> dict[str, Any]:
-    """The same as a SmolLM3 whose second layer does not rotate."""
-    config = qwen2_config(architectures=["SmolLM3ForCausalLM"], model_type="smollm3", no_rope_layers=[1, 0])
-    return config | {"num_attention_heads": 4} | changes
-
-
-def olmo2_config(**changes: Any) -> dict[str, Any]:
-    """The same as an OLMo 2."""
-    config = qwen2_config(architectures=["Olmo2ForCausalLM"], model_type="olmo2", tie_word_embeddings=False)
-    return config | {"num_attention_heads": 4} | changes
-
-
-def qwen3_moe_config(**changes: Any) -> dict[str, Any]:
-    """The same as a Qwen3-MoE whose first layer is dense."""
-    config = qwen3_config(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", mlp_only_layers=[0])
-    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    config |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
-    return config | {"decoder_sparse_step": 1} | changes
-
+# A head_dim that is not hidden / heads, no bias; a Llama with every bias; a Mistral without a bias or a window; a
+# second layer that does not rotate; a first layer that is dense.
+qwen3_config = _like(qwen2_config, "Qwen3ForCausalLM", "qwen3", 6, 3, head_dim=32, attention_bias=False)
+llama_config = _like(qwen2_config, "LlamaForCausalLM", "llama", 4, 2, head_dim=64, attention_bias=True, mlp_bias=True)
+mistral_config = _like(
+    llama_config, "MistralForCausalLM", "mistral", 4, 2, sliding_window=None, attention_bias=False, mlp_bias=False
+)
+smollm3_config = _like(qwen2_config, "SmolLM3ForCausalLM", "smollm3", 4, 2, no_rope_layers=[1, 0])
+olmo2_config = _like(qwen2_config, "Olmo2ForCausalLM", "olmo2", 4, 2, tie_word_embeddings=False)
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+_SPARSE = {"tie_word_embeddings": False, "mlp_only_layers": [0], "decoder_sparse_step": 1}
+qwen3_moe_config = _like(qwen3_config, "Qwen3MoeForCausalLM", "qwen3_moe", 4, 2, **_EXPERTS, **_SPARSE)
 
 # One of each architecture, every width a multiple of 128 as groups of weights need. The tests of any architecture take
 # these.
@@ -94,6 +65,15 @@ CONFIGS = {
 }
 
 
+def _mlx_lm_module(kind: str) -> Any:
+    return importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
+
+
+def mlx_lm_args(kind: str) -> Any:
+    """mlx-lm's ModelArgs of a model_type."""
+    return _mlx_lm_module(kind).ModelArgs
+
+
 def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
     """mlx-lm's model, with weights as it makes them. What its qwen3_moe asks for and does not find is given to it."""
     kind = config["model_type"]
@@ -106,30 +86,15 @@ def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
     return model
 
 
-def mlx_lm_args(kind: str) -> Any:
-    """mlx-lm's ModelArgs of a model_type."""
-    return _mlx_lm_module(kind).ModelArgs
-
-
-def _mlx_lm_module(kind: str) -> Any:
-    return importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
-
-
 def reference_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
     """mlx-lm's model with random float32 weights of unit-scale activations, and biases and norms that matter."""
     model = mlx_lm_model(config)
     mx.random.seed(seed)
     weights = []
     for name, array in tree_flatten(model.parameters()):
+        size = 1.0 if name.endswith(".bias") else 0.5 if "embed_tokens" in name else array.shape[-1] ** -0.5
         noise = mx.random.normal(array.shape)
-        if name.endswith("norm.weight"):
-            weights.append((name, 1 + 0.2 * noise))
-        elif name.endswith(".bias"):
-            weights.append((name, noise))
-        elif "embed_tokens" in name:
-            weights.append((name, 0.5 * noise))
-        else:
-            weights.append((name, noise / array.shape[-1] ** 0.5))
+        weights.append((name, 1 + 0.2 * noise if name.endswith("norm.weight") else noise * size))
     model.load_weights(weights)
     mx.eval(model.parameters())
     return model
@@ -178,6 +143,14 @@ def quantize_reference(
     return config | {"quantization": said if mode == "affine" else said | {"mode": mode}}
 
 
+def write_reference(folder: Path, config: dict[str, Any], *quantized: Any) -> tuple[Path, nn.Module]:
+    """mlx-lm's random model on disk; quantized if bits, a group size and perhaps a mode are given."""
+    reference = reference_model(config)
+    if quantized:
+        config = quantize_reference(config, reference, *quantized)
+    return save_checkpoint(folder, config, reference), reference
+
+
 def stored_by_transformers(weights: dict[str, mx.array], way: str) -> dict[str, mx.array]:
     """The stacked tensors of mlx-lm as transformers writes them, each by itself or joined."""
     found = {}
@@ -197,12 +170,9 @@ def stored_by_transformers(weights: dict[str, mx.array], way: str) -> dict[str, 
 
 
 def load_reference(folder: Path) -> nn.Module:
-    """mlx-lm's model of a float checkpoint, in float32. Rotary positions that it does not read are given to it.
+    """mlx-lm's model of a float checkpoint, in float32, given rotary positions and joined experts as it reads them.
 
-    mlx-lm 0.32.2 reads transformers 5's rope_parameters in qwen3 alone: elsewhere its theta is the default, and its
-    positions are plain. It takes dynamic's context from max_position_embeddings, as transformers does, and yarn's
-    original one from a default of its own where it is not said; a Mistral's window it does not look at.
-    Experts that transformers 5 joined are given to it as it has them.
+    mlx-lm 0.32.2 reads transformers 5's rope_parameters in qwen3 alone; a Mistral's window it does not look at.
     """
     config = json.loads((folder / "config.json").read_text())
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}

@@ -1,8 +1,11 @@
-"""Drafts for tests: of a text that is known, right and wrong, as many tokens as chance says."""
+"""Drafts for tests: of a text that is known, and of small random models, as many tokens as chance says."""
 
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +13,8 @@ from kvant.engine.drafting.batch_choice import BatchChoice
 from kvant.engine.drafting.choice import Choice, StepCosts
 from kvant.engine.drafting.drafter import Drafter
 from kvant.engine.drafting.drafts import Drafts
+from kvant.engine.model_drafts import ModelDrafts
+from support.checkpoints import qwen2_config, reference_model, save_checkpoint
 
 
 class KnownText:
@@ -58,6 +63,26 @@ class KnownDrafts(Drafts):
 
     def choice(self, costs: StepCosts, drafter: Drafter) -> Choice:
         return Chance(random.Random(self.seed + 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChanceModelDrafts(ModelDrafts):
+    """As many tokens a step as chance says."""
+
+    seed: int = 0
+
+    def choice(self, costs: StepCosts, drafter: Drafter) -> Choice:
+        return Chance(random.Random(self.seed))
+
+
+def save_draft_model(folder: Path, tokenizer: Path, **changes: Any) -> Path:
+    """A random model's folder, with the tokenizer of another folder."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
+    config = qwen2_config(**(sizes | changes))
+    save_checkpoint(folder, config, reference_model(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tokenizer / name, folder / name)
+    return folder
 
 
 def draft_by_chance(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:

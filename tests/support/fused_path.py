@@ -72,10 +72,8 @@ def fused_calls(gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
 
 def pretend_gpu() -> None:
     """For the rest of the process there is a GPU, whose kernels are MLX's operations: these can be part of a graph."""
-    dispatch.gpu_backend = lambda: "metal"
-    dispatch.probe_failure = lambda use, backend: None
-    fused_attention.attend = attend_stand_in.attend
-    attend.launch = unfused_append
+    dispatch.gpu_backend, dispatch.probe_failure = lambda: "metal", lambda use, backend: None
+    fused_attention.attend, attend.launch = attend_stand_in.attend, unfused_append
 
 
 def unfused_append(
@@ -85,8 +83,7 @@ def unfused_append(
     assert name == "append"
     options = {"quant_bit": template["BITS"], "quant_group": template["GROUP"], "scale_dtype": template["SCALE"]}
     key, value = inputs
-    both = (
-        mx.stack([key, value], axis=1) if key.shape == value.shape else mx.concatenate([key, value], axis=-1)[:, None]
-    )
+    alike = key.shape == value.shape
+    both = mx.stack([key, value], axis=1) if alike else mx.concatenate([key, value], axis=-1)[:, None]
     quantized, scales = quantize(both, **options)
     return [mx.view(quantized, mx.uint32)[None], scales[None]]

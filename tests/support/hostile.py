@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 import kvant
 from kvant.engine.load import POCKET, find_model
-from kvant.errors import CheckpointError, ModelError
+from kvant.errors import ModelError
 from support.checkpoints import qwen2_config, reference_model, save_checkpoint
 
 SETTINGS = ["config.json", "generation_config.json", "tokenizer_config.json"]
@@ -40,24 +41,22 @@ def good_model(folder: Path) -> Path:
 
 
 def refused(folder: Path, kind: type[ModelError], message: str) -> None:
-    """One printable line of this kind, and no array made for it."""
+    """One printable line, soon, and no array made for it."""
     mx.clear_cache()
     mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    with pytest.raises(ModelError, match=message) as caught:
+    before, started = mx.get_active_memory(), time.monotonic()
+    with one_line(kind, message) as caught:
         kvant.load(folder)
-    assert type(caught.value) is kind
-    assert str(caught.value).isprintable()
     assert len(f"kvant: error: {caught.value}") <= 3 * 80
-    if kind is CheckpointError:
-        assert mx.get_peak_memory() - before < 1_000_000
+    assert mx.get_peak_memory() - before < 10_000_000
+    assert time.monotonic() - started < 30  # nothing that grows with a number of the folder
 
 
 @contextmanager
-def one_line(kind: type[Exception], message: str) -> Iterator[None]:
+def one_line(kind: type[Exception], message: str) -> Iterator[pytest.ExceptionInfo[Exception]]:
     """An error of this kind, whose text is one printable line."""
     with pytest.raises(kind, match=message) as caught:
-        yield
+        yield caught
     assert str(caught.value).isprintable()
 
 

@@ -37,8 +37,7 @@ class Hub:
         branches: repository -> branch or tag -> commit.
         refusal, file_refusal: status and X-Error-Code of the answer to every listing, every file.
         sent: name -> the bytes sent instead of the listed ones.
-        cut: name -> after how many bytes the connection ends, once.
-        hold: name -> after how many bytes the server waits for ``release``, once; then ``held`` is set.
+        hold: name -> after how many bytes the server sets ``held``, waits for ``release`` and hangs up, once.
         entries: name -> what its entry of the listing has instead; a value of None is sent as null.
         listing: the bytes sent as every listing.
     """
@@ -49,7 +48,6 @@ class Hub:
     refusal: tuple[int, str] | None = None
     file_refusal: tuple[int, str] | None = None
     sent: dict[str, bytes] = field(default_factory=dict)
-    cut: dict[str, int] = field(default_factory=dict)
     hold: dict[str, int] = field(default_factory=dict)
     entries: dict[str, dict[str, object]] = field(default_factory=dict)
     listing: bytes | None = None
@@ -63,7 +61,7 @@ class Hub:
 
     def add(self, repository: str, files: dict[str, bytes], branch: str = "main") -> str:
         """A commit on a branch; its digest."""
-        content = json.dumps({name: hashlib.sha256(data).hexdigest() for name, data in files.items()}, sort_keys=True)
+        content = json.dumps({name: sha256(data) for name, data in files.items()}, sort_keys=True)
         commit = hashlib.sha1(content.encode()).hexdigest()
         self.commits.setdefault(repository, {})[commit] = files
         self.branches.setdefault(repository, {})[branch] = commit
@@ -78,6 +76,10 @@ class Hub:
 def git_id(data: bytes) -> str:
     """The id git gives a blob, as `git hash-object` prints it."""
     return hashlib.sha1(b"blob " + str(len(data)).encode() + b"\0" + data).hexdigest()
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 @contextmanager
@@ -132,8 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, data in commits[commit].items():
             sibling: dict[str, object] = {"rfilename": name, "size": len(data), "blobId": git_id(data)}
             if name.endswith(LARGE):
-                digest = hashlib.sha256(data).hexdigest()
-                sibling["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 134}
+                sibling["lfs"] = {"sha256": sha256(data), "size": len(data), "pointerSize": 134}
             siblings.append(sibling | self.hub.entries.get(name, {}))
         answer = json.dumps({"id": repository, "sha": commit, "siblings": siblings, "tags": []}).encode()
         return self._send(200, answer if self.hub.listing is None else self.hub.listing, {})
@@ -144,8 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
         data = self.hub.commits[repository][commit][name]
         headers = {"X-Repo-Commit": commit}
         if name.endswith(LARGE):
-            headers["X-Linked-Etag"] = f'"{hashlib.sha256(data).hexdigest()}"'
-            headers |= {"X-Linked-Size": str(len(data))}
+            headers |= {"X-Linked-Etag": f'"{sha256(data)}"', "X-Linked-Size": str(len(data))}
             # By another name: huggingface_hub follows a redirect to the hub's own when it asks for a file's facts.
             headers["Location"] = f"http://localhost:{self.hub.port}/cdn/{repository}/{commit}/{name}"
             return self._send(302, b"", headers)
@@ -155,11 +155,9 @@ class _Handler(BaseHTTPRequestHandler):
         data = self.hub.sent.get(name, self.hub.commits[repository][commit][name])
         start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-")) if self.headers["Range"] else 0
         headers = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
-        end = self.hub.cut.pop(name, None)
-        if wait := self.hub.hold.pop(name, None):
-            end = wait
+        end = self.hub.hold.pop(name, None)
         self._send(206 if start else 200, data[start:], headers, end)
-        if wait:
+        if end:
             self.wfile.flush()
             self.hub.held.set()
             self.hub.release.wait(60)

@@ -4,7 +4,7 @@ B batch, S new tokens, T cached tokens read, H query heads, K kv heads, D head_d
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.cached_attention import stored_tokens
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels import attend as attend_module
 from kvant.operators.kernels import launch as launch_module
 from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, PAGE_SIZE, SPLIT_ROWS, threadgroup_shape
+from kvant.operators.quantization import quantize, quantized_dtype
 from support import oracle
 from support.counts import count
 from support.metal_host import FORWARD, REVERSE, on_host
@@ -108,19 +110,14 @@ class KernelCase:
         return threadgroup_shape(self.ratio * self.new_tokens, self.pairs or 0, self.backend, width)
 
     @property
-    def lanes(self) -> int:
-        """That share a row."""
-        chunks = max(self.head_dim, self.values) // 8
-        return next(lanes for lanes in (8, 16, 32) if chunks <= lanes or lanes == 32)
-
-    @property
     def step(self) -> int:
         """Rows that a threadgroup reads between two updates of the maximum."""
         _, _, simdgroups, queries = self.shape
+        lanes = next(x for x in (8, 16, 32) if max(self.head_dim, self.values) // 8 <= x or x == 32)  # share a row
         bits = self.quant_bit or {"float32": 32}.get(self.cache_dtype, 16)
-        words = -(-self.head_dim // 8 // self.lanes) * bits // 4
+        words = -(-self.head_dim // 8 // lanes) * bits // 4
         unroll = 1 if words > 8 else 2 if words > 4 or queries > 4 else 4
-        return simdgroups * (32 // self.lanes) * unroll
+        return simdgroups * (32 // lanes) * unroll
 
     def row(self, b: int, position: int) -> int:
         """The row of a position of sequence b; below 0: there is none."""
@@ -165,18 +162,16 @@ class Drawn:
 def draw(case: KernelCase) -> Drawn:
     rng = np.random.default_rng(case.seed)
     spec, (B, K, T) = case.spec._replace(dtype="float32"), (case.batch, case.num_kv_heads, case.num_keys)
-    exact = spec._replace(scale_dtype="float32")
+    wide = spec._replace(scale_dtype="float32")
     stored, scales, floats = [], [], []
     for width in (case.head_dim, case.values):
-        x = oracle.cast(rng.standard_normal((B, T, K, width)), "float32")
+        x = oracle.cast(rng.standard_normal((B, T, K, width)), "float32" if case.quant_bit else case.cache_dtype)
         if case.quant_bit:
-            values, scale = oracle.quantize(x, spec)
+            x, scale = oracle.quantize(x, spec)
             scales.append(scale)
-            floats.append(oracle.dequantize(values, scale.astype(np.float32), exact))
-        else:
-            values = oracle.cast(x, case.cache_dtype)
-            floats.append(values.astype(np.float32))
-        stored.append(values)
+        stored.append(x)
+        exact = oracle.dequantize(x, scale.astype(np.float32), wide) if case.quant_bit else x
+        floats.append(exact.astype(np.float32))
     pages = None
     if case.layout == "pages":
         counts = [-(-(end - first) // PAGE_SIZE) for end, first in zip(case.ends, case.firsts, strict=True)]
@@ -203,21 +198,25 @@ def draw(case: KernelCase) -> Drawn:
     )
 
 
+def rows_in(array: Array, pages: Array | None, b: int, rows: Iterable[int]) -> tuple[Array, Array]:
+    """The view (2, K, rows, last) of a cache or a pool in which sequence b's rows are, and where in it."""
+    at = np.array(list(rows), int)
+    if pages is None:
+        return array[0, b], at
+    return array, pages[b, at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
+
+
 def place(case: KernelCase, sides: Sequence[Array], dtype: str, pages: Array | None) -> Array:
     """Stored keys and values (B, T, K, last) of every position in the rows where the kernel finds them."""
-    beside = case.head_dim != case.values
-    parts = [np.concatenate(sides, axis=-1)] if beside else list(sides)
-    heads, last = parts[0].shape[2:]
-    rows = case.max_tokens if pages is None else (case.batch * (-(-case.num_keys // PAGE_SIZE)) + 2) * PAGE_SIZE
-    shape = (len(parts), heads, rows, last)
-    array = poisoned((case.batch, *shape) if pages is None else shape, dtype)
+    parts = np.stack(sides, axis=1) if case.head_dim == case.values else np.concatenate(sides, axis=-1)[:, None]
+    num_sides, K, last = parts.shape[1], *parts.shape[3:]
+    pool = num_sides, K, (case.batch * (-(-case.num_keys // PAGE_SIZE)) + 2) * PAGE_SIZE, last
+    array = poisoned((1, case.batch, num_sides, K, case.max_tokens, last) if pages is None else pool, dtype)
     for b in range(case.batch):
-        for row, position in case.positions(b).items():
-            own = array[b] if pages is None else array
-            at = row if pages is None else pages[b, row // PAGE_SIZE] * PAGE_SIZE + row % PAGE_SIZE
-            for side, part in enumerate(parts):
-                own[side, :, at] = part[b, position]
-    return array[None] if pages is None else array
+        held = case.positions(b)
+        own, at = rows_in(array, pages, b, held)
+        own[:, :, at] = parts[b][:, list(held.values())].swapaxes(1, 2)
+    return array
 
 
 def rotations(case: KernelCase, angle: Array) -> Array:
@@ -250,40 +249,21 @@ def expected(case: KernelCase, drawn: Drawn) -> Array:
     """(B, H, S, Dv) in float64. The kernel multiplies by scales in float32 and rounds no key or value to the dtype."""
     key, value = drawn.key.astype(np.float64), drawn.value.astype(np.float64)
     if case.pairs is not None:
-        turn = np.arange(case.num_keys)[:, None, None] * drawn.angle  # (T, 1, P)
-        cosine, sine = (f(turn).astype(np.float32).astype(np.float64) for f in (np.cos, np.sin))
-        first = list(drawn.pairs)
-        second = [p + case.head_dim // 2 for p in drawn.pairs]
-        b1, b2 = drawn.key_bias.astype(np.float64).swapaxes(0, 1)  # (K, P)
-        key[..., first] += b1 * cosine - b2 * sine
-        key[..., second] += b1 * sine + b2 * cosine
+        angle = np.arange(case.num_keys)[:, None] * drawn.angle  # (T, P)
+        key += oracle.key_bias(drawn.key_bias, drawn.pairs, angle, case.head_dim)
         value += drawn.value_bias
-    slopes = oracle.alibi_slopes(case.num_heads)
-    scale = case.head_dim**-0.5 if case.score_scale is None else case.score_scale
-    output = np.zeros((case.batch, case.num_heads, case.new_tokens, case.values))
-    held = [np.array(sorted(case.positions(b).items())).T for b in range(case.batch)]
-    for b, h, s in product(range(case.batch), range(case.num_heads), range(case.new_tokens)):
-        at = case.offsets[b] + s
-        rows, position = held[b]
-        k, v = (x[b, position, h // case.ratio] for x in (key, value))
-        scores = k @ drawn.query[b, h, s].astype(np.float64) * scale
-        if case.softcap:
-            scores = case.softcap * np.tanh(scores / case.softcap)
-        if case.is_alibi:
-            scores = scores + slopes[h] * (position - at)
-        if drawn.mask is not None:
-            own = drawn.mask.reshape(*[1] * (4 - drawn.mask.ndim), *drawn.mask.shape)
-            own = own[b % own.shape[0], h % own.shape[1], s, rows]
-            scores = np.where(own, scores, -np.inf) if case.mask == "bool" else scores + own
-        if case.is_causal or case.is_alibi:
-            scores = np.where(position > at, -np.inf, scores)
-        if case.window is not None:
-            scores = np.where((position > at - case.window) | (position < case.keep), scores, -np.inf)
-        sink = -np.inf if drawn.sinks is None else float(drawn.sinks[h])
-        if (top := max(scores.max(), sink)) > -np.inf:
-            weights = np.exp(scores - top)
-            output[b, h, s] = weights @ v / (weights.sum() + np.exp(sink - top))
-    return output
+    options = {name: getattr(case, name) for name in ("is_causal", "is_alibi", "softcap", "window", "keep")}
+    output = []
+    for b, end in enumerate(case.ends):
+        mask = drawn.mask
+        if mask is not None:  # from rows to positions; those that have no row are outside of the window
+            held, own = case.positions(b), mask[b % len(mask)] if mask.ndim == 4 else mask
+            mask = np.zeros((*own.shape[:-1], end), own.dtype)
+            mask[..., list(held.values())] = own[..., list(held)]
+        query = drawn.query[b : b + 1].swapaxes(1, 2)
+        both = [x[b : b + 1, :end] for x in (key, value)]
+        output.append(oracle.attend(query, *both, **options, attn_mask=mask, scale=case.score_scale, sinks=drawn.sinks))
+    return np.concatenate(output).swapaxes(1, 2)
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -307,14 +287,9 @@ def kernels_on_host(
         own = (texts or {}).get(file) or text(file)
         return re.sub(r"(#define KVANT_UNROLL\w*) .*", r"\1", own)
 
-    def kernel(name: str, backend: str) -> Any:
-        make = make_kernel(name, "metal")  # anew: the text may be another
-
-        def run(*, inputs: list[mx.array], **launch: Any) -> list[mx.array]:
-            unreadable = dict(forbidden or {}) if name == "attend" else {}
-            return on_host(make, orders=orders, unreadable=unreadable)(inputs=inputs, **launch)
-
-        return run
+    def kernel(name: str, backend: str) -> Any:  # anew: the text may be another
+        unreadable = dict(forbidden or {}) if name == "attend" else {}
+        return on_host(make_kernel(name, "metal"), orders=orders, unreadable=unreadable)
 
     make_kernel, text = launch_module._kernel.__wrapped__, launch_module._text
     with pytest.MonkeyPatch.context() as patch:
@@ -323,17 +298,14 @@ def kernels_on_host(
         yield
 
 
-def run(
-    case: KernelCase,
-    drawn: Drawn,
-    texts: Mapping[str, str] | None = None,
-    orders: Sequence[int] = (FORWARD, REVERSE),
-) -> mx.array:
-    """The kernel's output. Raises a HostError where it does what it must not."""
+def run(case: KernelCase, drawn: Drawn, **how: Any) -> mx.array:
+    """The kernel's output; how: texts and orders of kernels_on_host. Raises a HostError."""
     spec, split = case.spec, None
     if case.pairs is not None:
         split = BiasSplit(mx.array(drawn.key_bias), drawn.pairs, mx.array(drawn.rotation), mx.array(drawn.value_bias))
-    with kernels_on_host(forbidden(case, drawn), texts, orders), pytest.MonkeyPatch.context() as patch:
+    names = ("quant_bit", "quant_group", "is_causal", "is_alibi", "window", "keep", "softcap", "score_scale", "backend")
+    given = {name: getattr(drawn, name) for name in ("mask", "sinks", "pages")}
+    with kernels_on_host(forbidden(case, drawn), **how), pytest.MonkeyPatch.context() as patch:
         if case.splits is not None:
             patch.setattr(attend_module, "num_splits", lambda *_: case.splits)
         return attend_fused(
@@ -341,53 +313,56 @@ def run(
             to_mx(drawn.cache, spec.cache_dtype),
             None if drawn.scale is None else mx.array(drawn.scale),
             mx.array(case.offsets) if case.shorter else mx.array(case.offset),
-            quant_bit=case.quant_bit,
-            quant_group=case.quant_group,
             value_dim=case.value_dim or None,
-            is_causal=case.is_causal,
-            is_alibi=case.is_alibi,
-            mask=None if drawn.mask is None else mx.array(drawn.mask),
-            window=case.window,
-            keep=case.keep,
-            sinks=None if drawn.sinks is None else mx.array(drawn.sinks),
-            softcap=case.softcap,
-            score_scale=case.score_scale,
-            pages=None if drawn.pages is None else mx.array(drawn.pages),
             first=None if drawn.pages is None else mx.array(case.firsts, mx.int32),
             rows=max(len(case.positions(b)) for b in range(case.batch)) if case.knows_rows else None,
             bias_split=split,
-            backend=case.backend,
+            **{name: getattr(case, name) for name in names},
+            **{name: None if x is None else mx.array(x) for name, x in given.items()},
         )
 
 
 def forbidden(case: KernelCase, drawn: Drawn) -> dict[str, Array]:
     """Where inputs of the first pass must not be read: True."""
-    if drawn.pages is None:
-        dead = np.ones((case.batch, 1, 1, case.max_tokens), bool)
-        for b in range(case.batch):
-            dead[b, ..., case.readable(b)] = False
-    else:
-        dead = np.ones((1, 1, drawn.cache.shape[2]), bool)
-        for b in range(case.batch):
-            for row in case.readable(b):
-                dead[..., drawn.pages[b, row // PAGE_SIZE] * PAGE_SIZE + row % PAGE_SIZE] = False
-    found = {"cache": dead[..., None]}
+    dead = np.ones((*drawn.cache.shape[:-1], 1), bool)
+    for b in range(case.batch):
+        own, at = rows_in(dead, drawn.pages, b, case.readable(b))
+        own[:, :, at] = False
+    found = {"cache": dead}
     if case.quant_bit:
-        found["scale"] = dead[..., None]
+        found["scale"] = dead
     if drawn.pairs:
         found["rotation"] = np.isnan(drawn.rotation)
     if drawn.mask is not None:
-        own = drawn.mask.ndim == 4 and drawn.mask.shape[0] > 1
-        counts = [len(case.positions(b)) for b in range(case.batch)]
-        held = np.array(counts).reshape(-1, 1, 1, 1) if own else max(counts)
-        found["mask"] = np.arange(drawn.mask.shape[-1]) >= held
+        own_mask = drawn.mask.ndim == 4 and len(drawn.mask) > 1
+        counts = np.array([len(case.positions(b)) for b in range(case.batch)]).reshape(-1, 1, 1, 1)
+        found["mask"] = np.arange(drawn.mask.shape[-1]) >= (counts if own_mask else counts.max())
     return found
 
 
-def check(case: KernelCase, texts: Mapping[str, str] | None = None, orders: Sequence[int] = (FORWARD, REVERSE)) -> None:
+def check(case: KernelCase, **how: Any) -> None:
     """The kernel's output is float64's, to the dtype's tolerance."""
     drawn = draw(case)
-    check_output(run(case, drawn, texts, orders), expected(case, drawn), case.dtype)
+    check_output(run(case, drawn, **how), expected(case, drawn), case.dtype)
+
+
+def check_append(
+    key: mx.array, value: mx.array, scale_dtype: str = "float16", *, quant_bit: int, quant_group: int, **how: Any
+) -> tuple[mx.array, mx.array]:
+    """What the kernel stores is the operator's to the bit. Values beside a NaN or an infinity are anything."""
+    form, dtype = {"quant_bit": quant_bit, "quant_group": quant_group}, getattr(mx, scale_dtype)
+    with kernels_on_host(**how):
+        arrays = [mx.zeros(0, quantized_dtype(quant_bit)), mx.zeros(0, dtype)]
+        stored = stored_tokens(key, value, arrays, **form, backend="metal")
+    alike = key.shape == value.shape  # (B, 2, K, S, D), or (B, 1, K, S, D + Dv)
+    both = mx.stack([key, value], axis=1) if alike else mx.concatenate([key, value], axis=-1)[:, None]
+    wanted = quantize(both, **form, scale_dtype=dtype)
+    assert [(x.shape, x.dtype) for x in stored] == [(x.shape, x.dtype) for x in wanted]
+    np.testing.assert_array_equal(np.array(stored[1]), np.array(wanted[1]))
+    if np.isfinite(np.array(wanted[1])).all():
+        np.testing.assert_array_equal(np.array(stored[0]), np.array(wanted[0]))
+    quantized, scale = stored
+    return quantized, scale
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
@@ -422,12 +397,8 @@ def instances(seed: int = 6) -> list[KernelCase]:
     def pairs_of(values: Mapping[str, Any]) -> set[tuple[str, Any, str, Any]]:
         return {(a, values[a], b, values[b]) for a, b in combinations(names, 2)}
 
-    missing = {
-        (a, x, b, y)
-        for a, b in combinations(names, 2)
-        for x, y in product(OPTIONS[a], OPTIONS[b])
-        if fits({a: x, b: y})
-    }
+    every = ((a, x, b, y) for a, b in combinations(names, 2) for x, y in product(OPTIONS[a], OPTIONS[b]))
+    missing = {(a, x, b, y) for a, x, b, y in every if fits({a: x, b: y})}
     chosen: list[dict[str, Any]] = []
     while missing:
         a, x, b, y = min(missing, key=repr)
@@ -489,17 +460,9 @@ def runs(case: KernelCase) -> list[KernelCase]:
             batch = max(1, MOST_WORK // work // num_kv_heads)
             num_kv_heads = min(num_kv_heads, max(1, MOST_WORK // work))
         tokens = offset + case.new_tokens
-        cases.append(
-            replace(
-                case,
-                seed=1000 * case.seed + offset,
-                offset=offset,
-                knows_rows=offset % 2 == 1,
-                shorter=0 if len(cases) % 2 else offset // 2 + 1,
-                max_tokens=min(tokens, ring) if is_ring else tokens + int(rng.choice([0, 1, 6])),
-                batch=batch,
-                num_kv_heads=num_kv_heads,
-                mask_rank=int(rng.integers(2, 5)),
-            )
-        )
+        own = replace(case, seed=1000 * case.seed + offset, offset=offset, knows_rows=offset % 2 == 1)
+        most = min(tokens, ring) if is_ring else tokens + int(rng.choice([0, 1, 6]))
+        shorter, rank = 0 if len(cases) % 2 else offset // 2 + 1, int(rng.integers(2, 5))
+        sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "max_tokens": most}
+        cases.append(replace(own, **sizes, shorter=shorter, mask_rank=rank))
     return cases

@@ -14,6 +14,7 @@ from typing import Any
 import kvant  # isort: skip  # noqa: F401, before MLX: it loads a faster BLAS
 import mlx.core as mx
 
+from kvant.cache import CacheOptions
 from kvant.cache.pages import PAGE_SIZE
 from kvant.engine.request import Request
 from kvant.engine.run import Run
@@ -29,7 +30,7 @@ CORES = 2  # dequantized parts are made side by side, one on each core: their nu
 
 def _fill_cache(model: Decoder, tokens: int, settings: Settings) -> int:
     """Bytes of the cache."""
-    cache = model.make_cache(tokens, kv_bits=settings.kv_bits, kv_group_size=settings.kv_group_size)
+    cache = model.make_cache(tokens, **settings.cache.fields)
     prompt = [7 * i % model.config.vocab_size for i in range(tokens - DECODED + 1)]
     run = Run(model, prompt, cache, prefill_step_size=settings.prefill_step_size, max_tokens=DECODED)
     assert len(list(run)) == DECODED
@@ -40,8 +41,8 @@ def _fill_cache(model: Decoder, tokens: int, settings: Settings) -> int:
 def _fill_pool(model: Decoder, tokens: int, settings: Settings, count: int) -> int:
     """Bytes of the pool. Sequence i is fed while those before it run, and all are full in the end."""
     step = settings.prefill_step_size
-    options = {"kv_bits": settings.kv_bits, "kv_group_size": settings.kv_group_size, "prefill_step_size": step}
-    pool = model.make_pool(count * page_rows(tokens), sequences=count, max_seq_len=tokens, **options)
+    options = {"sequences": count, "max_seq_len": tokens, "prefill_step_size": step}
+    pool = model.make_pool(count * page_rows(tokens), **options, **settings.cache.fields)
     scheduler = Scheduler(model, pool, max_batch=count)
     waits = -(-tokens // min(step, PAGE_SIZE)) + 1  # steps that a prompt takes, at most
     for i in range(count):
@@ -62,7 +63,8 @@ def measure(folder: Path, tokens: int, streams: int, options: dict[str, Any]) ->
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
         if streams > CORES:
             os.sched_getaffinity = lambda pid: set(range(streams))
-    checkpoint, settings = Checkpoint.from_folder(folder), Settings(**options)
+    checkpoint = Checkpoint.from_folder(folder)
+    settings = Settings(**options | {"cache": CacheOptions(**options["cache"])})
 
     def planned(**known: Any) -> list[int]:
         made = plan(checkpoint, max_kv_size=tokens, settings=settings, device="cpu", **known)

@@ -60,24 +60,23 @@ def environment(cache: Path, **changes: str) -> dict[str, str]:
     return kept | {"XDG_CACHE_HOME": str(cache)} | changes
 
 
-def check(done: subprocess.CompletedProcess[str]) -> str:
-    """What the process says BLAS is, after its products were found to be right."""
-    assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
-    assert max(report["errors"].values()) < 1e-4, report
-    return str(report["blas"])
+def start(cache: Path, first: str = "", **changes: str) -> subprocess.Popen[str]:
+    """A process that runs ``first`` before it imports kvant, and reports."""
+    command, pipe = [sys.executable, "-c", first + REPORT], subprocess.PIPE
+    return subprocess.Popen(command, env=environment(cache, **changes), stdout=pipe, stderr=pipe, text=True)
+
+
+def reported(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What a process says BLAS is, after its products were found to be right, and its standard error."""
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    found: dict[str, Any] = json.loads(output)
+    assert max(found["errors"].values()) < 1e-4, found
+    return str(found["blas"]), errors
 
 
 def report(cache: Path, first: str = "", **changes: str) -> tuple[str, str]:
-    """What BLAS is in a process that runs ``first`` before it imports kvant, and its standard error."""
-    done = subprocess.run(
-        [sys.executable, "-c", first + REPORT],
-        env=environment(cache, **changes),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return check(done), done.stderr
+    return reported(start(cache, first, **changes))
 
 
 def files(cache: Path) -> list[Path]:

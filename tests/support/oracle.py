@@ -8,6 +8,7 @@ dequantizing happen in the dtypes the specification names, so that quantized val
 float64 from end to end. Nothing is changed in place: a cache and a scale go in, new ones come out.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,17 +118,13 @@ def dequantize(stored: Array, scale: Array, spec: Spec) -> Array:
 
 def token(x: Array, kind: int, b: int, t: int, sequences: Sequences, spec: Spec) -> Array:
     """The writable view (K, last) of a token's key or value in a cache, or of its scale."""
-    layer, layout = spec.layer_idx, spec.cache_layout
+    layer, every = spec.layer_idx, slice(None)
     if sequences.rows is None:  # (MaxB, L, 2, MaxS, K, last) or (L, MaxB, 2, K, MaxS, last)
-        return x[b, layer, kind, t] if layout == 0 else x[layer, b, kind, :, t]
+        return x[((b, layer, kind, t), (layer, b, kind, every, t))[spec.cache_layout]]
     row = sequences.rows[b][t]
-    if layout == 0:
-        return x[row, layer, kind]  # (MaxT, L, 2, K, last)
-    if layout == 1:
-        return x[layer, row, kind]  # (L, MaxT, 2, K, last)
-    if layout == 2:
-        return x[layer, kind, row]  # (L, 2, MaxT, K, last)
-    return x[layer, kind, :, row]  # (L, 2, K, MaxT, last)
+    # (MaxT, L, 2, K, last), (L, MaxT, 2, K, last), (L, 2, MaxT, K, last) or (L, 2, K, MaxT, last)
+    places = ((row, layer, kind), (layer, row, kind), (layer, kind, row), (layer, kind, every, row))
+    return x[places[spec.cache_layout]]
 
 
 def store(
@@ -195,6 +192,16 @@ def softmax(scores: Array) -> Array:
     return np.divide(weights, total, out=np.zeros_like(weights), where=total != 0)
 
 
+def key_bias(bias: Array, pairs: Sequence[int], angle: Array, D: int) -> Array:
+    """A bias (K, 2, P) of some rotary pairs, turned by the angles (T, P): what it adds to keys (T, K, D)."""
+    cosine, sine = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    b1, b2 = bias.astype(np.float64).swapaxes(0, 1)
+    output = np.zeros((len(angle), len(bias), D))
+    output[..., list(pairs)] = b1 * cosine - b2 * sine
+    output[..., [p + D // 2 for p in pairs]] = b1 * sine + b2 * cosine
+    return output
+
+
 def attend(
     query: Array,
     key: Array,
@@ -203,24 +210,34 @@ def attend(
     is_causal: bool,
     is_alibi: bool = False,
     attn_mask: Array | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int | None = None,
+    keep: int = 0,
+    sinks: Array | None = None,
 ) -> Array:
-    """Attention in float64. Query (B, S, H, D), key and value (B, T, K, D) -> (B, S, H, D); query i is at T - S + i."""
+    """Attention in float64. Query (B, S, H, D), key and value (B, T, K, D) -> (B, S, H, D); query i is at T - S + i.
+
+    A query sees the last ``window`` keys and the first ``keep``. A sink (H,) takes part in the softmax.
+    """
     batch, num_queries, num_heads, head_dim = query.shape
     num_keys, num_kv_heads = key.shape[1:3]
-    query_position = num_keys - num_queries + np.arange(num_queries)[:, None]
-    distance = np.arange(num_keys)[None, :] - query_position  # (S, T): 0 at the query's own key, negative before it
-    output = np.zeros(query.shape, np.float64)
-    for b in range(batch):
-        for h in range(num_heads):
-            kv_head = h // (num_heads // num_kv_heads)
-            q = query[b, :, h].astype(np.float64)
-            k = key[b, :, kv_head].astype(np.float64)
-            v = value[b, :, kv_head].astype(np.float64)
-            scores = q @ k.T / np.sqrt(head_dim)
-            scores = scores + added_mask(attn_mask, b, h, num_keys)
-            if is_alibi:
-                scores = scores + alibi_slopes(num_heads)[h] * distance
-            if is_alibi or (is_causal and num_queries > 1):
-                scores = np.where(distance > 0, -np.inf, scores)
-            output[b, :, h] = softmax(scores) @ v
+    position = np.arange(num_keys)
+    distance = position - (num_keys - num_queries + np.arange(num_queries)[:, None])  # (S, T): 0 at the query's own key
+    output = np.zeros((*query.shape[:3], value.shape[-1]))
+    for b, h in np.ndindex(batch, num_heads):
+        kv_head = h // (num_heads // num_kv_heads)
+        q, k, v = (x.astype(np.float64) for x in (query[b, :, h], key[b, :, kv_head], value[b, :, kv_head]))
+        scores = q @ k.T * (head_dim**-0.5 if scale is None else scale)
+        if softcap:
+            scores = softcap * np.tanh(scores / softcap)
+        scores = scores + added_mask(attn_mask, b, h, num_keys)
+        if is_alibi:
+            scores = scores + alibi_slopes(num_heads)[h] * distance
+        if is_alibi or (is_causal and num_queries > 1):
+            scores = np.where(distance > 0, -np.inf, scores)
+        if window is not None:
+            scores = np.where((distance > -window) | (position < keep), scores, -np.inf)
+        sink = np.full((num_queries, 1), -np.inf if sinks is None else sinks[h])
+        output[b, :, h] = softmax(np.concatenate([scores, sink], axis=-1))[:, :-1] @ v
     return output

@@ -3,6 +3,8 @@
 The model may be a rank's part of one. Every step is evaluated before the next.
 """
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from kvant.models import Decoder
@@ -46,6 +48,16 @@ def pooled_run(model: Decoder, bits: int) -> mx.array:
         mx.eval(steps[-1])
         batch.commit(ids=[[token], [token]])
     return mx.concatenate(steps)
+
+
+def every_run(model: Decoder, widths: Sequence[int], pools: bool) -> dict[str, mx.array]:
+    """Logits through a cache of each width, and a pool; and without either, evaluated, as "whole"."""
+    found = {f"cache {bits}": cached_run(model, bits) for bits in widths}
+    if pools:
+        found |= {f"pool {bits}": pooled_run(model, bits) for bits in widths}
+    found["whole"] = model(mx.array([run_ids(model.config.vocab_size)]))
+    mx.eval(found["whole"])
+    return found
 
 
 def _last(step: mx.array) -> mx.array:

@@ -3,7 +3,7 @@
 B batch, N new tokens and T tokens of all sequences, H query heads, K kv heads, D head_dim, MaxT rows of a packed cache.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -106,7 +106,7 @@ def in_form(values: list[Any], form: str) -> Any:
         return values
     if form in ("tuple", "numpy ints"):
         kind = int if form == "tuple" else np.int64
-        return tuple(tuple(map(kind, x)) for x in values) if nested else tuple(map(kind, values))
+        return tuple(tuple(map(kind, x)) if nested else kind(x) for x in values)
     if nested:  # of an array all rows are of one length
         width = max(map(len, values))
         values = [x + [PADDING_ENTRIES[len(x) % 3]] * (width - len(x)) for x in values]
@@ -169,6 +169,14 @@ def draw_case(seed: int) -> Case:
         mask_padding=int(rng.choice([0, 1, 7])),
         mask_dtype="bool_" if mask == "bool" else str(rng.choice(["float32", "float16", "bfloat16"])),
     )
+
+
+def plain_case(quant_bit: int, past: int, new_tokens: int, batch: int = 1, **changes: Any) -> Case:
+    """A static call of attention in float32, causal, with a cache that has three rows more."""
+    spec = Spec(cache_dtype={8: "int8", 4: "uint8", 0: "float32"}[quant_bit], quant_bit=quant_bit, cache_layout=1)
+    sequences, max_rows = Sequences([past] * batch, [new_tokens] * batch), (batch, past + new_tokens + 3)
+    case = Case(1, True, sequences, max_rows, num_kv_heads=2, head_dim=16, data="unit", spec=spec, forms=("int",))
+    return replace(case, **({"ratio": 2, "is_causal": True} | changes))
 
 
 def draw_spec(rng: np.random.Generator, layout: int) -> tuple[Spec, int]:
@@ -254,11 +262,10 @@ class Call:
 
     def shape(self, last: int) -> tuple[int, ...]:
         (B, S), L, K = self.case.max_rows, self.case.spec.num_layer, self.case.num_kv_heads
-        if not self.case.packed:
-            return ((B, L, 2, S, K, last), (L, B, 2, K, S, last))[self.case.spec.cache_layout]
-        return ((S, L, 2, K, last), (L, S, 2, K, last), (L, 2, S, K, last), (L, 2, K, S, last))[
-            self.case.spec.cache_layout
-        ]
+        outer = ((B, L, 2, S, K), (L, B, 2, K, S))
+        if self.case.packed:
+            outer = ((S, L, 2, K), (L, S, 2, K), (L, 2, S, K), (L, 2, K, S))
+        return (*outer[self.case.spec.cache_layout], last)
 
     def _mask(self, rng: np.random.Generator) -> Array | None:
         """Most queries keep most keys and some none. What is no sequence's own block is poison."""
@@ -281,36 +288,36 @@ class Call:
             mask[own] = keep[own]
         return mask
 
-    def given(self, x: Array, dtype: str | None = None) -> mx.array:
+    def given(self, x: Array) -> mx.array:
         """New tokens as an array of its own, or in every third case as a transposed view."""
-        batch = len(self.case.sequences.new)
-        x = x if self.case.packed else x.reshape(batch, -1, *x.shape[1:])  # (N, heads, D) -> (B, S, heads, D)
-        dtype = dtype or self.case.spec.dtype
+        x, dtype = self.in_batch(x), self.case.spec.dtype
         if self.case.seed % 3:
             return to_mx(x, dtype)
         return to_mx(np.ascontiguousarray(x.swapaxes(-3, -2)), dtype).swapaxes(-3, -2)
 
+    def in_batch(self, x: Array) -> Array:
+        """(N, heads, D) -> (B, S, heads, D) of a static call."""
+        return x if self.case.packed else x.reshape(len(self.case.sequences.new), -1, *x.shape[1:])
+
     def run(self) -> Any:
         """The operator's result."""
         case = self.case
-        module = dynamic_batching if case.packed else operators
         arrays = {"current_key": self.given(self.key), "current_value": self.given(self.value)}
         arrays |= {"cache": self.mx_cache} | ({} if self.mx_scale is None else {"scale": self.mx_scale})
-        if not case.attends:
-            return module.key_value_cache(**arrays, **case.options(), **self.more)  # type: ignore[attr-defined]
-        if self.mask is not None:
-            arrays["attn_mask"] = to_mx(self.mask, case.mask_dtype)
-        return module.multi_head_cache_attention(self.given(self.query), **arrays, **case.options(), **self.more)  # type: ignore[attr-defined]
+        if case.attends:
+            arrays |= {"query": self.given(self.query)}
+            arrays |= {} if self.mask is None else {"attn_mask": to_mx(self.mask, case.mask_dtype)}
+        name = "multi_head_cache_attention" if case.attends else "key_value_cache"
+        operator = getattr(dynamic_batching if case.packed else operators, name)
+        return operator(**arrays, **case.options(), **self.more)
 
     def check_stored(self, tally: QuantizedTally) -> None:
         case = self.case
         expected = oracle.store(self.key, self.value, case.sequences, self.cache, self.scale, case.spec)
 
         def written(x: Array) -> list[Array]:
-            places = case.sequences.places(only_new=True)
-            return [
-                oracle.token(x, kind, *place, case.sequences, case.spec) for place in places for kind in (KEY, VALUE)
-            ]
+            places = [(kind, *place) for place in case.sequences.places(only_new=True) for kind in (KEY, VALUE)]
+            return [oracle.token(x, *place, case.sequences, case.spec) for place in places]
 
         check_stored((self.mx_cache, self.mx_scale), expected, case.spec, written, tally)
 
@@ -319,30 +326,22 @@ class Call:
         case = self.case
         scale = None if self.mx_scale is None else to_numpy(self.mx_scale)
         key, value = oracle.fetch(case.sequences, to_numpy(self.mx_cache), scale, case.spec)
-        batch = len(case.sequences.new)
         if not case.attends:
             for actual, expected, name in zip(result, (key, value), ("key", "value"), strict=True):
-                expected = np.repeat(expected, case.num_repeat, axis=1)  # head 0, 0, 1, 1 and not 0, 1, 0, 1
-                expected = expected if case.packed else expected.reshape(batch, -1, *expected.shape[1:])
-                check_returned(actual, expected, case.spec.dtype, name)
+                repeated = np.repeat(expected, case.num_repeat, axis=1)  # head 0, 0, 1, 1 and not 0, 1, 0, 1
+                check_returned(actual, self.in_batch(repeated), case.spec.dtype, name)
             return
         seq, kv = case.starts
         output = np.full(self.query.shape, np.nan)
-        for b in range(batch):
-            new, all_tokens = slice(seq[b], seq[b + 1]), slice(kv[b], kv[b + 1])
-            mask = self.mask
+        for b, new_tokens in enumerate(case.sequences.new):
+            new, every, mask = slice(seq[b], seq[b + 1]), slice(kv[b], kv[b + 1]), self.mask
             if mask is not None and mask.size:
-                mask = mask[..., new, all_tokens] if case.packed else mask[b % len(mask)] if mask.ndim == 4 else mask
-            if case.sequences.new[b]:
-                output[new] = oracle.attend(
-                    self.query[None, new],
-                    key[None, all_tokens],
-                    value[None, all_tokens],
-                    is_causal=case.is_causal and b >= case.decoding_batches,
-                    is_alibi=case.is_alibi,
-                    attn_mask=mask,
-                )[0]
-        check_output(result, output if case.packed else output.reshape(batch, -1, *output.shape[1:]), case.spec.dtype)
+                mask = mask[..., new, every] if case.packed else mask[b % len(mask)] if mask.ndim == 4 else mask
+            if new_tokens:
+                causal = case.is_causal and b >= case.decoding_batches
+                one = (x[None] for x in (self.query[new], key[every], value[every]))
+                output[new] = oracle.attend(*one, is_causal=causal, is_alibi=case.is_alibi, attn_mask=mask)[0]
+        check_output(result, self.in_batch(output), case.spec.dtype)
 
 
 def check_cases(seeds: range) -> None:

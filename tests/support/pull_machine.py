@@ -4,7 +4,6 @@ Every process ends at once if it looks up or connects to anything but loopback.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -43,17 +42,15 @@ from kvant.cli import main
 SHELL = (
     LOOPBACK_ONLY
     + """
-import contextlib, errno, io, json, shutil
+import contextlib, io, json, shutil
 from pathlib import Path
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 from kvant.engine.load import find_model
 from kvant.errors import ModelError
 from kvant.weights import known
-places = known.PLACES
 requests, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO())
 for line in requests:
-    arguments, listed, patches = json.loads(line)
-    known.PLACES = (Path(listed),) if listed else places
+    arguments, patches = json.loads(line)
     known.known_models.cache_clear()
     output, errors, code = io.StringIO(), io.StringIO(), 0
     with contextlib.ExitStack() as stack:
@@ -101,23 +98,11 @@ class Machine:
         (self.home / "link").symlink_to(self.home / "hf")
 
     def start(self, *arguments: str, code: str = f"{LOOPBACK_ONLY}main()", **environment: str) -> Process:
-        return subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", code, *arguments],
-            env=self.environment | environment,
-            cwd=self.home,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command, pipe = [sys.executable, "-W", "error", "-c", code, *arguments], subprocess.PIPE
+        environ = self.environment | environment
+        return subprocess.Popen(command, env=environ, cwd=self.home, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
-    def run(
-        self,
-        *arguments: str,
-        listed: str | None = None,
-        patches: Mapping[str, str] | None = None,
-        **environment: str,
-    ) -> Done:
+    def run(self, *arguments: str, patches: Mapping[str, str] | None = None, **environment: str) -> Done:
         """A command, in the process of its environment; ``patches``: expressions in place of names for this one."""
         key = json.dumps(environment)
         if key not in self.shells:
@@ -125,7 +110,7 @@ class Machine:
         shell = self.shells[key]
         assert shell.stdin is not None
         assert shell.stdout is not None
-        print(json.dumps([arguments, listed, patches or {}]), file=shell.stdin, flush=True)
+        print(json.dumps([arguments, patches or {}]), file=shell.stdin, flush=True)
         return subprocess.CompletedProcess(arguments, *json.loads(shell.stdout.readline()))
 
     def close(self) -> None:
@@ -184,12 +169,13 @@ def pulling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 
 @pytest.fixture
-def hub(pulling: Machine) -> Hub:
-    """The hub, with nothing in it."""
+def hub(pulling: Machine, files: dict[str, bytes]) -> Hub:
+    """The hub, with the repository alone."""
     hub, new = pulling.hub, Hub(port=pulling.hub.port)
     hub.release.set()
     for each in fields(Hub):
         setattr(hub, each.name, getattr(new, each.name))
+    hub.add(REPOSITORY, files)
     return hub
 
 
@@ -198,26 +184,3 @@ def machine(pulling: Machine, hub: Hub) -> Machine:
     """The machine, with an empty home."""
     pulling.empty()
     return pulling
-
-
-@pytest.fixture
-def listed(files: dict[str, bytes], tmp_path: Path) -> "Listing":
-    return Listing(files, tmp_path / "weights.toml")
-
-
-class Listing:
-    """A weights.toml that names the repository."""
-
-    def __init__(self, files: dict[str, bytes], path: Path) -> None:
-        self.files, self.path = files, path
-
-    def write(self, commit: str, **changes: dict[str, object]) -> str:
-        lines = [f'[models.small]\nrepository = "{REPOSITORY}"\nrevision = "{commit}"\nlicense = "mit"\nfiles = [']
-        for name in ("config.json", WEIGHTS):
-            data = self.files[name]
-            facts = {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-            facts |= changes.get(name.split(".")[0], {})
-            lines.append("  { " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in facts.items()) + " },")
-        lines += ["]", "[models.small.config]", "num_hidden_layers = 4"]
-        self.path.write_text("\n".join(lines))
-        return str(self.path)

@@ -1,93 +1,88 @@
-"""The host run of Metal kernels itself: what is traced is what MLX launches, and right kernels give numpy's results.
+"""The host run of Metal kernels itself: right kernels give NumPy's results, and each planted mistake is caught.
 
-Which compiler ran is in the last lines of pytest's output; docs/kernels.md says what each can see.
+What kvant's own kernels use of Metal is held against the oracle by their tests, which run here.
+Every mistake is one edit away from a kernel that passes. Which compiler ran is in the last lines of pytest's output.
 """
+
+import sys
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from support.metal_host import HostKernel, host_pytest_skip, kernel_call
-from support.metal_host.errors import Race, Uninitialised
-from support.metal_probe import REDUCTION, launch, metal_kernel, normal, reduce, same
+from support.metal_host import FORWARD, REVERSE, HostError, host_pytest_skip, on_host, worker
+from support.metal_host.compiler import find_compiler
 
 pytestmark = host_pytest_skip
 
+Triple = tuple[int, int, int]
 FLOATS = [mx.float32, mx.float16, mx.bfloat16]
 
 
-def test_a_call_is_read_as_mlx_launches_it() -> None:
-    source = "uint i = thread_position_in_grid.x; out[i] = T(x[i] * y + z[0] * x_strides[0] * x_shape[1] * x_ndim);"
-    options = {"template": [("T", mx.bfloat16), ("N", 4), ("B", True)], "grid": (12, 1, 1), "threadgroup": (4, 1, 1)}
-    options |= {"output_shapes": [(3, 4)], "output_dtypes": [mx.bfloat16]}
-    inputs = [normal(3, 4), mx.array(3), mx.zeros(7)]
-    call = kernel_call(metal_kernel(source, 3, "constant int UNUSED = 3;\n"), inputs, **options)
-    assert call.template == "<bfloat16_t, 4, 1>"
-    assert (call.grid, call.threadgroup) == ((12, 1, 1), (4, 1, 1))
-    assert call.text.startswith("constant int UNUSED = 3;\ntemplate <typename T, int N, bool B>\n[[kernel]] void")
-    assert [(p.kind, p.name, p.index, p.type, p.space, p.by_reference) for p in call.parameters] == [
-        ("input", "x", 0, "float", "device", False),
-        ("shape", "x_shape", 0, "int", "constant", False),
-        ("strides", "x_strides", 0, "int64_t", "constant", False),
-        ("ndim", "x_ndim", 0, "int", "constant", True),
-        ("input", "y", 1, "int32_t", "constant", True),
-        ("input", "z", 2, "float", "constant", False),
-        ("output", "out", 0, "bfloat16_t", "device", False),
-        ("attribute", "thread_position_in_grid", -1, "uint3", "", False),
-    ]
-    assert [(x.shape, x.dtype) for x in call.outputs] == [((3, 4), mx.bfloat16)]
+def launch(
+    source: str,
+    *inputs: mx.array,
+    grid: Triple = (64, 1, 1),
+    threadgroup: Triple = (64, 1, 1),
+    shape: tuple[int, ...] = (64,),
+    dtype: mx.Dtype = mx.float32,
+    header: str = "",
+    orders: tuple[int, ...] = (FORWARD, REVERSE),
+    unreadable: dict[str, np.ndarray] | None = None,
+    **options: Any,
+) -> mx.array:
+    """The output of a kernel of inputs x, y and z in which i is the thread."""
+    text = "uint i = thread_position_in_grid.x;\n" + source
+    names = ["x", "y", "z"][: len(inputs)]
+    kernel = mx.fast.metal_kernel("probe", names, ["out"], text, header + "\n")
+    sizes = {"grid": grid, "threadgroup": threadgroup, "output_shapes": [shape], "output_dtypes": [dtype]}
+    return on_host(kernel, orders=orders, unreadable=unreadable)(inputs=list(inputs), **sizes, **options)[0]
 
 
-# --- right kernels
+def normal(*shape: int, dtype: mx.Dtype = mx.float32, seed: int = 0) -> mx.array:
+    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32)).astype(dtype)
+
+
+def same(given: mx.array, expected: mx.array) -> None:
+    assert (given.dtype, given.shape) == (expected.dtype, expected.shape)
+    assert mx.array_equal(given, expected).item(), (given, expected)
+
+
+# ---- right kernels ---------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_has_what_mlx_gives_it() -> None:
+    """Template arguments, a header, and the shape, strides and rank of an input; a scalar is a reference."""
+    source = "if (B) out[i] = T(x[i] * y + N * z[0] * x_strides[0] + x_shape[1] * x_ndim);"
+    options = {"template": [("T", mx.bfloat16), ("N", 2), ("B", True)], "grid": (12, 1, 1), "threadgroup": (4, 1, 1)}
+    x = normal(3, 4)
+    given = launch(source, x, mx.array(3), mx.ones(7), header="constant int UNUSED = 3;", **options, shape=(3, 4))
+    same(given, (x * 3 + 2 * 4 + 4 * 2).astype(mx.bfloat16).astype(mx.float32))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_elementwise_arithmetic_rounds_as_the_dtype(dtype: mx.Dtype) -> None:
     x, y = normal(64, dtype=dtype), normal(64, dtype=dtype, seed=1)
-    source = "uint i = thread_position_in_grid.x; T a = x[i], b = y[i]; out[i] = (a * b + a) - b * T(0.3f);"
-    given = launch(source, x, y, template=[("T", dtype)], dtype=dtype)
-    same(given, (x * y + x) - y * mx.array(0.3, dtype))
+    source = "T a = x[i], b = y[i]; out[i] = (a * b + a) - b * T(0.3f);"
+    same(launch(source, x, y, template=[("T", dtype)], dtype=dtype), (x * y + x) - y * mx.array(0.3, dtype))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_every_conversion_from_float(dtype: mx.Dtype) -> None:
     halves = np.arange(65536, dtype=np.uint32)
-    bits = np.concatenate(
-        [halves << 16, halves << 16 | 0x8000, halves << 16 | 0x8001, halves << 13, halves << 13 | 0x1000]
-    )
-    x = mx.array(bits).view(mx.float32)
-    given = launch(
-        "uint i = thread_position_in_grid.x; out[i] = T(x[i]);",
-        *[x],
-        template=[("T", dtype)],
-        grid=(x.size, 1, 1),
-        shape=x.shape,
-        dtype=dtype,
-    )
-    expected = x.astype(dtype)
-    number = ~mx.isnan(x)
-    assert mx.array_equal(mx.isnan(given), mx.isnan(x)).item()
-    same(mx.where(number, given, 0), mx.where(number, expected, 0))
-
-
-def test_functions_match_numpy() -> None:
-    source = """
-      uint i = thread_position_in_grid.x;
-      float a = metal::abs(x[i]) + 0.5f;
-      float s = fast::exp(x[i]) + metal::exp2(x[i]) + precise::log(a) + sqrt(a) + rsqrt(a);
-      s += as_type<float>(as_type<uint>(a) ^ 0x80000000u);
-      out[i] = s + max(x[i], 0.0f) - min(x[i], 0.0f) + rint(4.0f * x[i]);
-    """
-    x = np.array(normal(64)).astype(np.float64)
-    a = np.abs(x) + 0.5
-    expected = np.exp(x) + np.exp2(x) + np.log(a) + np.sqrt(a) + 1 / np.sqrt(a) + np.abs(x) + np.rint(4 * x) - a
-    np.testing.assert_allclose(np.array(launch(source, normal(64))), expected, rtol=1e-5, atol=1e-5)
+    beside = [halves << 16, halves << 16 | 0x8000, halves << 16 | 0x8001, halves << 13, halves << 13 | 0x1000]
+    x = mx.array(np.concatenate(beside)).view(mx.float32)
+    options: dict[str, Any] = {"grid": (x.size, 1, 1), "shape": x.shape, "dtype": dtype}
+    given, number = launch("out[i] = T(x[i]);", x, template=[("T", dtype)], **options), ~mx.isnan(x)
+    same(mx.isnan(given), mx.isnan(x))
+    same(mx.where(number, given, 0), mx.where(number, x.astype(dtype), 0))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_simd_functions_match_numpy(dtype: mx.Dtype) -> None:
     source = """
-      uint i = thread_position_in_grid.x, lane = thread_index_in_simdgroup;
+      uint lane = thread_index_in_simdgroup;
       float r = float(simd_max(x[i])) + 10 * float(simd_min(x[i])) + float(simd_shuffle_xor(x[i], 5));
       r += float(simd_shuffle(x[i], (lane * 7 + simdgroup_index_in_threadgroup) % 32)) + float(simd_broadcast(x[i], 9));
       r += float(simd_shuffle_down(x[i], 3)) + float(simd_shuffle_up(x[i], 2));
@@ -96,79 +91,214 @@ def test_simd_functions_match_numpy(dtype: mx.Dtype) -> None:
     x = normal(64, dtype=dtype)
     rows, lane = np.array(x.astype(mx.float32)).reshape(2, 32), np.arange(32)
     expected = rows.max(1, keepdims=True) + 10 * rows.min(1, keepdims=True) + rows[:, lane ^ 5]
-    expected = expected + np.stack([rows[g, (lane * 7 + g) % 32] for g in (0, 1)]) + rows[:, 9:10]
-    expected = (
-        expected + rows[:, np.where(lane + 3 < 32, lane + 3, lane)] + rows[:, np.where(lane >= 2, lane - 2, lane)]
-    )
-    given = np.array(launch(source, x)).reshape(2, 32)
-    np.testing.assert_allclose(given, expected + 31 * 16, rtol=1e-6)
-
-
-def test_a_reduction_over_threadgroups() -> None:
-    np.testing.assert_allclose(np.array(reduce(REDUCTION)), np.array(normal(192)).reshape(3, 64).sum(1), rtol=1e-5)
-
-
-def test_a_grid_of_three_dimensions_that_threadgroups_do_not_divide() -> None:
-    source = """
-      uint3 at = thread_position_in_grid, size = threads_per_grid;
-      uint3 local = thread_position_in_threadgroup, group = threadgroup_position_in_grid;
-      uint i = (at.z * size.y + at.y) * size.x + at.x;
-      uint flat = (local.z * threads_per_threadgroup.y + local.y) * threads_per_threadgroup.x + local.x;
-      bool right = flat == thread_index_in_threadgroup;
-      right = right && at.x == group.x * 4 + local.x && at.z == group.z * 2 + local.z;
-      out[i] = right ? int(i) : -1;
-    """
-    given = launch(source, mx.zeros(8), grid=(10, 7, 3), threadgroup=(4, 3, 2), shape=(210,), dtype=mx.int32)
-    same(given, mx.arange(210, dtype=mx.int32))
-
-
-def test_helpers_of_the_header_and_words_of_bytes() -> None:
-    header = """
-      template <typename P> float first(P p) { return float(p[0]); }
-      inline float byte_sum(const device uint* words, uint i) {
-        float sum = 0;
-        for (uint b = 0; b < 4; b++) sum += float(int8_t((words[i] >> (8 * b)) & 255u));
-        return sum;
-      }
-    """
-    source = """
-      uint i = thread_position_in_grid.x;
-      threadgroup float mine[64];
-      mine[i] = byte_sum(reinterpret_cast<const device uint*>(x), i);
-      out[i] = first(&mine[i]) + 0 * first(x);
-    """
-    x = mx.array(np.random.default_rng(0).integers(-128, 128, 256).astype(np.int8))
-    same(launch(source, x, header=header), x.reshape(64, 4).astype(mx.float32).sum(1))
+    expected += np.stack([rows[g, (lane * 7 + g) % 32] for g in (0, 1)]) + rows[:, 9:10]
+    expected += rows[:, np.where(lane + 3 < 32, lane + 3, lane)] + rows[:, np.where(lane >= 2, lane - 2, lane)]
+    np.testing.assert_allclose(np.array(launch(source, x)).reshape(2, 32), expected + 31 * 16, rtol=1e-6)
 
 
 def test_simdgroup_barrier_orders_its_own_simdgroup() -> None:
     source = """
       threadgroup float tile[64];
-      uint t = thread_index_in_threadgroup;
-      tile[t] = x[t];
+      tile[i] = x[i];
       simdgroup_barrier(mem_flags::mem_threadgroup);
-      out[t] = tile[t ^ MASK];
+      out[i] = tile[i ^ MASK];
     """
     x = normal(64)
     same(launch(source, x, template=[("MASK", 31)]), x.reshape(2, 32)[:, ::-1].reshape(64))
-    with pytest.raises((Race, Uninitialised)):
+    with pytest.raises(HostError, match=r"Race|Uninitialised"):
         launch(source, x, template=[("MASK", 32)])
 
 
 def test_what_nobody_writes_is_not_zero() -> None:
-    given = launch("if (thread_position_in_grid.x > 0) out[thread_position_in_grid.x] = x[0];", normal(64))
-    assert mx.isnan(given[0]).item()
-    assert not mx.isnan(given[1:]).any().item()
+    given = launch("if (i > 0) out[i] = x[0];", normal(64))
+    assert mx.isnan(given).tolist() == [True, *[False] * 63]
 
 
-def test_inputs_of_another_shape_are_refused() -> None:
-    call = kernel_call(
-        metal_kernel("out[0] = x[0];", 1),
-        [normal(64)],
-        grid=(1, 1, 1),
-        threadgroup=(1, 1, 1),
-        output_shapes=[(1,)],
-        output_dtypes=[mx.float32],
-    )
-    with pytest.raises(ValueError, match=r"is given .* compiled for"):
-        HostKernel(call).run([normal(65)])
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+SUMS = f"""
+  threadgroup float tile[4][16];
+  uint t = thread_index_in_threadgroup, g = threadgroup_position_in_grid.x;
+  tile[t / 16][t % 16] = x[g * 64 + t];
+  {BARRIER}
+  for (uint width = 32; width > 0; width /= 2) {{
+    if (t < width) tile[t / 16][t % 16] += tile[(t + width) / 16][(t + width) % 16];
+    {BARRIER}
+  }}
+  if (t == 0) out[g] = tile[0][0];
+"""
+SWAP = f"""
+  threadgroup float tile[64];
+  tile[i] = x[i];
+  {BARRIER}
+  float next = tile[(i + 1) % 64];
+  {BARRIER}
+  tile[i] = next;
+  out[i] = tile[i];
+"""
+MIRROR = """
+  out[i] = x[i];
+  threadgroup_barrier(mem_flags::mem_device);
+  float other = out[63 - i];
+  threadgroup_barrier(mem_flags::mem_device);
+  out[i] = other;
+"""
+WIDE = f"""
+  threadgroup float tile[512];
+  float row[8];
+  for (int e = 0; e < 8; e++) row[e] = 2 * x[8 * i + e];
+  for (int e = 0; e < 8; e++) tile[8 * i + e] = row[e];
+  {BARRIER}
+  for (int e = 0; e < 8; e++) row[e] = tile[8 * (63 - i) + e];
+  for (int e = 0; e < 8; e++) out[8 * i + e] = row[e];
+"""
+TOO_LARGE = "threadgroup float tile[8193]; tile[0] = 0; out[0] = x[0];"
+LAST = "threadgroup int last[1]; last[0] = int(i); out[0] = 1;"
+SMALL: dict[str, Any] = {"threadgroup": (32, 1, 1)}
+THREE: dict[str, Any] = {"elements": 192, "grid": (192, 1, 1), "shape": (3,)}
+MANY: dict[str, Any] = {"grid": (2048, 1, 1), "shape": (2048,)}
+SHORT: dict[str, Any] = {"elements": 63}
+# The source, what is said of it, and how many elements its input x has besides out's 64.
+MISTAKES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
+    # races and what nobody wrote
+    "a write after another thread's read": (
+        SWAP.replace(f"{BARRIER}\n  tile", "tile"), r"Race.* of `tile` at byte \d+, which .* with no barrier"),
+    "two writes of a place": (LAST, "Race.*write of `last` at byte 0"),
+    "two threadgroups, one place": ("out[i % 32] = x[0];", "Race.*another threadgroup wrote", SMALL),
+    "a barrier of other memory": (MIRROR.replace("mem_device", "mem_threadgroup"), "Race.*`out`"),
+    "a sum without its first barrier": (
+        SUMS.replace(BARRIER, "", 1), r"Uninitialised.*thread \(\d+, 0, 0\) of threadgroup.*`tile` at byte", THREE),
+    "a sum without its second barrier": (
+        BARRIER.join(SUMS.rsplit(BARRIER, 1)).replace(f"{BARRIER}\n  }}", "}"), r"Race.*`tile` at byte", THREE),
+    "threadgroup memory nobody wrote": (
+        "threadgroup float tile[64]; if (i != 5) tile[i] = x[i]; out[i] = tile[i];",
+        r"Uninitialised.*thread \(5, 0, 0\).*`tile` at byte 20"),
+    "threadgroup memory of the one before": (
+        "threadgroup float tile[32]; if (i < 32) tile[i] = x[i]; out[i] = tile[i % 32];",
+        r"Uninitialised.*threadgroup \(1, 0, 0\)", SMALL),
+    "adding to an output": ("out[i] += x[i];", "Uninitialised.*`out`"),
+    "a wide read before a barrier": (
+        WIDE.replace(BARRIER, ""), "Uninitialised.*`tile`", {"elements": 512, "shape": (512,)}),
+    # threads that go different ways
+    "a barrier in a branch": (
+        "if (i < 32)\n threadgroup_barrier(mem_flags::mem_none);\nout[i] = x[i];",
+        r"Divergence.*threads 0 to 31 at threadgroup_barrier, line \d+; threads 32 to 63 ended"),
+    "two barriers in two branches": (
+        "if (i % 2) { out[i] = x[i]; threadgroup_barrier(mem_flags::mem_none); }\n"
+        "else {\n threadgroup_barrier(mem_flags::mem_none); out[i] = x[i]; }", "Divergence.*different barriers"),
+    "a simd sum in a branch": (
+        "float r = 0; if (i != 40) r = simd_sum(x[i]); out[i] = r;", "Divergence.*simd_sum.*thread 40 ended"),
+    "a shuffle in a branch": (
+        "float r = 0; if (i != 40) r = simd_shuffle_xor(x[i], 1); out[i] = r;", "Divergence.*_xor.*thread 40 ended"),
+    "simd two ways": (
+        "float r = 0; if (i % 2) r = simd_sum(x[i]);\n else r = simd_max(x[i]); out[i] = r;",
+        "Divergence.*different operations"),
+    "a lane that is not there": ("out[i] = simd_shuffle(x[i], i + 1);", "Divergence.*asks lane 32"),
+    # outside of a buffer
+    "read past the end": ("out[i] = x[i];", r"OutOfBounds.*thread \(63, 0, 0\) of threadgroup \(0, 0, 0\)", SHORT),
+    "read before the start": ("out[i] = x[int(i / 2) - 1];", "OutOfBounds"),
+    "read far away": ("out[i] = x[i * 100000000];", "OutOfBounds"),
+    "read across the end": (
+        "uint2 w = ((const device uint2*)x)[i / 2]; out[i] = float(w.x + w.y);", "OutOfBounds", SHORT),
+    "write past the end": ("out[i + 1] = x[i / 2];", "OutOfBounds"),
+    "a threadgroup array": ("threadgroup float t[63]; t[i] = x[i / 2]; out[i] = t[i];", "OutOfBounds"),
+    "a threadgroup pointer": (
+        "threadgroup float t[63]; threadgroup float* p = t; p[i] = x[i / 2]; out[i] = p[i];", "OutOfBounds"),
+    "an own array": (
+        "float own[8]; for (uint k = 0; k < 8; k++) own[k] = x[k + i / 2]; out[i] = own[i / 7];", "OutOfBounds"),
+    "a wide read": (WIDE, "OutOfBounds", {"elements": 511, "shape": (512,)}),
+    "a wide write": (WIDE, "OutOfBounds", {"elements": 512, "shape": (511,)}),
+    # inputs, and what is not defined
+    "a write to an input": ("x[i] = 1; out[i] = x[i];", "CompileFailed.*read-only"),
+    "a write to an input, cast": ("const_cast<device float*>(x)[i] = 1;", "WriteToInput.*`x`, an input"),
+    "misaligned": ("out[i] = float(*(const device uint*)((const device uchar*)x + i));", "Undefined.*line"),
+    "a shift": ("out[i] = float(1u << i);", "Undefined.*line"),
+    "not a number to int": ("out[i] = float(int(x[i] / 0.0f));", "Undefined.*line"),
+    "a division": ("out[i] = float(5 / int(i));", "Undefined.*line"),
+    # too much
+    "threadgroup memory": (TOO_LARGE, "ThreadgroupMemory.*Metal grants 32768", {"grid": (1, 1, 1)}),
+    "threads": ("out[i] = 1;", "CompileFailed.*up to 1024", {**MANY, "threadgroup": (1025, 1, 1)}),
+    # what Metal's compiler refuses
+    "a missing space": ("out[0] = *reinterpret_cast<const uint*>(x);", "CompileFailed.*address space"),
+    "a wrong space": ("float a = x[0]; device float* p = &a;", "CompileFailed.*initialize"),
+    "double": ("double a = x[0]; out[0] = a;", "CompileFailed.*poisoned"),
+    "a literal": ("out[0] = x[0] * 1.5;", "CompileFailed.*precision"),
+    "std": ("out[0] = std::exp(x[0]);", "CompileFailed.*poisoned"),
+    "max of two types": ("out[0] = max(x[0], 1);", "CompileFailed.*no matching function"),
+    "exp of an int": ("out[0] = exp(3);", "CompileFailed.*takes float"),
+    "an unknown name": ("out[0] = warp_sum(x[0]);", "CompileFailed.*undeclared"),
+    "two arrays in a line": ("threadgroup float a[2], b[2]; out[0] = x[0];", "CompileFailed.*not understood"),
+    "bfloat from a float": ("out[0] = x[0];", "CompileFailed", {"dtype": mx.bfloat16}),
+    # and in a helper
+    "no space": (
+        "out[0] = f(x);", "CompileFailed.*address space", {"header": "float f(const float* p) { return p[0]; }"}),
+    "no space, struct": ("out[0] = x[0];", "CompileFailed.*address space", {"header": "struct S { const char* p; };"}),
+    "no space, template": (
+        "out[0] = f<1, float>(x);", "CompileFailed.*no matching function",
+        {"header": "template <int N, typename P> float f(P* p) { return p[0]; }"}),
+    "another space": (
+        "out[0] = f(out);", "CompileFailed.*space",
+        {"header": "inline float f(threadgroup float* p) { return p[0]; }"}),
+    "an array of a helper": (
+        "out[0] = x[0];", "CompileFailed.*outside of the kernel",
+        {"header": "inline void f() { threadgroup float a[2]; a[0] = 0; }"}),
+}  # fmt: skip
+
+
+def run(source: str, elements: int = 64, **options: Any) -> mx.array:
+    return launch(source, normal(elements), **options)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_caught(name: str) -> None:
+    source, said, *options = MISTAKES[name]
+    with pytest.raises(HostError, match="(?s)" + said):
+        run(source, **(options[0] if options else {}))
+
+
+def test_the_sources_are_right_without_the_mistake() -> None:
+    np.testing.assert_allclose(run(SUMS, **THREE), np.array(normal(192)).reshape(3, 64).sum(1), rtol=1e-5)
+    same(run(SWAP), mx.roll(normal(64), -1))
+    same(run(MIRROR), normal(64)[::-1])
+    same(run(WIDE, 512, shape=(512,)), 2 * normal(512).reshape(64, 8)[::-1].reshape(512))
+    run(TOO_LARGE.replace("8193", "8192"), grid=(1, 1, 1))
+    same(run("out[i] = simd_sum(1.0f);", **MANY, threadgroup=(1024, 1, 1)), mx.full((2048,), 32.0))
+
+
+@pytest.mark.parametrize("order", [0, 1, 2, 3])
+def test_a_race_is_found_in_every_order(order: int) -> None:
+    with pytest.raises(HostError, match=r"Race.*write of `last` at byte 0"):
+        run(LAST, orders=(order,))
+
+
+def test_an_access_outside_is_described() -> None:
+    with pytest.raises(HostError, match="OutOfBounds") as raised:
+        run("out[i] = x[i + 1];")
+    said = ["AddressSanitizer: heap-buffer-overflow, READ of size 4, is located 0 bytes", "out[i] = x[i + 1];"]
+    if worker().compiler.kind == "ziglang":
+        said = ["read of 4 bytes, 0 bytes past the end of `x`, which has 256 bytes"]
+    assert all(words in str(raised.value) for words in said)
+
+
+def test_a_read_of_what_must_not_be_read() -> None:
+    x, past = normal(64, 3), np.arange(64)[:, None] >= 60
+    source = "out[i] = i < {} ? x[3 * i + 2] : 0;"
+    same(launch(source.format(60), x, unreadable={"x": past}), mx.where(mx.arange(64) < 60, x[:, 2], 0))
+    with pytest.raises(HostError, match=r"Unreadable.*thread \(60, 0, 0\).*`x` at byte 728, which must not be read"):
+        launch(source.format(61), x, unreadable={"x": past})
+    with pytest.raises(ValueError, match="unreadable names"):
+        launch(source.format(60), x, unreadable={"y": past})
+
+
+def test_a_kernel_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("support.metal_host.process.HANG_S", 1)
+    with pytest.raises(HostError, match="Hang"):
+        run("volatile thread int stop = 0; while (!stop) {} out[0] = x[0];")
+    same(run("out[i] = x[0];"), mx.broadcast_to(normal(64)[0], (64,)))  # the next one runs
+
+
+def test_a_missing_compiler_is_a_failure_not_a_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVANT_HOST_CXX", sys.executable)
+    with pytest.raises(HostError, match=r"NoCompiler.*expected `ziglang` or a clang"):
+        find_compiler.__wrapped__()

@@ -26,7 +26,6 @@ def _removed(machine: Machine, model: str) -> int:
 
 
 def test_a_model_goes_with_its_record(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
-    hub.add(REPOSITORY, files)
     folder = machine.pull(REPOSITORY)
     assert "nobody can be asked here; --yes removes it" in machine.refuses("rm", REPOSITORY, code=2)
     assert machine.resolves() is None
@@ -43,8 +42,7 @@ def test_a_model_goes_with_its_record(machine: Machine, hub: Hub, files: dict[st
 
 
 def test_what_another_commit_needs_stays(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
-    first = hub.add(REPOSITORY, files)
-    machine.pull(REPOSITORY)
+    first = machine.pull(REPOSITORY).name
     config = files["config.json"] + b"\n"
     hub.add(REPOSITORY, files | {"config.json": config})
     machine.pull(REPOSITORY, "--update")
@@ -80,7 +78,6 @@ def test_what_another_repository_shares_stays(machine: Machine, hub: Hub, files:
 
 
 def test_a_terminal_is_asked(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
-    hub.add(REPOSITORY, files)
     folder = machine.pull(REPOSITORY)
     for answer, code in (("\r", 1), ("y\r", 0)):
         assert folder.exists()

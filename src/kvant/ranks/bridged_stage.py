@@ -38,11 +38,6 @@ from kvant.sizes import format_bytes, physical_memory
 from kvant.threads import check_process
 
 
-def count_layers(folder: Path) -> int:
-    """Count the layers of a bridged model that ranks can each have a part of; no tensor is read."""
-    return len(_list_layers(folder).paths)
-
-
 def load_bridged_stage(
     folder: Path, ranks: Ranks, layers: range, progress: Progress | None = None
 ) -> "BridgedStageModel":

@@ -10,8 +10,7 @@ import mlx.core as mx
 import pytest
 from support.metal_host import host_pytest_skip
 from support.operator_cases import QuantizedTally
-from support.oracle import Sequences, Spec
-from support.pmx_cases import Call, draw_case
+from support.pmx_cases import Call, plain_case
 
 from kvant.cache import QuantizedKVCache
 from kvant.engine.run import Run, prefill
@@ -22,18 +21,10 @@ from kvant.operators.kernels import launch
 pytestmark = host_pytest_skip
 
 
-# ---- by device, by word ----------------------------------------------------------------------------------------------
+DEVICES = [(mx.cpu, True, True, None), (mx.gpu, True, False, "metal"), (mx.gpu, False, True, "cuda")]
 
 
-@pytest.mark.parametrize(
-    ("device", "metal", "cuda", "expected"),
-    [
-        (mx.cpu, True, True, None),
-        (mx.gpu, True, False, "metal"),
-        (mx.gpu, False, True, "cuda"),
-        (mx.gpu, False, False, None),
-    ],
-)
+@pytest.mark.parametrize(("device", "metal", "cuda", "expected"), [*DEVICES, (mx.gpu, False, False, None)])
 def test_the_device_decides(
     monkeypatch: pytest.MonkeyPatch, device: mx.DeviceType, metal: bool, cuda: bool, expected: str | None
 ) -> None:
@@ -50,53 +41,40 @@ def test_the_device_decides(
         QuantizedKVCache(4, 2, 64, kernels="fused")
 
 
-def test_a_word_that_is_unknown_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_wins_over_the_device(checked_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The argument's over the variable's; one that is unknown is named."""
+    for variable, word, backend in (
+        (None, None, "metal"),
+        ("", None, "metal"),
+        ("unfused", None, None),
+        ("fused", None, "metal"),
+        ("unfused", "fused", "metal"),
+        ("Fused", "unfused", None),
+    ):
+        if variable is not None:
+            monkeypatch.setenv("KVANT_KERNELS", variable)
+        assert QuantizedKVCache(4, 2, 64, kernels=word).backend == backend
     with pytest.raises(ValueError, match="kernels is 'fast'; expected 'unfused' or 'fused'"):
         QuantizedKVCache(4, 2, 64, kernels="fast")
-    monkeypatch.setenv("KVANT_KERNELS", "Fused")
     with pytest.raises(ValueError, match="KVANT_KERNELS is 'Fused'; expected 'unfused' or 'fused'"):
         QuantizedKVCache(4, 2, 64)
-    QuantizedKVCache(4, 2, 64, kernels="unfused")  # the argument wins
-    monkeypatch.setenv("KVANT_KERNELS", "")
-    QuantizedKVCache(4, 2, 64)
 
 
-@pytest.mark.parametrize("by_argument", [True, False])
-def test_a_word_wins_over_the_device(checked_gpu: None, monkeypatch: pytest.MonkeyPatch, by_argument: bool) -> None:
-    for word, backend in (("unfused", None), ("fused", "metal")):
-        monkeypatch.setenv("KVANT_KERNELS", "unfused" if by_argument else word)
-        assert QuantizedKVCache(4, 2, 64, kernels=word if by_argument else None).backend == backend
-    monkeypatch.delenv("KVANT_KERNELS")
-    assert QuantizedKVCache(4, 2, 64).backend == "metal"
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [({"head_dim": 72, "quant_group": 8}, "head_dim 72"), ({"head_dim": 64, "quant_group": 4}, "groups of 4")],
-)
-def test_a_format_it_does_not_take(checked_gpu: None, options: dict[str, Any], said: str) -> None:
-    cache = QuantizedKVCache(8, 2, **options)
-    assert cache.backend is None
-    key = mx.random.normal((1, 2, 1, options["head_dim"]))
-    assert cache.attend(key, key, key).shape == key.shape
+@pytest.mark.parametrize(("head_dim", "group", "said"), [(72, 8, "head_dim 72"), (64, 4, "groups of 4")])
+def test_a_format_it_does_not_take(checked_gpu: None, head_dim: int, group: int, said: str) -> None:
+    assert QuantizedKVCache(8, 2, head_dim, kv_group_size=group).backend is None
     with pytest.raises(ValueError, match=f"the fused kernel is asked for, but does not take {said}"):
-        QuantizedKVCache(8, 2, **options, kernels="fused")
+        QuantizedKVCache(8, 2, head_dim, kv_group_size=group, kernels="fused")
 
 
 # ---- PMX's operator --------------------------------------------------------------------------------------------------
 
-SEED = next(s for s in range(1, 99, 2) if not draw_case(s).packed)
-
 
 def pmx_call(bits: int, kernels: str | None, *, S: int = 2, layout: int = 1, layers: int = 1, **changes: Any) -> Call:
     """Two sequences of 37 cached tokens in a cache for three, poisoned elsewhere. Products are rounded to float32."""
-    spec = Spec(cache_dtype={8: "int8", 4: "uint8", 0: "float32"}[bits], num_layer=layers, quant_bit=bits)
-    spec = spec._replace(quant_group=16, cache_layout=layout)
-    case = replace(
-        draw_case(SEED), sequences=Sequences([37] * 2, [S] * 2), max_rows=(3, 50), num_kv_heads=2, head_dim=64,
-        spec=spec, data="unit", ratio=3, is_causal=True, is_alibi=False, mask="none",
-    )  # fmt: skip
-    call = Call(replace(case, **changes))
+    case = plain_case(bits, 37, S, batch=2, max_rows=(3, 50), head_dim=64, ratio=3, **changes)
+    spec = case.spec._replace(quant_group=16, num_layer=layers, cache_layout=layout)
+    call = Call(replace(case, spec=spec))
     call.more = {} if kernels is None else {"kernels": kernels}
     return call
 
@@ -141,48 +119,30 @@ def test_a_call_it_does_not_take(
 # ---- the engine ------------------------------------------------------------------------------------------------------
 
 
-def test_a_prefill_is_unfused(launches: list[Any]) -> None:
-    cache = QuantizedKVCache(40, 2, 64, kernels="fused")
-    for tokens, fused in ((9, False), (8, True), (1, True)):
-        launches.clear()
-        query, key = mx.random.normal((1, 4, tokens, 64)), mx.random.normal((1, 2, tokens, 64))
-        cache.attend(query, key, key)
-        assert [name for name, _ in launches] == (["append", "attend", "combine"] if fused else [])
-
-
 @pytest.mark.parametrize(("bits", "split"), [(8, True), (8, False), (4, True), (0, True)])
 def test_generation_is_the_same_either_way(
-    pocket: tuple[Decoder, Any],
-    heldout_ids: list[int],
-    launches: list[Any],
-    bits: int,
-    split: bool,
+    pocket: tuple[Decoder, Any], heldout_ids: list[int], launches: list[Any], bits: int, split: bool
 ) -> None:
     """A prompt whose last chunk has three tokens, then single ones; eagerly, and by the static form of a step."""
     model, _ = pocket
-    prompt = heldout_ids[:100]
+    prompt, options = heldout_ids[:100], {"kv_bits": bits, "bias_split": split}
 
     def eager(kernels: str | None) -> list[int]:
-        cache = model.make_cache(300, quant_bit=bits, bias_split=split, kernels=kernels)
+        cache = model.make_cache(300, **options, kernels=kernels)
         tokens = Run(model, prompt, cache, prefill_step_size=97, max_tokens=6, compiled=False)
         return [token for token, _ in tokens]
-
-    def static(tokens: list[int]) -> list[int]:
-        cache = model.make_cache(300, quant_bit=bits, bias_split=split)
-        prefill(model, prompt, cache, step_size=512)
-        found = [tokens[0]]
-        for position, token in enumerate(tokens[:-1], start=len(prompt)):
-            hidden = model.states(mx.array([[token]]), mx.array(position), cache.compiled_views(mx.array(position), 0))
-            found.append(int(mx.argmax(model.logits(hidden[:, -1])).item()))
-        return found
 
     unfused = eager("unfused")
     assert not launches
     assert len(set(unfused)) > 2
-    fused = eager(None)
+    assert eager(None) == unfused
     assert len(launches) == (3 if bits else 2) * len(model.layers) * 6  # a chunk and five tokens
-    assert fused == unfused
-    assert static(unfused) == unfused
+    cache = model.make_cache(300, **options)
+    prefill(model, prompt, cache, step_size=512)
+    for number, token in enumerate(unfused[:-1]):
+        position = mx.array(len(prompt) + number)
+        hidden = model.states(mx.array([[token]]), position, cache.compiled_views(position, 0))
+        assert mx.argmax(model.logits(hidden[:, -1])).item() == unfused[number + 1]
 
 
 def test_the_kernel_is_given_the_cache_itself(launches: list[Any]) -> None:

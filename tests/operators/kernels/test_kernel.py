@@ -12,16 +12,11 @@ import pytest
 from support.counts import count
 from support.kernel_cases import OPTIONS, KernelCase, check, draw, expected, instances, run, runs
 from support.metal_host import host_pytest_skip
-from support.operator_cases import OUTPUT_TOLERANCE, check_output
+from support.metal_host.run import compiled
+from support.operator_cases import check_output
 
 from kvant.operators.attention import attend_tokens
-from kvant.operators.kernels.attend import (
-    BIAS_WEIGHTS,
-    HEAD_DIMS,
-    QUERIES,
-    threadgroup_shape,
-    unsupported_reason,
-)
+from kvant.operators.kernels.attend import BIAS_WEIGHTS, HEAD_DIMS, QUERIES, threadgroup_shape, unsupported_reason
 
 pytestmark = host_pytest_skip
 
@@ -59,23 +54,28 @@ def test_the_cases_cover_what_they_say() -> None:
     assert {case.firsts[0] > 0 for case in cases} == {False, True}, "a page that left the window"
 
 
-@pytest.mark.parametrize("num_keys", [1, 255, 256, 257, 1030])
-def test_the_module_s_own_splits(num_keys: int) -> None:
-    """Without stand-ins: up to 17 splits of 64 rows, of a cache of 1,031 that fills."""
-    check(KernelCase(offset=num_keys - 1, max_tokens=1031, num_kv_heads=1, ratio=1, splits=None))
+CASES = {
+    # Without stand-ins: up to 17 splits of 64 rows, of a cache of 1,031 that fills.
+    **{
+        f"{num_keys} keys": KernelCase(offset=num_keys - 1, max_tokens=1031, num_kv_heads=1, ratio=1, splits=None)
+        for num_keys in (1, 255, 256, 257, 1030)
+    },
+    # 71 queries of one kv head, as Falcon has them: more than a threadgroup takes.
+    **{
+        f"71 heads, {backend}": KernelCase(ratio=71, num_kv_heads=1, pairs=20, backend=backend, mask="float")
+        for backend in QUERIES
+    },
+}
 
 
-@pytest.mark.parametrize("backend", QUERIES)
-def test_any_number_of_query_heads(backend: str) -> None:
-    """71 queries of one kv head, as Falcon has them: more than a threadgroup takes."""
-    query_tiles, query_groups, _, queries = threadgroup_shape(71, 20, backend, 64)
-    assert query_tiles > 1
-    assert query_tiles * query_groups * queries > 71
-    check(KernelCase(ratio=71, num_kv_heads=1, pairs=20, backend=backend, mask="float"))
+@pytest.mark.parametrize("name", CASES)
+def test_any_number_of_rows_and_heads(name: str) -> None:
+    check(CASES[name])
 
 
 def test_a_threadgroup_fits_metal() -> None:
     """All queries have a place; at most 256 threads; at most 32 KiB of bias weights and partial sums."""
+    assert all(threadgroup_shape(71, 20, backend, 64)[0] > 1 for backend in QUERIES)  # or CASES' tiles would be one
     numbers = [(backend, most // half) for backend, most in QUERIES.items() for half in (1, 2)]
     for queries, D, (backend, most) in product(range(1, 130), HEAD_DIMS, numbers):
         for pairs in (0, 1, 13, D // 4, 3 * D // 8, D // 2):
@@ -95,15 +95,13 @@ def test_a_nan_is_not_hidden() -> None:
     """A NaN in the cache gives NaN, as in the unfused operator, and only where its token counts."""
     case = KernelCase(batch=2, offset=30, max_tokens=32, dtype="float32")
     drawn = draw(case)
+    right = expected(case, drawn)
     assert drawn.scale is not None
     drawn.scale[0, 1, 0, 1, 12] = np.nan  # a key of sequence 1, kv head 1
     output = np.array(run(case, drawn))
-    drawn.scale[0, 1, 0, 1, 12] = 1.0
-    right = expected(case, drawn)
     assert np.isnan(output[1, 4:]).all()
     output[1, 4:] = right[1, 4:]
-    tolerance = OUTPUT_TOLERANCE["float32"]
-    np.testing.assert_allclose(output, right, rtol=tolerance, atol=tolerance)
+    check_output(mx.array(output), right, "float32")
 
 
 @pytest.mark.parametrize("mask", ["none", "bool", "float"])
@@ -111,8 +109,8 @@ def test_a_nan_is_not_hidden() -> None:
 def test_a_nan_that_counts_for_one_query_alone(side: int, mask: str) -> None:
     """A query is NaN where the unfused operator's is. The first of two does not see the second, or by a mask the third.
 
-    A key that is not seen yet does no harm. One that a mask leaves out does, and so does a value in any case: 0 times
-    NaN is NaN. The unfused operator takes the two behind 8 others: of fewer each reads nothing that it does not see.
+    A key that is not seen yet does no harm. One that a mask leaves out does, and so does a value: 0 times NaN is NaN.
+    The unfused operator takes the two behind 8 others: of fewer each reads nothing that it does not see.
     """
     case = KernelCase(
         ratio=1, num_kv_heads=1, offset=13, max_tokens=17, new_tokens=2, quant_bit=0, cache_dtype="float32", mask=mask
@@ -139,9 +137,8 @@ def test_new_tokens_share_a_mask(mask: str) -> None:
     drawn = draw(case)
     assert drawn.mask is not None
     shared = drawn.mask[:, :1, :1]
-    own = np.repeat(shared, case.new_tokens, axis=2)
-    output = run(case, replace(drawn, mask=shared))
-    check_output(output, expected(case, replace(drawn, mask=own)), case.dtype)
+    own = np.broadcast_to(shared, (len(shared), case.num_heads, case.new_tokens, shared.shape[-1]))
+    check_output(run(case, replace(drawn, mask=shared)), expected(case, replace(drawn, mask=own)), case.dtype)
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -159,34 +156,33 @@ def test_large_scores_do_not_overflow() -> None:
 
 def test_the_offset_is_read_by_the_kernel() -> None:
     """One text for every offset: nothing is compiled again as the cache fills."""
-    from support.metal_host import run as host_run
-
     cases = [KernelCase(offset=offset, max_tokens=40) for offset in (0, 1, 17, 39)]
     check(cases[0])
-    before = host_run.compiled.cache_info().misses
+    before = compiled.cache_info().misses
     for case in cases:
         check(case)
-    assert host_run.compiled.cache_info().misses == before
+    assert compiled.cache_info().misses == before
+
+
+WIDTHS = "64, 80, 96, 128, 192, 256, 512"
 
 
 @pytest.mark.parametrize(
-    ("shape", "options", "reason"),
+    ("shape", "form", "value_dim", "reason"),
     [
-        ((1, 8, 1, 72), {"quant_bit": 8, "quant_group": 8}, "head_dim 72; it takes 64, 80, 96, 128, 192, 256, 512"),
-        (
-            (1, 8, 1, 64),
-            {"quant_bit": 8, "quant_group": 8, "value_dim": 72},
-            "values of 72; it takes 64, 80, 96, 128, 192, 256, 512",
-        ),
-        ((1, 8, 9, 64), {"quant_bit": 8, "quant_group": 16}, "9 new tokens; it takes up to 8"),
-        ((1, 8, 1, 64), {"quant_bit": 4, "quant_group": 64 // 16}, "groups of 4; it takes 8, 16, 32, 64, 128"),
-        ((1, 8, 1, 64), {"quant_bit": 0, "quant_group": 4}, None),
-        ((1, 1000, 8, 256), {"quant_bit": 8, "quant_group": 128}, None),
-        ((1, 8, 8, 192), {"quant_bit": 4, "quant_group": 64, "value_dim": 128}, None),
+        ((1, 8, 1, 72), (8, 8), None, f"head_dim 72; it takes {WIDTHS}"),
+        ((1, 8, 1, 64), (8, 8), 72, f"values of 72; it takes {WIDTHS}"),
+        ((1, 8, 9, 64), (8, 16), None, "9 new tokens; it takes up to 8"),
+        ((1, 8, 1, 64), (4, 4), None, "groups of 4; it takes 8, 16, 32, 64, 128"),
+        ((1, 8, 1, 64), (0, 4), None, None),
+        ((1, 1000, 8, 256), (8, 128), None, None),
+        ((1, 8, 8, 192), (4, 64), 128, None),
     ],
 )
-def test_what_is_refused(shape: tuple[int, ...], options: dict[str, int], reason: str | None) -> None:
-    assert unsupported_reason(shape, **options) == reason
+def test_what_is_refused(
+    shape: tuple[int, ...], form: tuple[int, int], value_dim: int | None, reason: str | None
+) -> None:
+    assert unsupported_reason(shape, quant_bit=form[0], quant_group=form[1], value_dim=value_dim) == reason
 
 
 def test_a_sequence_s_numbers_do_not_depend_on_the_others() -> None:

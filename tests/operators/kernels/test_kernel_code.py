@@ -1,5 +1,6 @@
 """What compilers make of the kernels: no array in memory, whatever the instance. No GPU is needed."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -8,9 +9,10 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import pytest
-from kernel_registers import SHAPES, Shape, run
+from compile_cuda import compile_cuda
+from kernel_registers import SHAPES, Shape, run, texts
 from support.counts import count
-from support.metal_host.ir import allocas, optimized_call
+from support.metal_host.ir import allocas
 from support.metal_host.source import KernelCall, kernel_call
 
 from kvant.operators.kernels import launch
@@ -25,6 +27,8 @@ WIDE = [
     *(replace(EVERYTHING, D=D, bits=bits) for D, bits in product(HEAD_DIMS, (8, 4, 0))),
     *(Shape(16, 1, D, bits, Dv=Dv) for D, Dv, bits in product(HEAD_DIMS, HEAD_DIMS, (8, 0)) if Dv != D),
 ]
+CUDA = [SHAPES[name] for name in ("Qwen3-4B 32/8/128, int4", "Gemma 4 8/1/512, int4, pages")]
+GROUPS = replace(EVERYTHING, H=14, bits=8, sinks=True)  # several query groups, several new tokens, every option
 
 
 def metal_calls(shape: Shape) -> dict[str, KernelCall]:
@@ -49,7 +53,7 @@ def test_no_array_is_in_memory(shape: Shape) -> None:
     """An `alloca` after optimization is memory of a thread, many times slower than registers."""
     for name, call in metal_calls(shape).items():
         for level in count(("-O2",), ("-O1", "-O2", "-O3")):
-            assert allocas(optimized_call(call, (level,))) == [], (name, level)
+            assert allocas(call, (level,)) == [], (name, level)
 
 
 def test_it_is_the_macro_that_keeps_arrays_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,5 +61,27 @@ def test_it_is_the_macro_that_keeps_arrays_out_of_memory(monkeypatch: pytest.Mon
     macro = '#define KVANT_UNROLL _Pragma("clang loop unroll(full)")'
     assert macro in text("metal.h")
     monkeypatch.setattr(launch, "_text", lambda file: text(file).replace(macro, "#define KVANT_UNROLL"))
-    call = metal_calls(NARROW[0])["attend"]
-    assert allocas(optimized_call(call)) != []
+    assert allocas(metal_calls(NARROW[0])["attend"]) != []
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_one_text_for_both_languages(name: str) -> None:
+    found = texts(SHAPES[name])
+    assert len(found) == (3 if SHAPES[name].bits else 2)
+    for text in found.values():
+        assert "#define KVANT_DEVICE\n" in text
+        for metal in ("as_type", "[[", "metal::", "device ", "thread "):
+            assert metal not in text.split("namespace cg")[0].replace("__device__ ", ""), metal
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed; scripts/kernel_registers.py says more")
+@pytest.mark.parametrize("shape", count(CUDA, [GROUPS, *SHAPES.values()]), ids=str)
+def test_nvcc_keeps_everything_in_registers(shape: Shape) -> None:
+    found = list(texts(shape).values())
+    if shape != GROUPS:  # the other two kernels hardly differ
+        found = count(found[:1], [*found, *texts(shape, "metal").values()])
+    for text in found:
+        (kernel,) = compile_cuda(text)
+        assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), kernel
+        assert kernel.registers <= 255
+        assert kernel.shared_bytes <= 48 * 1024

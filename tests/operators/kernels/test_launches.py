@@ -16,16 +16,12 @@ from kvant.operators.kernels import launch as launch_module
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
 from kvant.operators.paged_kernel import step_pages
 
-# Launches of an operation whose arrays are row contiguous, by MLX 0.32 (the file is under mlx/backend/). In a write the
-# old array is donated, which costs none (set_copy_output_data in common/copy.h): nothing else holds a cache's arrays,
-# and the token before was waited for. An operation that is not here fails the test.
+# Launches of an operation whose arrays are row contiguous, by MLX 0.32's sources under mlx/backend/. In a write the old
+# array is donated, which costs none: nothing else holds a cache's arrays. An operation that is not here fails the test.
 LAUNCHES = {
-    "CustomKernel": 1,  # metal/custom_kernel.cpp, eval_gpu
-    "ScatterAxis": 1,  # metal/indexing.cpp: the donated source, then scatter_axis
-    "SliceUpdate": 1,  # metal/indexing.cpp: the donated source, then a copy to the slice
     "DynamicSliceUpdate": 2,  # gpu/primitives.cpp: compute_dynamic_offset (metal/slicing.cpp), then the copy
     "Concatenate": 2,  # metal/slicing.cpp: a copy of each of two arrays
-    "AsType": 1,  # gpu/primitives.cpp: a copy
+    **dict.fromkeys(("CustomKernel", "ScatterAxis", "SliceUpdate", "AsType"), 1),
     **dict.fromkeys(("Add", "Arange", "Gather", "Less", "Remainder", "Select", "Subtract"), 1),
     # They hand on the same bytes (gpu/primitives.cpp, common/common.cpp).
     **dict.fromkeys(("Broadcast", "ExpandDims", "Reshape", "Flatten", "Slice", "Squeeze", "Transpose", "View"), 0),
@@ -64,11 +60,11 @@ def _tokens(heads: int, tokens: int = 1, batch: int = 1) -> mx.array:
 
 
 def _cache(quant_bit: int) -> list[mx.array]:
-    return QuantizedKVCache(ROWS, K, D, quant_bit=quant_bit, dtype=mx.bfloat16).arrays
+    return QuantizedKVCache(ROWS, K, D, kv_bits=quant_bit, dtype=mx.bfloat16).arrays
 
 
-@pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operations that are chosen for a GPU."""
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
 
@@ -76,15 +72,15 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 APPEND = ["CustomKernel"]
 ATTEND = ["CustomKernel", "CustomKernel"]
 PUT = ["ScatterAxis", "ScatterAxis"]
+QUANTIZED: dict[str, Any] = {"quant_bit": 8, "quant_group": 32, "backend": "metal"}
 
 
-@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("bits", [8, 4, 0])
 def test_a_compiled_step_is_five_launches_a_layer(bits: int) -> None:
     """Floats are copied side by side, in two launches that overlap, and put there by one."""
+    options: dict[str, Any] = {"quant_bit": bits, "quant_group": 32, "bias_split": None, "backend": "metal"}
 
     def step(query: mx.array, key: mx.array, value: mx.array, offset: mx.array, *arrays: mx.array) -> Any:
-        options: dict[str, Any] = {"quant_bit": bits, "quant_group": 32, "bias_split": None, "backend": "metal"}
         return append_and_attend_static(query, key, value, offset, *[*arrays, None][:2], tokens=ROWS, **options)
 
     traced = _traced(step, _tokens(H), _tokens(K), _tokens(K), mx.array(7), *_cache(bits))
@@ -92,18 +88,15 @@ def test_a_compiled_step_is_five_launches_a_layer(bits: int) -> None:
     assert traced == [*write, *ATTEND]
 
 
-@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("new_tokens", [1, 4])
 def test_a_step_is_five_launches_a_layer(new_tokens: int) -> None:
-    def step(query: mx.array, key: mx.array, value: mx.array, cache: mx.array, scale: mx.array) -> Any:
-        output = append_and_attend(query, key, value, 7, cache, scale, quant_bit=8, quant_group=32, backend="metal")
-        return output, cache, scale
+    def step(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> Any:
+        return append_and_attend(query, key, value, 7, *arrays, **QUANTIZED), *arrays
 
     traced = _traced(step, *(_tokens(heads, new_tokens) for heads in (H, K, K)), *_cache(8))
     assert traced == [*APPEND, "SliceUpdate", "SliceUpdate", *ATTEND]
 
 
-@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("window", [None, 100], ids=["full", "ring"])
 def test_layers_find_the_row_of_a_ring_together(window: int | None) -> None:
     """That is five operations on one number in a step, whatever the number of layers."""
@@ -124,7 +117,6 @@ def test_layers_find_the_row_of_a_ring_together(window: int | None) -> None:
     assert sorted(traced) == sorted([*row, *3 * [*APPEND, *PUT, *ATTEND]])
 
 
-@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("new_tokens", [1, 4])
 def test_a_step_of_a_pool_s_sequences_is_five_launches_a_layer(new_tokens: int) -> None:
     """Several new tokens of each take a copy of values and one of scales more: sequences lie outside of heads there."""
@@ -135,8 +127,7 @@ def test_a_step_of_a_pool_s_sequences_is_five_launches_a_layer(new_tokens: int) 
 
     def step(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> list[mx.array]:
         held = list(arrays)
-        options: dict[str, Any] = {"quant_bit": 8, "quant_group": 32, "backend": "metal"}
-        return [append_and_attend_paged(query, key, value, held, rows, **options), *held]
+        return [append_and_attend_paged(query, key, value, held, rows, **QUANTIZED), *held]
 
     arrays = [mx.zeros((2, K, ROWS, D), mx.int8), mx.zeros((2, K, ROWS, D // 32), mx.float16)]
     traced = _traced(step, *(_tokens(heads, new_tokens, 2) for heads in (H, K, K)), *arrays)

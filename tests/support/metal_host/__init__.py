@@ -5,21 +5,9 @@ import sys
 import pytest
 
 from support.metal_host.errors import HostError
-from support.metal_host.run import FORWARD, REVERSE, HostKernel, on_host, summary, worker
-from support.metal_host.source import KernelCall, kernel_call
+from support.metal_host.run import FORWARD, REVERSE, on_host, summary, worker
 
 # On a Mac Metal itself compiles and runs the kernels; everywhere else a host run that cannot happen is a failure.
 host_pytest_skip = pytest.mark.skipif(sys.platform == "darwin", reason="Metal runs kernels here")
 
-__all__ = [
-    "FORWARD",
-    "REVERSE",
-    "HostError",
-    "HostKernel",
-    "KernelCall",
-    "host_pytest_skip",
-    "kernel_call",
-    "on_host",
-    "summary",
-    "worker",
-]
+__all__ = ["FORWARD", "REVERSE", "HostError", "host_pytest_skip", "on_host", "summary", "worker"]

@@ -19,23 +19,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from support.metal_host.errors import CompileFailed, NoCompiler
+from support.metal_host.errors import HostError
 
 VARIABLE = "KVANT_HOST_CXX"
 SOURCES = Path(__file__).parent / "cpp"
 COMPILE_LIMIT_S = 300
 
-LANGUAGE = [
-    "-x",
-    "c++",
-    "-std=c++17",
-    "-fno-exceptions",
-    "-fno-rtti",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-iquote",
-    str(SOURCES),
-]
+LANGUAGE = ["-x", "c++", "-std=c++17", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off", "-fno-math-errno"]
+LANGUAGE += ["-iquote", str(SOURCES)]
 _KERNEL = ["-Wno-unknown-attributes", "-Wno-ignored-attributes", "-Wno-duplicate-decl-specifier"]
 _SINGLE = "-Werror=double-promotion"  # a literal without f is a float in Metal and a double in CUDA
 _UNDEFINED = (
@@ -45,10 +36,10 @@ _UNDEFINED = (
 # out, without a word, what is wider than 16 bytes. same-temp would leave out one of the two accesses of `x += 1`.
 _REPORTED = ["-asan-instrumentation-with-call-threshold=0", "-asan-memory-access-callback-prefix=metal_host_"]
 _REPORTED += ["-asan-opt-same-temp=0"]
-_WITH_RUNTIME = ["-asan-use-after-return=never"]
-_WITHOUT_RUNTIME = ["-asan-stack=0", "-asan-globals=0"]  # what only AddressSanitizer's own library can do
-
-
+_RUNTIME = {
+    "clang": ["-asan-use-after-return=never"],
+    "ziglang": ["-asan-stack=0", "-asan-globals=0"],  # what only AddressSanitizer's own library can do
+}
 # Kernels are compiled once and run a few times: without AddressSanitizer the compiler takes longer than the runs.
 _OPTIMIZED = {"clang": "-O1", "ziglang": "-O0"}
 
@@ -67,15 +58,13 @@ class Compiler:
 
 @cache
 def find_compiler() -> Compiler:
-    """The compiler that makes kernels to run. Raises NoCompiler."""
+    """The compiler that makes kernels to run. Raises a HostError."""
     wanted = os.environ.get(VARIABLE, "")
-    if wanted == "ziglang":
-        return find_ziglang()
-    clang = shutil.which(wanted or "clang")
+    clang = None if wanted == "ziglang" else shutil.which(wanted or "clang")
     if clang and (found := _clang(clang)):
         return found
-    if wanted:
-        raise NoCompiler(f"{VARIABLE} is {wanted!r}; expected `ziglang` or a clang that links AddressSanitizer")
+    if wanted not in ("", "ziglang"):
+        raise HostError("NoCompiler", f"{VARIABLE} is {wanted!r}; expected `ziglang` or a clang with AddressSanitizer")
     return find_ziglang()
 
 
@@ -94,18 +83,14 @@ def _clang(path: str) -> Compiler | None:
 def find_ziglang() -> Compiler:
     spec = find_spec("ziglang")
     if spec is None or spec.origin is None:
-        raise NoCompiler(
-            "the host run of Metal kernels needs the extra `test` (its ziglang), and clang to run under ASan"
-        )
+        raise HostError("NoCompiler", "Metal kernels need ziglang, of the extra `test`, and clang to run under ASan")
     program = str(Path(spec.origin).with_name("zig"))  # without the Python that `-m ziglang` starts first
-    done = subprocess.run([program, "version"], capture_output=True, text=True)
-    if done.returncode:
-        raise NoCompiler(f"ziglang does not run: {done.stderr.strip()}")
-    return Compiler("ziglang", (program, "cc"), f"ziglang {done.stdout.strip()}")  # cc: no C++ library to build
+    version = subprocess.run([program, "version"], capture_output=True, text=True, check=True).stdout.strip()
+    return Compiler("ziglang", (program, "cc"), f"ziglang {version}")  # cc: no C++ library to build
 
 
 def check_spaces(name: str, text: str) -> None:
-    """Compiles the text with real address spaces. Raises CompileFailed."""
+    """Compiles the text with real address spaces. Raises a HostError."""
     compiler = find_ziglang()
     path = _cached(compiler, text, ["spaces"], ".checked")
     if not path.exists():
@@ -114,20 +99,11 @@ def check_spaces(name: str, text: str) -> None:
 
 
 def kernel_library(compiler: Compiler, name: str, text: str) -> Path:
-    """The text compiled to run, as a shared library. Raises CompileFailed."""
-    reports = [*_REPORTED, *(_WITH_RUNTIME if compiler.kind == "clang" else _WITHOUT_RUNTIME)]
-    checks = ["-fsanitize=address", *(part for option in reports for part in ("-mllvm", option))]
-    checks += [_UNDEFINED, "-fno-sanitize-trap=all", "-fno-sanitize-recover=all"]
-    flags = [
-        *LANGUAGE,
-        *_KERNEL,
-        _SINGLE,
-        *_machine(),
-        _OPTIMIZED[compiler.kind],
-        "-gline-tables-only",
-        "-fPIC",
-        *checks,
-    ]
+    """The text compiled to run, as a shared library. Raises a HostError."""
+    checks = [part for option in (*_REPORTED, *_RUNTIME[compiler.kind]) for part in ("-mllvm", option)]
+    checks = ["-fsanitize=address", *checks, _UNDEFINED, "-fno-sanitize-trap=all", "-fno-sanitize-recover=all"]
+    machine = ["-mf16c"] if platform.machine() == "x86_64" else []
+    flags = [*LANGUAGE, *_KERNEL, _SINGLE, *machine, _OPTIMIZED[compiler.kind], "-gline-tables-only", "-fPIC", *checks]
     path = _cached(compiler, text, flags, ".so")
     if not path.exists():
         # ziglang's clang by itself takes half the time of `zig cc -c`; to link, `zig cc` knows where libraries are
@@ -148,10 +124,6 @@ def worker_program(compiler: Compiler) -> Path:
     return path
 
 
-def _machine() -> list[str]:
-    return ["-mf16c"] if platform.machine() == "x86_64" else []
-
-
 @cache
 def _sources() -> bytes:
     return b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()))
@@ -170,21 +142,15 @@ def _make(path: Path, name: str, text: str, commands: list[list[str]]) -> None:
     """Runs the commands in a folder of their own; what they made appears whole, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        places = {key: os.path.join(scratch, name) for key, name in _PLACES.items()}
-        Path(places["source"]).write_text(text)
+        files = {"source": "kernel.cpp", "object": "kernel.o", "target": "target"}
+        places = {f"{{{key}}}": os.path.join(scratch, file) for key, file in files.items()}
+        Path(places["{source}"]).write_text(text)
         for command in commands:
-            filled = [part.format(**places) if part.startswith("{") else part for part in command]
+            filled = [places.get(part, part) for part in command]
             done = subprocess.run(filled, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
             if done.returncode:
-                raise CompileFailed(f"{name}: {_errors(done.stderr)}")
-        Path(places["target"]).touch()  # where nothing but an error was to come
-        os.replace(places["target"], path)
-
-
-_PLACES = {"source": "kernel.cpp", "object": "kernel.o", "target": "target"}
-
-
-def _errors(output: str) -> str:
-    lines = output.splitlines()
-    first = next((i for i, line in enumerate(lines) if "error:" in line), 0)
-    return "\n".join(lines[first : first + 12])
+                lines = done.stderr.splitlines()
+                first = next((i for i, line in enumerate(lines) if "error:" in line), 0)
+                raise HostError("CompileFailed", "\n".join([f"{name}:", *lines[first : first + 12]]))
+        Path(places["{target}"]).touch()  # where nothing but an error was to come
+        os.replace(places["{target}"], path)

@@ -9,21 +9,18 @@ import subprocess
 from collections.abc import Sequence
 
 from support.metal_host.compiler import LANGUAGE, find_ziglang
-from support.metal_host.errors import CompileFailed
+from support.metal_host.errors import HostError
 from support.metal_host.rewrite import host_text
 from support.metal_host.source import KernelCall
 
 # 16-bit floats are the processor's own, as on a GPU. A vectorizer would count elements of the host's vectors.
+# A GPU has no memset_pattern16 and the like. A product and a sum are one there.
 _TARGET = ["-target", "arm64-apple-macos14", "-mcpu=apple-m1", "-fno-vectorize", "-fno-slp-vectorize"]
-_TARGET += ["-fno-builtin"]  # a GPU has no memset_pattern16 and the like
+_TARGET += ["-fno-builtin", "-ffp-contract=on"]
 
 
-def optimized(text: str, name: str, flags: Sequence[str] = ("-O2",)) -> str:
-    """The optimized code of function `name` of a C++ text with real address spaces, from `define` to its end.
-
-    Raises:
-        CompileFailed: with the compiler's words.
-    """
+def allocas(call: KernelCall, flags: Sequence[str] = ("-O2",)) -> list[str]:
+    """The types of what a kernel keeps in thread memory once it is optimized: `[4 x [8 x float]]`."""
     command = [
         find_ziglang().command[0],
         "clang",
@@ -37,21 +34,8 @@ def optimized(text: str, name: str, flags: Sequence[str] = ("-O2",)) -> str:
         "-",
         "-",
     ]
-    command[command.index("-ffp-contract=off")] = "-ffp-contract=on"  # as on a GPU: a product and a sum are one
-    done = subprocess.run(command, input=text, capture_output=True, text=True)
-    if done.returncode:
-        raise CompileFailed(f"{name}: {done.stderr.strip()}")
-    found = re.search(rf"^define [^\n]*@_Z\d+{re.escape(name)}\w*\(.*?^}}$", done.stdout, re.DOTALL | re.MULTILINE)
+    done = subprocess.run(command, input=host_text(call, spaces=True), capture_output=True, text=True)
+    found = re.search(rf"^define [^\n]*@_Z\d+{re.escape(call.name)}\w*\(.*?^}}$", done.stdout, re.DOTALL | re.MULTILINE)
     if found is None:
-        raise CompileFailed(f"{name}: the compiler made no function of this name")
-    return found[0]
-
-
-def optimized_call(call: KernelCall, flags: Sequence[str] = ("-O2",)) -> str:
-    """The same for a launch of a Metal kernel."""
-    return optimized(host_text(call, spaces=True), call.name, flags)
-
-
-def allocas(code: str) -> list[str]:
-    """The types of what a function keeps in thread memory: `[4 x [8 x float]]`."""
-    return re.findall(r"^ *%\S+ = alloca (.+?),", code, re.MULTILINE)
+        raise HostError("CompileFailed", f"{call.name}: {done.stderr.strip()}")
+    return re.findall(r"^ *%\S+ = alloca (.+?),", found[0], re.MULTILINE)

@@ -6,7 +6,7 @@ a reference to memory that every access to is checked (to run) or a static varia
 
 import re
 
-from support.metal_host.errors import CompileFailed
+from support.metal_host.errors import HostError
 from support.metal_host.source import KernelCall
 
 FILE = "kernel.metal"  # the text's name in the compiler's messages
@@ -28,7 +28,7 @@ def host_text(call: KernelCall, *, spaces: bool) -> str:
     text = _threadgroup_arrays(call.name, text, plain, spaces)
     text, instances = _INSTANCE.subn("template ", text)
     if instances != bool(call.template):
-        raise CompileFailed(f"{call.name}: {instances} instantiations in the text; expected {int(bool(call.template))}")
+        raise HostError("CompileFailed", f"{call.name}: {instances} instantiations in the text")
     face = "#define METAL_HOST_SPACES\n" if spaces else ""
     entry = "" if spaces else _entry(call)
     return f'{face}#include "shim.h"\n#line 1 "{FILE}"\n{text}\n{entry}'
@@ -41,11 +41,11 @@ def _threadgroup_arrays(name: str, text: str, plain: str, spaces: bool) -> str:
     for word in re.finditer(r"\bthreadgroup\b", plain):
         found = _SHARED.match(plain, word.start())
         if found is None:
-            if _POINTER.match(plain, word.start()):
-                continue
-            raise CompileFailed(_at(name, text, word.start(), "a use of `threadgroup` that is not understood"))
+            if not _POINTER.match(plain, word.start()):
+                raise _refused(name, text, word.start(), "a use of `threadgroup` that is not understood")
+            continue
         if found.start() < kernel:
-            raise CompileFailed(_at(name, text, found.start(), "a threadgroup array outside of the kernel's function"))
+            raise _refused(name, text, found.start(), "a threadgroup array outside of the kernel's function")
         element, array, dims = found.groups()
         if spaces:
             new = f"static threadgroup {element} {array}{dims};"
@@ -70,12 +70,12 @@ def _check_pointers(name: str, text: str, plain: str) -> None:
     )
     for found in pointer.finditer(plain):
         if not (_SPACES | named) & {*found[1].split(), *found[2].split()}:
-            raise CompileFailed(_at(name, text, found.end() - 1, "a pointer without an address space"))
+            raise _refused(name, text, found.end() - 1, "a pointer without an address space")
 
 
-def _at(name: str, text: str, position: int, what: str) -> str:
+def _refused(name: str, text: str, position: int, what: str) -> HostError:
     line = text.count("\n", 0, position) + 1
-    return f"{name}, line {line}: {what}: {text.splitlines()[line - 1].strip()}"
+    return HostError("CompileFailed", f"{name}, line {line}: {what}: {text.splitlines()[line - 1].strip()}")
 
 
 def _entry(call: KernelCall) -> str:
@@ -84,11 +84,11 @@ def _entry(call: KernelCall) -> str:
     for parameter in call.parameters:
         if parameter.kind == "attribute":
             arguments.append(f"at.{parameter.name}")
-            continue
-        const = "" if parameter.kind == "output" else "const "
-        pointer = f"static_cast<{const}{parameter.type}*>(buffers[{buffer}])"
-        arguments.append(f"*{pointer}" if parameter.by_reference else pointer)
-        buffer += 1
+        else:
+            const = "" if parameter.kind == "output" else "const "
+            pointer = f"static_cast<{const}{parameter.type}*>(buffers[{buffer}])"
+            arguments.append(f"*{pointer}" if parameter.by_reference else pointer)
+            buffer += 1
     return (
         'extern "C" __attribute__((visibility("default")))\n'
         "void metal_host_entry(void* const* buffers, const metal_host::Attributes& at) {\n"

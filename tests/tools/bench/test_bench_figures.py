@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -11,18 +12,18 @@ from support.recordings import RUN, add_run, empty, record, streams
 
 from kvant.tools.bench.figures import Summary, summarize
 from kvant.tools.bench.table import describe, tables
-from kvant.tools.statistics import Spread
+from kvant.tools.statistics import Spread, paired_ratio, percentile
 
 WIDE = Spread(0.123, 0.0456, 12.34, 3)
 
 
 def _printed(summaries: list[Summary]) -> str:
     """The tables, which fit 80 columns, the widest ratios too."""
-    wide = [
-        replace(each, **{name: WIDE for name, value in asdict(each).items() if isinstance(value, dict)})
-        for each in summaries
-    ]
-    for shown in (wide, summaries):
+
+    def widest(each: Summary) -> Summary:
+        return replace(each, **{name: WIDE for name, value in asdict(each).items() if isinstance(value, dict)})
+
+    for shown in ([*map(widest, summaries)], summaries):
         out = io.StringIO()
         Console(file=out, width=80).print(tables(shown))
         assert max(map(len, out.getvalue().splitlines())) <= 80
@@ -45,12 +46,8 @@ def test_every_figure_of_known_delays() -> None:
     summaries = summarize(record(_drifting, contexts=contexts, tokens=tokens, rounds=rounds))
     assert [(s.context, s.engine) for s in summaries] == [(c, e) for c in contexts for e in ("fast", "slow")]
     for s in summaries:
-        later = np.array(
-            [
-                [_drifting(s.engine, run, s.context, p) for p in range(s.context + 1, s.context + tokens)]
-                for run in range(rounds)
-            ]
-        )
+        places = range(s.context + 1, s.context + tokens)
+        later = np.array([[_drifting(s.engine, run, s.context, p) for p in places] for run in range(rounds)])
         p50, p95, p99 = np.percentile(later, [50, 95, 99])
         first = np.array([_drifting(s.engine, run, s.context, s.context) for run in range(rounds)])
         # The token at position p attends to p cached ones, of 2000 bytes each; the weights are 10 MB.
@@ -86,6 +83,15 @@ def test_ratios_are_of_the_same_round() -> None:
     printed = _printed([fast, slow])
     assert "0.62 (0.60-0.80)" in printed
     assert "0.50 (0.25-0.75)" in printed
+    assert paired_ratio({1: 3.0, 5: 1.0}, {0: 1.0, 1: 2.0}) == Spread(1.5, 1.5, 1.5, 1)
+    assert paired_ratio({0: 1.0}, {1: 1.0}) is None
+
+
+def test_percentiles_among_infinite_values_are_no_nan() -> None:
+    values = [1.0, math.inf, math.inf]
+    assert [percentile(values, percent) for percent in (0, 40, 50, 75, 100)] == [1.0, *[math.inf] * 4]
+    with pytest.raises(ValueError, match="of at least one"):
+        percentile([], 50)
 
 
 def test_a_figure_that_is_not_known_is_null_and_in_no_table() -> None:
@@ -93,17 +99,9 @@ def test_a_figure_that_is_not_known_is_null_and_in_no_table() -> None:
     add_run(recording, "one", 0, 4, [10.0, 2.0, 4.0], **dict.fromkeys(RUN))
     (summary,) = summarize(recording)
     known = {name: value for name, value in json.loads(json.dumps(asdict(summary))).items() if value is not None}
-    assert known == {
-        "engine": "one",
-        "context": 4,
-        "runs": 1,
-        "first_token_ms": 10.0,
-        "prefill_tokens_per_s": 400.0,
-        "latency_p50_ms": 3.0,
-        "latency_p95_ms": pytest.approx(3.9),
-        "latency_p99_ms": pytest.approx(3.98),
-        "tokens_per_s": pytest.approx(1000 / 3),
-    }
+    facts = {"engine": "one", "context": 4, "runs": 1, "first_token_ms": 10.0, "prefill_tokens_per_s": 400.0}
+    facts |= {"latency_p50_ms": 3.0, "latency_p95_ms": pytest.approx(3.9), "latency_p99_ms": pytest.approx(3.98)}
+    assert known == facts | {"tokens_per_s": pytest.approx(1000 / 3)}
     printed = _printed([summary])
     assert "Memory" not in printed
     assert "baseline" not in printed

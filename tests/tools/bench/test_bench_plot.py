@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.recordings import record, streams
@@ -14,27 +15,24 @@ from kvant.tools.bench.recording import Recording
 from kvant.tools.drawing import check_plot_path
 
 
-def _recording(**options: object) -> Recording:
-    return record(
-        lambda label, run, context, position: (1 + run) * (500 if position == context else 2),
-        **options,  # type: ignore[arg-type]
-    )
+def _recording(**options: Any) -> Recording:
+    return record(lambda _, run, context, position: (1 + run) * (500 if position == context else 2), **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_what_cannot_be_drawn(tmp_path: Path) -> None:
+    (tmp_path / "x.png").mkdir()
+    for name, message in (
         ("a.txt", r"ends in \.png or \.svg"),
         ("a", r"\.png or \.svg"),
         ("no/a.png", "does not exist"),
         ("x.png", "cannot be written"),
-    ],
-)
-def test_a_name_that_is_no_picture(tmp_path: Path, name: str, message: str) -> None:
-    (tmp_path / "x.png").mkdir()
-    for call in (check_plot_path, lambda path: plot(_recording(), path)):
-        with pytest.raises(ValueError, match=message):
-            call(tmp_path / name)
+    ):
+        for call in (check_plot_path, lambda path: plot(_recording(), path)):
+            with pytest.raises(ValueError, match=message):
+                call(tmp_path / name)
+    with pytest.raises(KvantError, match="nothing to draw"):
+        plot(_recording(tokens=1), tmp_path / "a.png")
+    assert not (tmp_path / "a.png").exists()
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,33 +46,32 @@ def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pyte
 class Drawn:
     """What the last figure shows, in the data's own units."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from matplotlib.figure import Figure
-
-        save = Figure.savefig
-
-        def savefig(figure: Figure, *args: object, **options: object) -> None:
-            axes = figure.axes[0]
-            (legend,) = figure.legends
-            labels = [text.get_text() for text in legend.get_texts()]
-            self.lines = {
-                label: list(zip(*(x.tolist() for x in line.get_data()), strict=True))
-                for label, line in zip(labels, axes.lines, strict=True)
-            }
-            if axes.collections:
-                corners = axes.collections[0].get_paths()[0].vertices[:, 1]
-                self.band = (corners.min(), corners.max())
-            self.scale = axes.get_yscale()
-            self.caption = figure.get_supxlabel()
-            save(figure, *args, **options)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(Figure, "savefig", savefig)
+    lines: dict[str, list[tuple[float, float]]]
+    band: tuple[float, float]
+    scale: str
+    caption: str
 
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
     pytest.importorskip("matplotlib")
-    return Drawn(monkeypatch)
+    from matplotlib.figure import Figure
+
+    seen, save = Drawn(), Figure.savefig
+
+    def savefig(figure: Figure, *args: Any, **options: Any) -> None:
+        axes = figure.axes[0]
+        labels = [text.get_text() for text in figure.legends[0].get_texts()]
+        points = [list(zip(*(x.tolist() for x in line.get_data()), strict=True)) for line in axes.lines]
+        seen.lines = dict(zip(labels, points, strict=True))
+        if axes.collections:
+            corners = axes.collections[0].get_paths()[0].vertices[:, 1]
+            seen.band = (corners.min(), corners.max())
+        seen.scale, seen.caption = axes.get_yscale(), figure.get_supxlabel()
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return seen
 
 
 def test_an_svg_has_a_label_an_engine_and_is_the_same_again(tmp_path: Path, drawn: Drawn) -> None:
@@ -114,12 +111,10 @@ def test_many_positions_are_put_together(tmp_path: Path, drawn: Drawn) -> None:
     assert "3 neighboring positions" in drawn.caption
 
 
-@pytest.mark.parametrize(("pace", "scale"), [(7.0, "linear"), (9.0, "log")])
-def test_the_axis_is_logarithmic_if_engines_are_far_apart(
-    pace: float, scale: str, tmp_path: Path, drawn: Drawn
-) -> None:
-    plot(record(lambda label, *_: pace if label == "slow" else 1.0), tmp_path / "a.png")
-    assert drawn.scale == scale
+def test_the_axis_is_logarithmic_if_engines_are_far_apart(tmp_path: Path, drawn: Drawn) -> None:
+    for pace, scale in ((7.0, "linear"), (9.0, "log")):
+        plot(record(lambda label, *_, pace=pace: pace if label == "slow" else 1.0), tmp_path / "a.png")
+        assert drawn.scale == scale
 
 
 def test_streams(tmp_path: Path, drawn: Drawn) -> None:
@@ -128,9 +123,3 @@ def test_streams(tmp_path: Path, drawn: Drawn) -> None:
     text = (tmp_path / "a.svg").read_text()
     assert "tokens a second, all streams" in text
     assert "kvant, one by one" in text
-
-
-def test_nothing_to_draw(tmp_path: Path) -> None:
-    with pytest.raises(KvantError, match="nothing to draw"):
-        plot(_recording(tokens=1), tmp_path / "a.png")
-    assert not (tmp_path / "a.png").exists()

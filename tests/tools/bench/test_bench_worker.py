@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ class Process:
     """A worker, talked to line by line."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "kvant.tools.bench.worker"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen([sys.executable, "-m", "kvant.tools.bench.worker"], stdin=pipe, stdout=pipe)
 
     def send(self, **command: Any) -> None:
         assert self.process.stdin is not None
@@ -47,13 +48,19 @@ class Process:
         return self.ask(command="run", prompts=prompts, texts=texts, max_tokens=tokens, together=together)
 
 
-@pytest.fixture
-def worker() -> Iterator[Process]:
-    """A process of its own, ended at the end."""
+@contextmanager
+def started() -> Iterator[Process]:
     worker = Process()
     with worker.process as process:
         yield worker
         process.kill()
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Process]:
+    """A process that serves the tests of the module."""
+    with started() as made:
+        yield made
 
 
 @pytest.mark.parametrize("name", ["kvant", "mlx-lm"])
@@ -100,14 +107,15 @@ def test_a_librarys_print_is_no_answer() -> None:
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_it_ends_with_its_input(worker: Process, pocket_folder: Path, busy: bool) -> None:
-    worker.load(KVANT, pocket_folder)
-    if busy:
-        worker.send(command="run", prompts=[list(range(64))], texts=[None], max_tokens=20_000, together=False)
-        time.sleep(0.3)
-    assert worker.process.stdin is not None
-    worker.process.stdin.close()
-    assert worker.process.wait(5) == 0
+def test_it_ends_with_its_input(pocket_folder: Path, busy: bool) -> None:
+    with started() as worker:
+        worker.load(KVANT, pocket_folder)
+        if busy:
+            worker.send(command="run", prompts=[list(range(64))], texts=[None], max_tokens=20_000, together=False)
+            time.sleep(0.3)
+        assert worker.process.stdin is not None
+        worker.process.stdin.close()
+        assert worker.process.wait(5) == 0
 
 
 def _stream(words: int, prompt_tokens: int, completion_tokens: int) -> list[Any]:
@@ -136,22 +144,20 @@ def test_a_server(worker: Process, served: tuple[str, Reply], tmp_path: Path) ->
         assert message in worker.run([5, 6], tokens=3, texts=[" two words"])["error"]
 
 
+STREAMS = "kvant 8-bit|kvant full|kvant 8-bit, one by one|kvant full, one by one|mlx-lm float32"
+
+
 @pytest.mark.parametrize(
     ("names", "bits", "streams", "labels"),
     [
-        (["kvant", "mlx-lm"], [0, 8, 4], False, "kvant full|kvant 8-bit|kvant 4-bit|mlx-lm|mlx-lm 8-bit|mlx-lm 4-bit"),
-        (["mlx-lm:openblas:float32", "mlx-lm"], [8], False, "mlx-lm float32 OpenBLAS 8-bit|mlx-lm 8-bit"),
-        (["kvant:unfused", "kvant:fused"], [8], False, "kvant 8-bit unfused|kvant 8-bit fused"),
-        (
-            ["kvant", "mlx-lm:float32"],
-            [8, 0],
-            True,
-            "kvant 8-bit|kvant full|kvant 8-bit, one by one|kvant full, one by one|mlx-lm float32",
-        ),
+        ("kvant mlx-lm", [0, 8, 4], False, "kvant full|kvant 8-bit|kvant 4-bit|mlx-lm|mlx-lm 8-bit|mlx-lm 4-bit"),
+        ("mlx-lm:openblas:float32 mlx-lm", [8], False, "mlx-lm float32 OpenBLAS 8-bit|mlx-lm 8-bit"),
+        ("kvant:unfused kvant:fused", [8], False, "kvant 8-bit unfused|kvant 8-bit fused"),
+        ("kvant mlx-lm:float32", [8, 0], True, STREAMS),
     ],
-)  # fmt: skip
-def test_engines_and_their_labels(names: list[str], bits: list[int], streams: bool, labels: str) -> None:
-    assert [spec.label for spec in engine_specs(names, bits, None, 64, streams=streams)] == labels.split("|")
+)
+def test_engines_and_their_labels(names: str, bits: list[int], streams: bool, labels: str) -> None:
+    assert [spec.label for spec in engine_specs(names.split(), bits, None, 64, streams=streams)] == labels.split("|")
 
 
 def test_settings_of_engines() -> None:
@@ -168,21 +174,21 @@ def test_settings_of_engines() -> None:
 @pytest.mark.parametrize(
     ("names", "group", "head_dim", "message"),
     [
-        (["mlxlm"], None, 64, "'mlxlm'; expected one of kvant, mlx-lm"),
-        (["server"], None, 64, "by its URL"),
-        (["mlx-lm:"], None, 64, "'mlx-lm:'"),
-        (["mlx-lm:int8"], None, 64, "'mlx-lm:int8'; mlx-lm takes one of float32, float16, bfloat16"),
-        (["mlx-lm:float32:float16"], None, 64, "at most once"),
-        (["kvant:openblas"], None, 64, "'kvant:openblas'; kvant takes one of unfused, fused"),
-        (["kvant", "mlx-lm", "kvant"], None, 64, "'kvant' is named twice"),
-        (["kvant"], 24, 64, "group size is 24; expected a divisor of the head dimension 64"),
-        (["kvant"], None, 48, "group size is 32; expected a divisor of the head dimension 48"),
-        (["mlx-lm"], 16, 64, "group size is 16; .* 32, 64, 128"),
+        ("mlxlm", None, 64, "'mlxlm'; expected one of kvant, mlx-lm"),
+        ("server", None, 64, "by its URL"),
+        ("mlx-lm:", None, 64, "'mlx-lm:'"),
+        ("mlx-lm:int8", None, 64, "'mlx-lm:int8'; mlx-lm takes one of float32, float16, bfloat16"),
+        ("mlx-lm:float32:float16", None, 64, "at most once"),
+        ("kvant:openblas", None, 64, "'kvant:openblas'; kvant takes one of unfused, fused"),
+        ("kvant mlx-lm kvant", None, 64, "'kvant' is named twice"),
+        ("kvant", 24, 64, "group size is 24; expected a divisor of the head dimension 64"),
+        ("kvant", None, 48, "group size is 32; expected a divisor of the head dimension 48"),
+        ("mlx-lm", 16, 64, "group size is 16; .* 32, 64, 128"),
     ],
 )
-def test_engines_that_do_not_exist(names: list[str], group: int | None, head_dim: int, message: str) -> None:
+def test_engines_that_do_not_exist(names: str, group: int | None, head_dim: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        engine_specs(names, [8], group, head_dim)
+        engine_specs(names.split(), [8], group, head_dim)
 
 
 @pytest.fixture(scope="module")

@@ -26,18 +26,28 @@ with appearing(Path(sys.argv[1])) as folder:
 """
 
 
+SLOW = """
+import sys, time
+from kvant.cli import main
+import mlx_lm.utils
+mlx_lm.utils.save_config = lambda *arguments: (print("ready", flush=True), time.sleep(100))
+sys.argv[1:] = ["convert", "pocket", sys.argv[1]]
+main()
+"""
+
+
 def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def _hold(dest: Path) -> "subprocess.Popen[str]":
-    """A process that is in the middle of writing ``dest``; a line lets it end."""
+def _writing(dest: Path, script: str = HOLD) -> "subprocess.Popen[str]":
+    """A process that is in the middle of writing ``dest``."""
+    pipe = subprocess.PIPE
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(dest)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", script, str(dest)], stdin=pipe, stdout=pipe, stderr=pipe, text=True
     )
     assert process.stdout
     assert process.stdout.readline() == "ready\n"
-    process.stdout.close()
     return process
 
 
@@ -71,22 +81,13 @@ def test_a_folder_it_did_not_make_stays(tmp_path: Path) -> None:
     assert _names(tmp_path) == sorted([*others, ".dest.aaaaaaaa.part", "dest"])
 
 
-def _full(dest: Path) -> None:
-    dest.mkdir()
-    (dest / "mine").touch()
-
-
-@pytest.mark.parametrize("make", [Path.touch, _full, lambda dest: dest.symlink_to("nothing")])
+@pytest.mark.parametrize(
+    "make", [Path.touch, lambda dest: (dest / "mine").mkdir(parents=True), lambda dest: dest.symlink_to("nothing")]
+)
 def test_what_appears_meanwhile_stays(tmp_path: Path, make: Callable[[Path], None]) -> None:
     dest = tmp_path / "dest"
-
-    def late() -> None:
-        with appearing(dest) as folder:
-            (folder / "new").touch()
-            make(dest)
-
-    with pytest.raises(ConvertError, match="is there already; it appeared"):
-        late()
+    with pytest.raises(ConvertError, match="is there already; it appeared"), appearing(dest):
+        make(dest)
     assert _names(tmp_path) == ["dest"]
     assert dest.is_symlink() or dest.is_file() or _names(dest) == ["mine"]
 
@@ -94,11 +95,11 @@ def test_what_appears_meanwhile_stays(tmp_path: Path, make: Callable[[Path], Non
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     """The command says so; the folder that a living process writes stays."""
     dest = tmp_path / "dest"
-    killed = _hold(dest)
+    killed = _writing(dest)
     killed.kill()
     killed.communicate()
     (part,) = tmp_path.iterdir()
-    living = _hold(dest)
+    living = _writing(dest)
     try:
         done = call("convert", "pocket", str(dest))
         assert done.returncode == 0
@@ -110,23 +111,9 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
         living.communicate()
 
 
-SLOW = """
-import sys, time
-from kvant.cli import main
-import mlx_lm.utils
-mlx_lm.utils.save_config = lambda *arguments: (print("ready", flush=True), time.sleep(100))
-sys.argv[1:] = ["convert", "pocket", sys.argv[1]]
-main()
-"""
-
-
 def test_a_signal_leaves_nothing(tmp_path: Path) -> None:
     """SIGTERM; tests/cli/test_interrupts.py has Ctrl-C."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, str(tmp_path / "dest")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout
-    assert process.stdout.readline() == "ready\n"
+    process = _writing(tmp_path / "dest", SLOW)
     assert len(_names(tmp_path)) == 1
     start = time.monotonic()
     process.send_signal(signal.SIGTERM)

@@ -54,17 +54,12 @@ def group(**wrong: Any) -> RankDiagnosis:
     return RankDiagnosis(ranks, 2**24, 16.0)
 
 
-def test_a_rank_with_another_version_is_named() -> None:
+def test_what_is_wrong_is_named_and_printed() -> None:
     found = group(environment=replace(HERE, versions=HERE.versions | {"mlx": "0.31.0"}))
     assert found.problems == [f"rank 2 (studio) has mlx 0.31.0; rank 0 has {HERE.versions['mlx']}"]
-
-
-def test_what_is_printed() -> None:
     _, *lines = _group_parts(group(sum_right=False))
     assert lines == [
-        "4 bytes from rank 0 to rank 1 and back: 0.050 ms",
-        "4 bytes from rank 1 to rank 2 and back: 0.050 ms",
-        "4 bytes from rank 2 to rank 0 and back: 0.050 ms",
+        *(f"4 bytes from rank {rank} to rank {(rank + 1) % 3} and back: 0.050 ms" for rank in range(3)),
         "sum of 16.78 MB: 16.0 ms, 1.05 GB/s",
         "wrong: rank 2 (studio) gets a wrong sum of whole numbers",
         "the 3 ranks do not agree",

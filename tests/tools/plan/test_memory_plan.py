@@ -35,71 +35,60 @@ class Case:
     window: int | None = None
 
 
-def qwen2(*sizes: Any) -> Shape:
-    """A Qwen2 with one large pair of key biases a layer: hidden, layers, heads, kv heads, head, inner, vocab, tied."""
-    return Shape("test", "qwen2", *sizes, max_position_embeddings=4096, large_key_bias=True)
+def shape(kind: str, *sizes: Any) -> Shape:
+    """Hidden, layers, heads, kv heads, head, inner, vocab, tied. A Qwen2 has one large pair of key biases a layer."""
+    return Shape("test", kind, *sizes, max_position_embeddings=4096, large_key_bias=kind == "qwen2")
 
 
-def qwen3(*sizes: Any) -> Shape:
-    """The same without biases, with norms of queries and keys."""
-    return replace(qwen2(*sizes), model_type="qwen3", large_key_bias=False)
-
-
-def olmo2(*sizes: Any) -> Shape:
-    """Without biases, with norms of whole projections and of what is added to the stream."""
-    return replace(qwen2(*sizes), model_type="olmo2", large_key_bias=False)
-
-
-def qwen3_moe(experts: int, per_token: int, inner: int, *sizes: Any) -> Shape:
-    """The same as :func:`qwen3`, with experts."""
-    shape = replace(qwen3(*sizes), model_type="qwen3_moe", num_experts=experts)
-    return replace(shape, num_experts_per_tok=per_token, moe_intermediate_size=inner)
+def experts(count: int, per_token: int, inner: int, *sizes: Any) -> Shape:
+    facts = {"num_experts": count, "num_experts_per_tok": per_token, "moe_intermediate_size": inner}
+    return replace(shape("qwen3_moe", *sizes), **facts)
 
 
 def steps(size: int, bits: int = 8, group: int = 32, sequences: int | None = None) -> Settings:
     """Of a run that reads so many tokens at a time."""
-    return Settings(bits, group, prefill_step_size=size, sequences=sequences)
+    return Settings(CacheOptions(bits, group), size, sequences)
 
 
 LAYERS, TOKENS = count(4, 16), count(200, 448)
 MANY_KEYS = (32, LAYERS, 32, 32, 64, 32, 500, True)  # keys and values outweigh everything else
 FEW_LAYERS = (32, 4, 32, 32, 64, 32, 500, True)
-FOUR_BITS = Case(qwen2(1024, 3, 16, 4, 64, 4096, 2000, True), 130, weight_bits=4)
+FOUR_BITS = Case(shape("qwen2", 1024, 3, 16, 4, 64, 4096, 2000, True), 130, weight_bits=4)
 CASES = {
-    "a large vocabulary, untied": Case(qwen3(256, 2, 4, 2, 64, 512, 30000, False), 100),
+    "a large vocabulary, untied": Case(shape("qwen3", 256, 2, 4, 2, 64, 512, 30000, False), 100),
     "4-bit weights": FOUR_BITS,
     # Dequantized parts wait for their input: without that, four threads hold 1.3 times as much.
     "4-bit weights, more threads than cores": replace(FOUR_BITS, streams=4),
-    "a 4-bit cache": Case(qwen3(*MANY_KEYS), TOKENS, steps(64, bits=4, group=64)),
-    "a long step": Case(qwen2(256, 2, 4, 2, 64, 2048, 1000, True), count(770, 1540), steps(count(768, 1536))),
-    "windows": Case(qwen2(*MANY_KEYS), 3 * TOKENS, steps(32), window=TOKENS),
+    "a 4-bit cache": Case(shape("qwen3", *MANY_KEYS), TOKENS, steps(64, bits=4, group=64)),
+    "a long step": Case(shape("qwen2", 256, 2, 4, 2, 64, 2048, 1000, True), count(770, 1540), steps(count(768, 1536))),
+    "windows": Case(shape("qwen2", *MANY_KEYS), 3 * TOKENS, steps(32), window=TOKENS),
     "4-bit experts in turn": Case(
-        qwen3_moe(16, 2, 1024, 1024, 2, 8, 2, 64, 512, 1000, False), 300, steps(256), weight_bits=4
+        experts(16, 2, 1024, 1024, 2, 8, 2, 64, 512, 1000, False), 300, steps(256), weight_bits=4
     ),
-    "few queries, whose scores take the keys' bias": Case(qwen2(64, 1, 16, 2, 64, 64, 100, True), 1000, steps(8)),
-    "a pool": Case(qwen2(*FEW_LAYERS), 200, steps(64, sequences=4)),
+    "few queries, whose scores take the keys' bias": Case(
+        shape("qwen2", 64, 1, 16, 2, 64, 64, 100, True), 1000, steps(8)
+    ),
+    "a pool": Case(shape("qwen2", *FEW_LAYERS), 200, steps(64, sequences=4)),
 }
 LONG = {
-    "bfloat16 weights, tied": Case(qwen2(512, 4, 8, 2, 64, 2048, 4000, True), 130),
-    "a large vocabulary, tied": Case(qwen2(256, 2, 4, 2, 64, 512, 40000, True), 100),
-    "8-bit weights, untied": Case(qwen3(1024, 3, 8, 4, 128, 3072, 20000, False), 70, steps(64), weight_bits=8),
-    "an 8-bit cache": Case(qwen2(*MANY_KEYS), TOKENS, steps(64)),
-    "a cache that is not quantized": Case(qwen3(*MANY_KEYS), 300, steps(64, bits=0)),
+    "bfloat16 weights, tied": Case(shape("qwen2", 512, 4, 8, 2, 64, 2048, 4000, True), 130),
+    "8-bit weights, untied": Case(shape("qwen3", 1024, 3, 8, 4, 128, 3072, 20000, False), 70, steps(64), weight_bits=8),
+    "an 8-bit cache": Case(shape("qwen2", *MANY_KEYS), TOKENS, steps(64)),
     "a long step through 4-bit weights": Case(
-        qwen3(512, 2, 8, 2, 64, 2048, 1000, True), 1030, steps(1024), weight_bits=4
+        shape("qwen3", 512, 2, 8, 2, 64, 2048, 1000, True), 1030, steps(1024), weight_bits=4
     ),
     "a few rows of 4-bit weights, a large vocabulary": Case(
-        qwen3(256, 2, 4, 2, 64, 1024, 20000, True), 17, steps(8), weight_bits=4
+        shape("qwen3", 256, 2, 4, 2, 64, 1024, 20000, True), 17, steps(8), weight_bits=4
     ),
-    "windows, 4 bits": Case(qwen3(*MANY_KEYS), 2 * TOKENS, steps(32, bits=4), window=TOKENS // 2),
-    "norms of whole projections": Case(olmo2(256, 2, 4, 2, 64, 2048, 1000, True), 770, steps(768)),
-    "experts, one for each row": Case(qwen3_moe(64, 4, 128, 512, 2, 8, 2, 64, 512, 1000, True), 50, steps(48)),
-    "experts in turn": Case(qwen3_moe(16, 4, 256, 512, 2, 8, 2, 64, 512, 1000, True), 770, steps(768)),
-    "a pool, windows": Case(qwen2(*FEW_LAYERS), 400, steps(64, sequences=3), window=200),
-    "a pool of 8": Case(qwen2(*FEW_LAYERS), 200, steps(64, sequences=8)),
-    "a pool, 4 bits": Case(qwen3(*FEW_LAYERS), 200, steps(64, bits=4, group=64, sequences=4)),
-    "a pool that is not quantized": Case(qwen3(*FEW_LAYERS), 200, steps(64, bits=0, sequences=4)),
-    "a pool, many rows of logits": Case(qwen3(256, 2, 4, 2, 64, 512, 10_000, True), 100, steps(128, sequences=32)),
+    "windows, 4 bits": Case(shape("qwen3", *MANY_KEYS), 2 * TOKENS, steps(32, bits=4), window=TOKENS // 2),
+    "norms of whole projections": Case(shape("olmo2", 256, 2, 4, 2, 64, 2048, 1000, True), 770, steps(768)),
+    "experts in turn": Case(experts(16, 4, 256, 512, 2, 8, 2, 64, 512, 1000, True), 770, steps(768)),
+    "a pool, windows": Case(shape("qwen2", *FEW_LAYERS), 400, steps(64, sequences=3), window=200),
+    "a pool, 4 bits": Case(shape("qwen3", *FEW_LAYERS), 200, steps(64, bits=4, group=64, sequences=4)),
+    "a pool that is not quantized": Case(shape("qwen3", *FEW_LAYERS), 200, steps(64, bits=0, sequences=4)),
+    "a pool, many rows of logits": Case(
+        shape("qwen3", 256, 2, 4, 2, 64, 512, 10_000, True), 100, steps(128, sequences=32)
+    ),
     "a pool through 4-bit weights": replace(FOUR_BITS, tokens=70, settings=steps(64, sequences=8)),
 }
 CASES |= count({}, LONG)
@@ -153,29 +142,28 @@ def test_a_plan_has_no_slack_to_hide_in() -> None:
 
 def test_the_sizes_of_published_files() -> None:
     """Their headers, of less than 100 kB, are all that is not counted."""
-    small = SHAPES["qwen2.5-0.5b"]
+
+    def stored(name: str, tied: bool) -> Checkpoint:
+        facts = asdict(SHAPES[name])
+        kind = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[facts["model_type"]]
+        return Checkpoint(ModelConfig.from_dict(facts | {"architectures": [kind]}), 2, tied)
+
     published = {
-        278_064_920: Checkpoint(_config(small), 2, True).quantized(4, 64),  # mlx-community/Qwen2.5-0.5B-Instruct-4bit
-        988_097_824: Checkpoint(_config(small), 2, True),  # Qwen/Qwen2.5-0.5B-Instruct
-        1_503_300_328: Checkpoint(_config(SHAPES["qwen3-0.6b"]), 2, False),  # Qwen/Qwen3-0.6B, whose tied head is there
+        278_064_920: stored("qwen2.5-0.5b", True).quantized(4, 64),  # mlx-community/Qwen2.5-0.5B-Instruct-4bit
+        988_097_824: stored("qwen2.5-0.5b", True),  # Qwen/Qwen2.5-0.5B-Instruct
+        1_503_300_328: stored("qwen3-0.6b", False),  # Qwen/Qwen3-0.6B, whose tied head is there
     }
     for size, checkpoint in published.items():
         assert 0 < size - checkpoint.stored_bytes < 100_000
 
 
-def _config(shape: Shape) -> ModelConfig:
-    raw = asdict(shape) | {"architectures": ["Qwen3ForCausalLM" if shape.model_type == "qwen3" else "Qwen2ForCausalLM"]}
-    return ModelConfig.from_dict(raw)
-
-
 def test_float_matrices_among_quantized_ones_count_as_floats() -> None:
-    quantization = {"bits": 4, "group_size": 32, "model.layers.1.mlp.down_proj": False, "lm_head": False}
-    config = qwen2_config(tie_word_embeddings=False, quantization=quantization, torch_dtype="bfloat16")
-    some, all_of_them = (
-        Checkpoint.from_facts(raw) for raw in (config, config | {"quantization": {"bits": 4, "group_size": 32}})
-    )
+    config = qwen2_config(tie_word_embeddings=False, torch_dtype="bfloat16")
+    formats = {"bits": 4, "group_size": 32}
+    floats = {"model.layers.1.mlp.down_proj": False, "lm_head": False}
+    some, every = (Checkpoint.from_facts(config | {"quantization": formats | left}) for left in (floats, {}))
     elements = 128 * 256 + 300 * 128
-    assert some.stored_bytes - all_of_them.stored_bytes == elements * 2 - (elements // 2 + elements // 32 * 4)
+    assert some.stored_bytes - every.stored_bytes == elements * 2 - (elements // 2 + elements // 32 * 4)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -192,12 +180,10 @@ def test_the_files_say_what_config_json_leaves_out(tied: bool, float_bytes: int)
 @pytest.mark.parametrize("bits", [0, 4, 8])
 @pytest.mark.parametrize("split", [True, False])
 def test_the_cache_is_exact_for_any_format(pocket: tuple[Decoder, Any], bits: int, split: bool) -> None:
-    model, _ = pocket
-    cache = model.make_cache(77, kv_bits=bits, kv_group_size=16, bias_split=split)
-    settings = Settings(cache=CacheOptions(kv_bits=bits, kv_group_size=16, bias_split=split))
-    checkpoint = Checkpoint(model.config, 2, True)
-    made = plan(checkpoint, max_kv_size=77, settings=settings, device="cpu", split_pairs=split_pairs(model))
-    assert made.cache == sum(layer.nbytes for layer in cache)
+    model, options = pocket[0], CacheOptions(bits, 16, split)
+    checkpoint, pairs = Checkpoint(model.config, 2, True), split_pairs(model)
+    made = plan(checkpoint, max_kv_size=77, settings=Settings(options), device="cpu", split_pairs=pairs)
+    assert made.cache == sum(layer.nbytes for layer in model.make_cache(77, **options.fields))
 
 
 @pytest.mark.parametrize("sequences", [None, 3])
@@ -224,6 +210,10 @@ def test_the_longest_context_ends_with_the_models_or_is_none() -> None:
     checkpoint = Checkpoint.from_facts(qwen2_config())
     assert longest_context(checkpoint, 10**12, device="cpu") == LongestContext(1024, "the model's context")
     assert longest_context(checkpoint, 10**6, device="cpu") == LongestContext(0, "memory")
+    absurd = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "head_dim"), 2**24)
+    absurd |= {"num_key_value_heads": 2**24, "num_hidden_layers": 4096, "max_position_embeddings": 2**24}
+    checkpoint = Checkpoint.from_facts(qwen2_config(**absurd, quantization={"bits": 4, "group_size": 64}))
+    assert longest_context(checkpoint, 10**12, device="cpu").tokens == 0  # and nothing is made of these sizes
 
 
 def test_a_gpu_holds_the_checkpoints_dtype() -> None:
@@ -249,7 +239,6 @@ def test_as_if_converted() -> None:
 @pytest.mark.parametrize(
     ("settings", "tokens", "message"),
     [
-        (Settings(cache=CacheOptions(kv_bits=5)), 10, "kv_bits is 5"),
         (Settings(cache=CacheOptions(kv_group_size=48)), 10, "48 does not divide"),
         (Settings(prefill_step_size=0), 10, "prefill_step_size is 0"),
         (Settings(), 0, "max_kv_size is 0"),
@@ -258,11 +247,3 @@ def test_as_if_converted() -> None:
 def test_what_cannot_be_planned(settings: Settings, tokens: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(Checkpoint.from_facts(qwen2_config()), max_kv_size=tokens, settings=settings)
-
-
-def test_absurd_sizes_are_planned_too() -> None:
-    """Sizes that no published model has: nothing is made of them, and nothing fits."""
-    absurd = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "head_dim"), 2**24)
-    absurd |= {"num_key_value_heads": 2**24, "num_hidden_layers": 4096, "max_position_embeddings": 2**24}
-    checkpoint = Checkpoint.from_facts(qwen2_config(**absurd, quantization={"bits": 4, "group_size": 64}))
-    assert longest_context(checkpoint, 10**12, device="cpu").tokens == 0

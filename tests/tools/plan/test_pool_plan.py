@@ -1,12 +1,10 @@
 """The plan of a pool: the bytes that make_pool reserves, of every kind of layer."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from support.command import call
 from support.counts import count
@@ -22,31 +20,23 @@ from kvant.tools.plan import Checkpoint, Settings, plan, read_folder, split_pair
 POOLED = [kind for kind in KINDS if kind != "llama4"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _without_compilation() -> Iterator[None]:
-    """It would call a C++ compiler, the first time."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
 @pytest.mark.parametrize("kind", POOLED)
 def test_it_is_what_a_pool_reserves(kind: str, tmp_path: Path) -> None:
     model, _ = load_kind(kind, tmp_path / "model")
     checkpoint, known = read_folder(tmp_path / "model"), split_pairs(model) or None
     cases = [(8, 3, 8, 512), (200, 2, 0, 32), (1000, 8, 4, 64)]
-    for tokens, sequences, bits, step in count(cases[1:], cases):
-        settings = Settings(prefill_step_size=step, sequences=sequences, cache=CacheOptions(kv_bits=bits))
-        made = plan(checkpoint, max_kv_size=tokens, settings=settings, device="cpu", split_pairs=known)
+    for tokens, n, bits, step in count(cases[1:], cases):
         options = {"kv_bits": bits, "max_seq_len": tokens, "prefill_step_size": step}
         rows = -(-tokens // 128) * 128
-        sizes = [model.make_pool(n * rows, sequences=n, **options).nbytes for n in (sequences, sequences + 1)]
-        assert made.cache + made.state == sizes[0]
-        assert made.sequence == sizes[1] - sizes[0]
-        fewer = replace(settings, pool_tokens=rows * sequences // 2)
-        pool = model.make_pool(rows * sequences // 2, sequences=sequences, **options)
-        made = plan(checkpoint, max_kv_size=tokens, settings=fewer, device="cpu", split_pairs=known)
-        assert made.cache + made.state == pool.nbytes
+        whole, more, half = (
+            model.make_pool(size, sequences=sequences, **options).nbytes
+            for size, sequences in ((n * rows, n), ((n + 1) * rows, n + 1), (n * rows // 2, n))
+        )
+        settings = Settings(CacheOptions(bits), step, n)
+        for given, reserved in ((settings, whole), (replace(settings, pool_tokens=n * rows // 2), half)):
+            made = plan(checkpoint, max_kv_size=tokens, settings=given, device="cpu", split_pairs=known)
+            assert made.cache + made.state == reserved
+            assert made.sequence == more - whole or given is not settings
 
 
 def test_of_a_model_that_has_none(tmp_path: Path) -> None:

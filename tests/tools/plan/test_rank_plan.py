@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +32,7 @@ from kvant.models.share import shares
 from kvant.ranks.bridged_stage import load_bridged_stage
 from kvant.ranks.group import Ranks
 from kvant.tools.bench.shapes import Shape, write_random
-from kvant.tools.plan import Checkpoint, RankPlanner, Settings, plan, read_folder, split_pairs
+from kvant.tools.plan import Checkpoint, Parallel, RankPlanner, Settings, plan, read_folder, split_pairs
 from kvant.tools.plan.ranks import deal
 
 WIDEST = 2.5  # of the measured peak: a rank that waits holds less of what MLX has queued
@@ -88,14 +88,11 @@ def test_an_adapter_is_whole_on_every_rank(tmp_path: Path) -> None:
     model = reference_model(config)
     adapter = save_adapter(tmp_path / "adapter", adapter_config(num_layers=1), model)
     without = Checkpoint.from_folder(save_checkpoint(tmp_path / "model", config, model))
-    plans = [
-        RankPlanner(each, machines(10**9, 10**9), "pipeline").plan(9).plans
-        for each in (without, without.adapted(adapter))
-    ]
+    made = without.adapted(adapter)
+    before, after = (RankPlanner(each, machines(10**9, 10**9), "pipeline").plan(9).plans for each in (without, made))
     size = (adapter / "adapters.safetensors").stat().st_size
-    assert [after.weights - before.weights for before, after in zip(*plans, strict=True)] == [3 * size] * 2
-    limits = machines(*(made.total for made in plans[1]))
-    assert RankPlanner(without.adapted(adapter), limits, "pipeline").longest().tokens >= 9
+    assert [b.weights - a.weights for a, b in zip(before, after, strict=True)] == [3 * size] * 2
+    assert RankPlanner(made, machines(*(own.total for own in after)), "pipeline").longest().tokens >= 9
 
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
@@ -113,42 +110,31 @@ def test_caches_are_those_that_are_made(bits: int, settings: dict[str, Any], tmp
     loaded, checkpoint = load_decoder(tmp_path), Checkpoint.from_folder(tmp_path)
     pairs = split_pairs(loaded)
     assert len({*pairs}) > 1
-    options = {"kv_bits": bits, "kv_group_size": 16}
-    chosen = Settings(cache=CacheOptions(kv_bits=bits, kv_group_size=16))
+    chosen = Settings(CacheOptions(bits, 16))
+    options = chosen.cache.fields
     each = [layer.nbytes for layer in loaded.make_cache(90, **options)]
     layers = RankPlanner(checkpoint, machines(10**9, 10**9, 10**9), "pipeline", chosen).plan(90).layers
     assert layers is not None
-    found = [
-        plan(
-            checkpoint.stage(rank, own), max_kv_size=90, settings=chosen, split_pairs=pairs[own.start : own.stop]
-        ).cache
-        for rank, own in enumerate(layers)
-    ]
+
+    def cache(rank: int, own: range, settings: Settings) -> int:
+        stage, its_pairs = checkpoint.stage(rank, own), pairs[own.start : own.stop]
+        return plan(stage, max_kv_size=90, settings=settings, split_pairs=its_pairs).cache
+
+    found = [cache(rank, own, chosen) for rank, own in enumerate(layers)]
     assert found == [sum(each[own.start : own.stop]) for own in layers]
-    pooled = replace(chosen, sequences=3)
     pool = loaded.make_pool(3 * 128, sequences=3, max_seq_len=90, **options)
-    stages = [(checkpoint.stage(rank, range(*ends)), pairs[slice(*ends)]) for rank, ends in enumerate(((0, 2), (2, 4)))]
-    made = [plan(stage, max_kv_size=90, settings=pooled, split_pairs=its_pairs) for stage, its_pairs in stages]
-    assert sum(own.cache for own in made) == pool.nbytes
+    pooled = [cache(rank, own, replace(chosen, sequences=3)) for rank, own in enumerate((range(2), range(2, 4)))]
+    assert sum(pooled) == pool.nbytes
     # Every rank splits off the pairs that any of them would: none fewer here than one rank alone.
-    for share, own in zip(
-        shares(checkpoint.config, 2),
-        RankPlanner(checkpoint, machines(10**9, 10**9), "tensor", chosen).plan(90).plans,
-        strict=True,
-    ):
+    tensor = RankPlanner(checkpoint, machines(10**9, 10**9), "tensor", chosen).plan(90).plans
+    for share, made in zip(shares(checkpoint.config, 2), tensor, strict=True):
         part = load_part(tmp_path, share=share).decoder()
         known = plan(checkpoint.share(share), max_kv_size=90, settings=chosen, split_pairs=split_pairs(part))
         assert known.cache == part.make_cache(90, **options).nbytes
-        assert own.weights == known.weights
+        assert made.weights == known.weights
 
 
-def test_equal_layers_on_equal_machines() -> None:
-    assert [len(own) for own in deal(10, [7] * 4, lambda rank, first, last: last - first)] == [2, 2, 3, 3]
-    # Rank 0 has two layers' worth of other things.
-    dealt = deal(10, [7] * 4, lambda rank, first, last: last - first + 2 * (rank == 0))
-    assert [len(own) for own in dealt] == [1, 3, 3, 3]
-    # One machine has half of the memory.
-    assert [len(own) for own in deal(10, [8, 4, 8], lambda rank, first, last: last - first)] == [4, 2, 4]
+def test_a_machine_without_memory_gets_one_layer() -> None:
     assert deal(3, [1, 0, 10**12], lambda rank, first, last: last - first) == [range(1), range(1, 2), range(2, 3)]
 
 
@@ -205,17 +191,11 @@ def test_the_longest_context_is_exact_to_a_token(name: str) -> None:
         assert tokens == CONTEXT or not planner.plan(tokens + 1).fits
 
 
-@dataclass(frozen=True)
 class Place:
     """Stands for MLX's group of two, where nothing is sent."""
 
-    number: int
-
-    def rank(self) -> int:
-        return self.number
-
-    def size(self) -> int:
-        return 2
+    def __init__(self, number: int) -> None:
+        self.rank, self.size = lambda: number, lambda: 2
 
 
 BRIDGED = ["gemma3_text", "gpt_oss", "falcon_h1", "qwen3_next"]
@@ -236,17 +216,20 @@ def test_a_bridged_model_is_dealt_too(kind: str, tmp_path: Path) -> None:
         assert made.plans[rank].cache == loaded.make_cache(100).nbytes
     with pytest.raises(ModelError, match=f"{kind} is mlx-lm's model: its tensors are not divided"):
         RankPlanner(checkpoint, machines(10**9, 10**9), "tensor").plan(100)
-    pooled = Settings(sequences=2)
     with pytest.raises(ModelError, match="on several machines takes one sequence at a time"):
-        RankPlanner(checkpoint, machines(10**9, 10**9), "pipeline", pooled).plan(100)
+        RankPlanner(checkpoint, machines(10**9, 10**9), "pipeline", Settings(sequences=2)).plan(100)
 
 
-def test_what_cannot_be_divided(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.from_facts(qwen2_config())
-    with pytest.raises(ModelError, match="2 layers cannot be dealt out to 3 ranks: each needs one"):
-        RankPlanner(checkpoint, machines(*[10**9] * 3), "pipeline").plan(100)
-    with pytest.raises(ModelError, match="3 ranks cannot divide 2 query heads"):
-        RankPlanner(checkpoint, machines(*[10**9] * 3), "tensor").plan(100)
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("pipeline", "2 layers cannot be dealt out to 3 ranks: each needs one"),
+        ("tensor", "3 ranks cannot divide 2 query heads"),
+    ],
+)
+def test_what_cannot_be_divided(way: Parallel, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        RankPlanner(Checkpoint.from_facts(qwen2_config()), machines(*[10**9] * 3), way).plan(100)
 
 
 # Every rank loads its part, fills a cache or a pool with it, and says what was planned and what MLX counted.
@@ -257,44 +240,42 @@ if hasattr(os, "sched_setaffinity"):  # dequantized parts are made side by side,
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 import kvant
 import mlx.core as mx
+from kvant.cache import CacheOptions
 from kvant.ranks.group import connect
 from kvant.ranks.stage import load_stage
 from kvant.ranks.tensor import load_tensor
 from kvant.machine import Machine
 from kvant.tools.plan import Checkpoint, RankPlanner, Settings, plan, split_pairs
 
-DECODED = 4
 ranks = connect("ring")
 for folder, parallel, tokens, options in json.loads(sys.argv[1]):
-    settings = Settings(**options)
-    step, count, stored = settings.prefill_step_size, settings.sequences, {"kv_bits": settings.kv_bits}
+    settings = Settings(CacheOptions(kv_bits=options.pop("kv_bits", 8)), **options)
+    step, count, stored = settings.prefill_step_size, settings.sequences, settings.cache.fields
     machines = [Machine("cpu", 10**10, 10**10, "a test")] * ranks.size
     made = RankPlanner(Checkpoint.from_folder(Path(folder)), machines, parallel, settings).plan(tokens)
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    if made.layers is None:
-        model = load_tensor(Path(folder), ranks)
-    else:
-        model = load_stage(Path(folder), ranks, made.layers[ranks.rank])
+    layers = made.layers and made.layers[ranks.rank]
+    model = load_stage(Path(folder), ranks, layers) if layers else load_tensor(Path(folder), ranks)
     ids = [7 * i % 90 for i in range(tokens)]
     if count is None:
         held = model.make_cache(tokens, **stored)
-        cache_of = [lambda: held]
+        prompts, together = [lambda: held], lambda: held
     else:
         rows = -(-tokens // 128) * 128
         held = model.make_pool(count * rows, sequences=count, max_seq_len=tokens, prefill_step_size=step, **stored)
         opened = [held.sequence(tokens) for _ in range(count)]
-        cache_of = [lambda one=one: held.batch([one]) for one in opened]
-    for cache in cache_of:
-        for first in range(0, tokens - DECODED, step):
-            chunk, own = ids[first : min(first + step, tokens - DECODED)], cache()
-            mx.eval(model.feed(mx.array([chunk]), own))
+        prompts, together = [lambda one=one: held.batch([one]) for one in opened], lambda: held.batch(opened)
+    for cache in prompts:
+        for first in range(0, tokens - 4, step):
+            own = cache()
+            mx.eval(model.feed(mx.array([ids[first : min(first + step, tokens - 4)]]), own))
             own.commit()
             mx.clear_cache()
-    own, width = (held, 1) if count is None else (held.batch(opened), count)
-    for token in ids[-DECODED:]:
-        mx.eval(model.next_logits(mx.array([[token]] * width), own))
+    own = together()
+    for token in ids[-4:]:
+        mx.eval(model.next_logits(mx.array([[token]] * (count or 1)), own))
         own.commit()
     mx.synchronize()
     peak = mx.get_peak_memory() - before
@@ -303,7 +284,7 @@ for folder, parallel, tokens, options in json.loads(sys.argv[1]):
     known = plan(part, max_kv_size=tokens, settings=settings, device="cpu", split_pairs=split_pairs(model))
     least, most = sorted([made.plans[ranks.rank].arrays, known.arrays])
     print(json.dumps([least, most, peak, known.weights, model.nbytes, known.cache, held.nbytes]))
-    del model, held, own, cache, cache_of
+    del model, held, own, cache, prompts, together
     opened = None
 """
 
@@ -313,30 +294,18 @@ def shape(kind: str, *sizes: Any) -> Shape:
     return Shape("test", kind, *sizes, max_position_embeddings=4096, large_key_bias=kind == "qwen2")
 
 
+STEP = {"prefill_step_size": 64}
 CASES: dict[str, tuple[Shape, int, int, dict[str, int]]] = {  # tokens, bits of weights, settings
     "4-bit weights": (shape("qwen3", 1024, 2, 16, 4, 64, 4096, 2000, True), 130, 4, {}),
-    "an 8-bit cache": (shape("qwen2", 32, 4, 32, 32, 64, 32, 500, True), 200, 0, {"prefill_step_size": 64}),
-    "a pool": (shape("qwen3", 32, 4, 32, 32, 64, 32, 500, False), 200, 0, {"prefill_step_size": 64, "sequences": 4}),
+    "an 8-bit cache": (shape("qwen2", 32, 4, 32, 32, 64, 32, 500, True), 200, 0, STEP),
+    "a pool": (shape("qwen3", 32, 4, 32, 32, 64, 32, 500, False), 200, 0, STEP | {"sequences": 4}),
 }
-CASES |= count(
-    {},
-    {
-        "bfloat16 weights, tied": (shape("qwen2", 512, 4, 8, 2, 64, 2048, 4000, True), 130, 0, {}),
-        "a large vocabulary, untied": (shape("qwen3", 256, 4, 4, 2, 64, 512, 30000, False), 100, 0, {}),
-        "a 4-bit cache": (
-            shape("qwen3", 32, 8, 32, 32, 64, 32, 500, True),
-            448,
-            0,
-            {"prefill_step_size": 64, "kv_bits": 4},
-        ),
-        "norms of whole projections": (
-            shape("olmo2", 256, 2, 4, 2, 64, 2048, 1000, True),
-            770,
-            0,
-            {"prefill_step_size": 768},
-        ),
-    },
-)
+LONG = {
+    "a large vocabulary, untied": (shape("qwen3", 256, 4, 4, 2, 64, 512, 30000, False), 100, 0, {}),
+    "a 4-bit cache": (shape("qwen3", 32, 8, 32, 32, 64, 32, 500, True), 448, 0, STEP | {"kv_bits": 4}),
+    "norms of whole projections": (shape("olmo2", 256, 2, 4, 2, 64, 2048, 1000, True), 770, 0, STEP),
+}
+CASES |= count({}, LONG)
 
 
 def test_the_plan_bounds_what_mlx_counts_on_each_rank(tmp_path: Path) -> None:

@@ -58,9 +58,8 @@ class TestFormats:
 
 
 class TestQuestions:
-    """Answers scored in one pass are those that are written greedily."""
-
     def test_an_answer_is_right_where_generation_writes_it(self, pocket: Pocket) -> None:
+        """Scored in one pass they are those that are written greedily."""
         model, tokenizer = pocket
         documents = [d for d in heldout_documents() if d["kind"] in ("recall-2", "recall-4", "facts")][:4]
         found, written = [], []
@@ -72,8 +71,7 @@ class TestQuestions:
                 cache = FORMAT.make_cache(model, len(ids) + 24)
                 written.append(generate(model, tokenizer, ids, max_tokens=24, prompt_cache=cache).strip() == given)
         assert found == written
-        assert True in found
-        assert False in found
+        assert {*found} == {True, False}
 
     def test_recall(self, pocket: Pocket) -> None:
         """All lengths are among them, within the tokens given; and a cache that forgets does not answer."""
@@ -82,8 +80,7 @@ class TestQuestions:
         assert 3000 < sum(len(dialogue.ids) for dialogue in dialogues) <= 4096
         assert recall_dialogues(tokenizer, 100) == []
         places = [first for dialogue in dialogues for first, _ in dialogue.answers]
-        assert min(places) < 64
-        assert max(places) >= 512
+        assert min(places) < 64 < 512 <= max(places)
         short = sorted(dialogues, key=lambda dialogue: len(dialogue.ids))[:2]
         cache = FORMAT.make_cache(model, 400)
         assert all(right for dialogue in short for right in answer(model, cache, dialogue))
