@@ -17,9 +17,9 @@ from kvant.engine.drafted_run import DraftedRun, make_run
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.run import Run, prefill
-from kvant.engine.sampling import make_logits_processors, make_sampler
 from kvant.errors import ArgumentError
 from kvant.models import Decoder, LanguageModel
+from kvant.sample_utils import make_logits_processors, make_sampler
 
 Pocket = tuple[Decoder, Any]
 PROMPT = [(7 * i) % 1000 + 20 for i in range(40)]

@@ -18,8 +18,8 @@ from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.drafting.choice import Choice, StepCosts
 from kvant.engine.drafting.drafter import Drafter
 from kvant.engine.row_sampling import Row, sample_rows
-from kvant.engine.sampling import make_sampler
 from kvant.models import LanguageModel
+from kvant.sample_utils import make_sampler
 
 PROMPT = [9, 17, 30, 17]
 KEPT, TEMP, TOKENS = 3, 40.0, 3

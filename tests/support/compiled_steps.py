@@ -11,9 +11,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+from kvant import sample_utils as sampling
 from kvant.cache import ModelCache
 from kvant.engine import run as running
-from kvant.engine import sampling
 from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.draw import Sampler, greedy
 from kvant.engine.load import find_model

@@ -10,7 +10,7 @@ import mlx.core as mx
 from kvant.engine.constraint import Constraint, allowed_only
 from kvant.engine.draw import Sampler, SeededSampler, draw_keys, draw_seeded, greedy
 from kvant.engine.filters import rows_of, with_rows
-from kvant.engine.processors import KINDS, Bias, Change, process_rows
+from kvant.engine.processors import KINDS, Bias, Change, LogitsProcessor, Tokens, process_rows
 from kvant.errors import LogitsError
 from kvant.operators.exponential import logsumexp
 
@@ -33,7 +33,7 @@ class Row:
     sampler: Sampler
     processors: Sequence[Change]
     position: int
-    tokens: Sequence[int] | mx.array
+    tokens: Tokens
     mask: bytes | None = None
 
 
@@ -73,12 +73,12 @@ class Sampled:
         logprobs: list[float] = self.logprobs.tolist()  # type: ignore[assignment]
         each = zip(self.rows, tokens, logprobs, self.tops, strict=True)
         return [
-            _no_token(row.sampler, row.processors, logprob) or Picked(token, logprob, _pairs(top))
+            no_token(row.sampler, row.processors, logprob) or Picked(token, logprob, _pairs(top))
             for row, token, logprob, top in each
         ]
 
 
-def check_options(sampler: Sampler, processors: Sequence[Change], vocab_size: int) -> None:
+def check_options(sampler: Sampler, processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
     """Raise a ValueError for an option that the vocabulary is too small for, or what is no function."""
     functions: list[object] = [sampler, *processors]
     for each in functions:
@@ -130,26 +130,26 @@ def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.arr
     if masks:
         logits = with_rows(logits, [*masks], allowed_only(rows_of(logits, [*masks]), [*masks.values()]))
     seeded = [number for number, sampler in enumerate(samplers) if isinstance(sampler, SeededSampler)]
-    keys = draw_keys([samplers[number] for number in seeded], [rows[number].position for number in seeded])
-    logprobs = logits - logsumexp(logits)
-    return _draw(logprobs, samplers, keys), logprobs
+    keys = draw_keys([samplers[n] for n in seeded], [rows[n].position for n in seeded]) if seeded else None
+    return draw_rows(logits, samplers, keys)
 
 
-def _draw(logprobs: mx.array, samplers: Sequence[Sampler], keys: mx.array) -> mx.array:
+def draw_rows(logits: mx.array, samplers: Sequence[Sampler], keys: mx.array | None) -> tuple[mx.array, mx.array]:
     """A token for each row by its own sampler, as the sampler alone would pick it.
 
     Args:
-        logprobs: (B, vocab).
+        logits: (B, vocab), float32.
         samplers: of each row.
-        keys: (S, 2), of the S rows whose sampler is seeded, in their order.
+        keys: (S, 2), of the S rows whose sampler is seeded, in their order; None: there are none.
 
     Returns:
-        The tokens (B,).
+        The tokens (B,) and the log-probabilities (B, vocab).
     """
+    logprobs = logits - logsumexp(logits)
     seeded = [row for row, sampler in enumerate(samplers) if isinstance(sampler, SeededSampler)]
     likeliest = [row for row, sampler in enumerate(samplers) if sampler is greedy]
     parts: list[tuple[list[int], mx.array]] = []  # rows and their tokens
-    if seeded:
+    if keys is not None:
         block = len(seeded) if mx.default_device().type == mx.gpu else max(1, BLOCK // logprobs.shape[-1])
         for first in range(0, len(seeded), block):
             some = seeded[first : first + block]
@@ -160,19 +160,13 @@ def _draw(logprobs: mx.array, samplers: Sequence[Sampler], keys: mx.array) -> mx
     foreign = sorted({*range(len(samplers))} - {*seeded, *likeliest})
     parts += [([row], samplers[row](logprobs[row : row + 1])) for row in foreign]
     if len(parts) == 1:
-        return parts[0][1]
+        return parts[0][1], logprobs
     order = [row for rows, _ in parts for row in rows]
     tokens = mx.concatenate([tokens for _, tokens in parts])
-    return tokens[mx.array(sorted(range(len(order)), key=order.__getitem__))]
+    return tokens[mx.array(sorted(range(len(order)), key=order.__getitem__))], logprobs
 
 
-def check_drawn(sampler: Sampler, processors: Sequence[Change], logprob: float) -> None:
-    """Raise a LogitsError if a token of this log-probability cannot have been drawn."""
-    if error := _no_token(sampler, processors, logprob):
-        raise error
-
-
-def _no_token(sampler: Sampler, processors: Sequence[Change], logprob: float) -> LogitsError | None:
+def no_token(sampler: Sampler, processors: Sequence[Change], logprob: float) -> LogitsError | None:
     """Why no token was drawn: NaN, or a token that kvant's own samplers draw only if no other is possible."""
     if math.isfinite(logprob) or (logprob < 0 and not _is_ours(sampler)):
         return None

@@ -12,7 +12,7 @@ from kvant.engine.draw import Sampler, for_a_run, greedy
 from kvant.engine.kernel_failure import kernel_failures
 from kvant.engine.limits import check_count, go_back, room_after
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.row_sampling import Row, check_drawn, check_options, sample_rows
+from kvant.engine.row_sampling import Row, check_options, no_token, sample_rows
 from kvant.engine.step import CompiledStep, can_compile
 from kvant.errors import PromptError
 from kvant.models import LanguageModel
@@ -208,7 +208,9 @@ class Run:
         vocab_size = self._model.config.vocab_size
         if not 0 <= token_id < vocab_size:  # as an index it would be read out of bounds
             raise ValueError(f"the sampler picked token {token_id}; the model knows 0 to {vocab_size - 1}")
-        check_drawn(self._sampler, self._processors, memoryview(logprobs)[token_id])  # type: ignore[arg-type]
+        logprob: float = memoryview(logprobs)[token_id]  # type: ignore[arg-type]
+        if error := no_token(self._sampler, self._processors, logprob):
+            raise error
         return token_id
 
     def _read_prompt(self) -> mx.array:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from kvant.cache import ModelCache, QuantizedKVCache
-from kvant.engine.draw import Sampler, SeededSampler, draw, draw_keys, greedy
+from kvant.engine.draw import Sampler, SeededSampler, draw_keys, greedy
+from kvant.engine.row_sampling import draw_rows
 from kvant.models import LanguageModel
 
 SMALLEST_BUCKET = 256
@@ -79,7 +80,7 @@ class CompiledStep:
             logits = model.step_logits(tokens, offset, cache, bucket)
             if not samples:
                 return (logits,)
-            drawn, logprobs = draw(logits.astype(mx.float32), sampler, keys)
+            drawn, logprobs = draw_rows(logits.astype(mx.float32), [sampler] * len(tokens), keys)
             return drawn, logprobs.squeeze(0) if len(tokens) == 1 else logprobs
 
         self._function = mx.compile(traced, inputs=cache.compiled_state, outputs=cache.compiled_state)
