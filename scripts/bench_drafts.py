@@ -30,8 +30,8 @@ import kvant
 from kvant.cache import sequence
 from kvant.engine.load import POCKET
 from kvant.engine.response import GenerationResponse
-from kvant.engine.sampling import make_sampler
 from kvant.machine import environment
+from kvant.sample_utils import make_sampler
 from kvant.tools.report.texts import heldout_documents
 
 Answer = Callable[[int, str], Iterator[GenerationResponse]]  # of a round, with drafts "prompt" or "none"

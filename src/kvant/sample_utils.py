@@ -3,16 +3,15 @@
 A sampler of :func:`make_sampler` works in kvant's loops and in mlx-lm's.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 
-from kvant.engine import filters, processors, sampling
+from kvant.engine import filters, processors
 from kvant.engine.draw import Sampler, SeededSampler
 from kvant.engine.draw import greedy as greedy_sampler
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.sampling import CONTEXT_SIZE, XTC_THRESHOLD, make_logits_processors
+from kvant.engine.sampling import CONTEXT_SIZE, XTC_THRESHOLD, check_ranges
 from kvant.errors import ArgumentError
 
 __all__ = [
@@ -44,9 +43,13 @@ def make_sampler(
     *,
     seed: int | None = None,
 ) -> Sampler:
-    """A sampler with mlx-lm's arguments and distribution, and a seed; see :func:`kvant.engine.sampling.make_sampler`.
+    """A sampler with mlx-lm's arguments and distribution: top-p, min-p, XTC and top-k, in this order; and a seed.
+
+    With temp 0 the others count for nothing, as in mlx-lm.
 
     Args:
+        top_p: 0 switches it off too.
+        xtc_special_tokens: token ids that XTC never leaves out, such as the end of text.
         seed: of random numbers that are this sampler's own. In kvant's loops the draw at a position depends on seed and
             position alone. In mlx-lm's, which tell no position, it depends on the seed and on how often the sampler was
             called: one sampler a run. None: each run goes by MLX's random state, so that ``mx.random.seed`` makes it
@@ -55,18 +58,57 @@ def make_sampler(
     Raises:
         ArgumentError: a value outside its range.
     """
-    made = sampling.make_sampler(
-        temp,
-        top_p,
-        min_p,
-        min_tokens_to_keep,
-        top_k,
-        xtc_probability,
-        xtc_threshold,
-        xtc_special_tokens,
+    check_ranges(
+        temp=temp,
+        top_p=top_p or None,
+        min_p=min_p,
+        min_tokens_to_keep=min_tokens_to_keep,
+        top_k=top_k,
+        xtc_probability=xtc_probability,
+        xtc_threshold=xtc_threshold,
         seed=seed,
     )
-    return replace(made, follows_mlx=True) if isinstance(made, SeededSampler) else made
+    if temp == 0:
+        return greedy_sampler
+    special = tuple(xtc_special_tokens or ())
+    return SeededSampler(
+        temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, special, seed, follows_mlx=True
+    )
+
+
+def make_logits_processors(
+    logit_bias: Mapping[int, float] | None = None,
+    repetition_penalty: float | None = None,
+    repetition_context_size: int = CONTEXT_SIZE,
+    presence_penalty: float | None = None,
+    presence_context_size: int = CONTEXT_SIZE,
+    frequency_penalty: float | None = None,
+    frequency_context_size: int = CONTEXT_SIZE,
+) -> list[LogitsProcessor]:
+    """mlx-lm's functions of (tokens so far, logits) that return new logits. They are applied in this order.
+
+    None and 0 leave one out.
+
+    Raises:
+        ArgumentError: a value outside its range.
+    """
+    check_ranges(
+        repetition_penalty=repetition_penalty or None,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_context_size=repetition_context_size,
+        presence_context_size=presence_context_size,
+        frequency_context_size=frequency_context_size,
+    )
+    return processors.make_processors(
+        logit_bias,
+        repetition_penalty,
+        repetition_context_size,
+        presence_penalty,
+        presence_context_size,
+        frequency_penalty,
+        frequency_context_size,
+    )
 
 
 def apply_top_p(logprobs: mx.array, top_p: float) -> mx.array:
@@ -80,6 +122,7 @@ def apply_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int = 1) -
     _check("min_p", min_p, 0 < min_p <= 1, "above 0, at most 1")
     _check("min_tokens_to_keep", min_tokens_to_keep, type(min_tokens_to_keep) is int, "an int")
     _check("min_tokens_to_keep", min_tokens_to_keep, min_tokens_to_keep >= 1, "at least 1")
+    filters.check_at_most("min_tokens_to_keep", min_tokens_to_keep, logprobs.shape[-1])
     return filters.keep_min_p(logprobs, min_p, min_tokens_to_keep)
 
 
@@ -99,6 +142,7 @@ def apply_xtc(
     """
     _check("xtc_probability", xtc_probability, 0 <= xtc_probability <= 1, "from 0 to 1")
     _check("xtc_threshold", xtc_threshold, 0 <= xtc_threshold <= 0.5, "from 0 to 0.5")
+    filters.check_special(xtc_special_tokens, logits.shape[-1])
     coin = mx.random.uniform()
     return filters.leave_out_top_choices(logits, xtc_probability, xtc_threshold, xtc_special_tokens, coin)
 

@@ -1,15 +1,15 @@
-"""``generate --n`` through windows and states: each answer is that of a run with its seed; the prompt is read once."""
+"""``generate --n``: each answer is that of a run with its seed, and the prompt is read once."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.command import call
+from support.command import QUESTION, call, refusal
 from support.counts import count
-from support.kinds import KINDS, Loaded, load_kind
+from support.kinds import KINDS, load_kind
 
 import kvant
 from kvant.sample_utils import make_sampler
@@ -27,39 +27,19 @@ def _without_compilation() -> Iterator[None]:
     mx.enable_compile()
 
 
-def _alone(loaded: Loaded, seed: int, max_tokens: int, **options: Any) -> str:
-    """What one run gives, at full precision."""
-    sampler = make_sampler(temp=3, seed=seed)
-    given = {"max_tokens": max_tokens, "sampler": sampler, "kv_bits": 0, "prefill_step_size": 16}
-    return kvant.generate(*loaded, PROMPT, **given, **options) + "\n"
-
-
 @pytest.mark.parametrize("kind", count(["mistral", "qwen3_next"], POOLED))
 def test_each_is_a_run_with_the_next_seed(kind: str, tmp_path: Path) -> None:
     """Prompt and answers run past the windows."""
     loaded = load_kind(kind, tmp_path / "model")
     loaded[1].eos_token_ids = set()
-    alone = [_alone(loaded, 3 + number, 24) for number in range(4)]
+    options = {"max_tokens": 24, "kv_bits": 0, "prefill_step_size": 16}
+    alone = [kvant.generate(*loaded, PROMPT, sampler=make_sampler(temp=3, seed=3 + n), **options) for n in range(4)]
     assert len(set(alone)) == 4
     flags = ["--model", str(tmp_path / "model"), "--temp", "3", "-m", "24", "--seed", "3", "--n", "4", *PLAIN]
     done = call("generate", PROMPT, *flags, "--sequences", "3")
-    assert done.stdout == "\n".join(alone)
+    assert done.stdout == "\n".join(f"{text}\n" for text in alone)
     assert re.findall(r"^prompt: (\d+) tokens", done.stderr, re.MULTILINE) == ["40"]
     assert "for 3 sequences at once" in done.stderr
-
-
-def test_answers_that_end_at_different_times(tmp_path: Path) -> None:
-    """A stop string ends one, the others go on, and the texts come in order."""
-    loaded = load_kind("qwen2", tmp_path / "model")
-    loaded[1].eos_token_ids = set()
-    stops = ["w1", "w2", "w3", "w4"]
-    alone = [_alone(loaded, number, 12, stop=stops) for number in range(6)]
-    assert len({len(text.split()) for text in alone}) > 2
-    flags = ["--model", str(tmp_path / "model"), "--temp", "3", "-m", "12", "--seed", "0", "--n", "6", *PLAIN]
-    done = call("generate", PROMPT, *flags, "-q", *(f"--stop={stop}" for stop in stops))
-    assert done.stdout == "\n".join(alone)
-    cut = sum(len(text.split()) == 12 for text in alone)
-    assert done.stderr == "cut at --max-tokens 12\n" * cut
 
 
 def test_a_prompt_that_fills_its_pages_and_the_reservation(tmp_path: Path) -> None:
@@ -68,9 +48,27 @@ def test_a_prompt_that_fills_its_pages_and_the_reservation(tmp_path: Path) -> No
     prompt = " ".join(f"w{10 + at % 100}" for at in range(128))
     flags = ["--model", str(tmp_path / "model"), "--temp", "3", "--n", "3", "--max-kv-size", "128", *PLAIN]
     done = call("generate", prompt, *flags)
-    assert done.returncode == 0, done.stderr
     assert [len(text.split()) for text in done.stdout.split("\n\n")] == [1, 1, 1]
     assert done.stderr.count("cut: the reserved context is full; --max-kv-size reserves more") == 3
+
+
+def test_several_answers() -> None:
+    flags = ["generate", QUESTION, "-m", "20", "--temp", "1", "--seed", "5"]
+    alone = [call(*flags[:-1], str(5 + number), "-q").stdout for number in range(3)]
+    done = call(*flags, "--n", "3")
+    assert done.stdout == "\n".join(alone)  # an empty line between two
+    assert re.findall(r"^--- \d of \d ---$", done.stderr, re.MULTILINE) == [f"--- {i} of 3 ---" for i in (1, 2, 3)]
+    assert done.stderr.count("prompt: ") == 1
+    assert done.stderr.count("generated: ") == 3
+    lines = [json.loads(line) for line in call(*flags, "--n", "3", "--json", "-q").stdout.splitlines()]
+    assert [line["choice"] for line in lines[:6]] == [0, 1, 2] * 2  # as they come, side by side
+    assert [[x["index"] for x in lines if x["choice"] == n] for n in range(3)] == [[*range(20)]] * 3
+    assert ["".join(x["text"] for x in lines if x["choice"] == n) + "\n" for n in range(3)] == alone
+    assert re.search(r"^together: 60 tokens, [\d.]+ tokens/s$", done.stderr, re.MULTILINE)
+    assert "384 tokens reserved for 3 sequences at once" in done.stderr
+    fewer = call(*flags, "--n", "3", "--sequences", "2")
+    assert fewer.stdout == done.stdout
+    assert "256 tokens reserved for 2 sequences at once" in fewer.stderr
 
 
 def test_a_model_whose_steps_cannot_be_deterministic(tmp_path: Path) -> None:
@@ -79,6 +77,5 @@ def test_a_model_whose_steps_cannot_be_deterministic(tmp_path: Path) -> None:
     flags = [PROMPT, "--model", str(tmp_path / "model"), "--temp", "1", "-m", "3", "--n", "2", *PLAIN[:-2]]
     done = call("generate", *flags)
     assert (done.returncode, len(done.stdout.split("\n\n"))) == (0, 2)
-    refused = call("generate", *flags, "--deterministic")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "--deterministic: deterministic is not possible with deepseek_v3" in refused.stderr
+    error = refusal(2, "generate", *flags, "--deterministic")
+    assert "--deterministic: deterministic is not possible with deepseek_v3" in error

@@ -1,15 +1,29 @@
-"""--draft: the same text, its statistics, and where it is refused."""
+"""--draft and --draft-model: the same text, its statistics, and the memory that was planned."""
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
+import mlx.core as mx
 import pytest
-from support.command import QUESTION, call
+from kvant.engine.drafted_run import DraftedRun
+from support.command import QUESTION, call, refusal
+from support.draft_models import save_draft_model
 from support.drafts import draft_by_chance
+from support.kinds import load_kind
 
+from kvant.cache import CacheOptions
 from kvant.cache.pool import Pool
+from kvant.cli.options import RunOptions
+from kvant.cli.session import open_session
 from kvant.engine.drafting.choice import StepCosts
+from kvant.engine.model_drafts import ModelDrafts
+from kvant.tools.plan import DraftModel, Settings, plan, read_folder, split_pairs
+
+TWICE = "Say it twice: a red ball, a red ball, a red ball, a red ball."
+STORY = [TWICE, "--temp", "0.5", "--seed", "3", "-m", "40"]
 
 
 @pytest.fixture
@@ -19,77 +33,138 @@ def paying(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepCosts, "get", lambda costs, num_tokens: 1.0)
 
 
-TWICE = "Say it twice: a red ball, a red ball, a red ball, a red ball."
-STORY = [TWICE, "--temp", "0.5", "--seed", "3", "-m", "40"]
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (TWICE, QUESTION)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def small(pocket_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random model with pocket's tokenizer, a shorter context and heads that groups of 32 do not divide."""
+    size = json.loads((pocket_folder / "config.json").read_text())["vocab_size"]
+    changes = {"vocab_size": size, "max_position_embeddings": 200, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return str(save_draft_model(tmp_path_factory.mktemp("draft") / "small", pocket_folder, **changes))
 
 
 @pytest.mark.usefixtures("paying")
-def test_generate() -> None:
+def test_from_the_prompt() -> None:
     plain, drafted = call("generate", *STORY), call("generate", *STORY, "--draft", "prompt")
-    assert drafted.returncode == 0
-    assert drafted.stdout == plain.stdout
+    assert (drafted.returncode, drafted.stdout) == (0, plain.stdout)
     assert re.search(r"^latency: \d+\.\d\d ms a token, \d\.\d\d tokens a step$", drafted.stderr, re.MULTILINE)
     assert re.search(r"^drafts( off)?: .*\d+ of \d+ (tokens|were) accepted, \d+ %$", drafted.stderr, re.MULTILINE)
     assert "median" not in drafted.stderr
     assert "draft" not in plain.stderr
     assert "median" in plain.stderr
-
-
-@pytest.mark.usefixtures("paying")
-def test_json_says_which_tokens_were_drafted() -> None:
     lines = [json.loads(line) for line in call("generate", *STORY, "--json", "--draft", "prompt").stdout.splitlines()]
     assert {line["from_draft"] for line in lines} == {False, True}
     assert "from_draft" not in json.loads(call("generate", *STORY, "--json").stdout.splitlines()[0])
+    chat = ["chat", "--temp", "0", "-m", "30", "--draft"]
+    plain, drafted = (call(*chat, draft, stdin=f"{QUESTION}\n{QUESTION}\n") for draft in ("none", "prompt"))
+    assert (drafted.returncode, drafted.stdout) == (0, plain.stdout)
 
 
-@pytest.mark.usefixtures("paying")
-def test_chat() -> None:
-    said = f"{QUESTION}\n{QUESTION}\n"
-    plain, drafted = (
-        call("chat", "--temp", "0", "-m", "30", "--draft", draft, stdin=said) for draft in ("none", "prompt")
-    )
-    assert drafted.returncode == 0
-    assert drafted.stdout == plain.stdout
+def test_from_a_model(small: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = ("-m", "24", "--seed", "5")
+    plain = call("generate", *options, QUESTION)
+    drafted = call("generate", "--draft-model", small, "--num-draft-tokens", "2", *options, QUESTION)
+    assert (drafted.returncode, drafted.stdout) == (0, plain.stdout)
+    assert f"draft model: {small}, 200 tokens reserved, " in drafted.stderr
+    assert "tokens a step" in drafted.stderr
+    (tmp_path / "config.toml").write_text('draft-model = "pocket"\nnum-draft-tokens = 7\n')
+    monkeypatch.setenv("KVANT_CONFIG", str(tmp_path / "config.toml"))
+    said = call("chat", *options, stdin=QUESTION)
+    assert (said.returncode, said.stdout) == (0, plain.stdout)
 
 
-def test_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_side_by_side(prompts: str, small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are counted for all answers: once, behind what else is said of all."""
     draft_by_chance(monkeypatch, 1)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (TWICE, QUESTION)))
-    for flags in (["--prompts-file", str(prompts), *STORY[1:]], [*STORY, "--n", "2"]):
-        plain, drafted = (call("generate", *flags, "--kv-bits", "0", *more) for more in ([], ["--draft", "prompt"]))
-        assert (drafted.returncode, drafted.stdout) == (0, plain.stdout)
+    for flags in (["--prompts-file", prompts, *STORY[1:]], [*STORY, "--n", "2"]):
+        plain, drafted, by_model = (
+            call("generate", *flags, "--kv-bits", "0", *more)
+            for more in ([], ["--draft", "prompt"], ["--draft-model", small])
+        )
+        assert (drafted.returncode, drafted.stdout, by_model.stdout) == (0, plain.stdout, plain.stdout)
         assert re.search(r"drafts( off)?: .*\d+ of \d+ (tokens|were) accepted", drafted.stderr)
-        # Drafts are counted for all answers: once, behind what else is said of all.
         (counted,) = re.findall(r"^(.*)\n\d\.\d\d tokens a step", drafted.stderr, re.MULTILINE)
         assert re.match("together|generated", counted)
         assert "draft" not in plain.stderr
+        assert f"draft model: {small}, 256 tokens reserved, " in by_model.stderr
 
 
-@pytest.mark.parametrize("command", [["generate", QUESTION], ["serve"]])
-def test_refused(command: list[str]) -> None:
-    done = call(*command, "--draft", "prompt", "--deterministic")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--draft is prompt; beside --deterministic it is not supported" in done.stderr
-
-
-def test_refused_before_anything_is_said_of_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_before_anything_is_said_of_answers(prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a bridged model's pool refuses them."""
     monkeypatch.setattr(Pool, "takes_back", False)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": TWICE}))
-    for flags in (["--prompts-file", str(prompts), *STORY[1:]], [*STORY, "--n", "2"]):
-        done = call("generate", *flags, "--draft", "prompt")
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "--draft is 'prompt'; side by side" in done.stderr
-        assert "generated" not in done.stderr
+    for flags in (["--prompts-file", prompts, *STORY[1:]], [*STORY, "--n", "2"]):
+        assert "--draft is 'prompt'; side by side" in refusal(2, "generate", *flags, "--draft", "prompt")
 
 
-def test_a_default_counts_for_nothing_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text('draft = "prompt"\n')
-    monkeypatch.setenv("KVANT_CONFIG", str(path))
+def test_another_tokenizer_is_refused_before_a_weight_is_read(tmp_path: Path) -> None:
+    load_kind("qwen2", tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").write_bytes(b"")
+    error = refusal(1, "generate", "--draft-model", str(tmp_path / "other"), "Hi")
+    assert "the draft model's tokenizer differs: token 0 is '<unk>' there and " in error
+
+
+@pytest.mark.parametrize(
+    ("default", "flags"),
+    [
+        ('draft = "prompt"', ["--deterministic"]),
+        ('draft-model = "pocket"', ["--deterministic"]),
+        ('draft-model = "pocket"', ["--draft", "none"]),
+    ],
+)
+def test_a_default_counts_for_nothing_beside(
+    default: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.toml").write_text(default)
+    monkeypatch.setenv("KVANT_CONFIG", str(tmp_path / "config.toml"))
     assert "tokens a step" in call("generate", QUESTION, "-m", "3").stderr
-    done = call("generate", QUESTION, "-m", "3", "--deterministic")
+    done = call("generate", QUESTION, "-m", "3", *flags)
     assert done.returncode == 0
     assert "draft" not in done.stderr
+
+
+def test_what_is_planned_is_reserved(small: str) -> None:
+    base = mx.get_active_memory()
+    mx.reset_peak_memory()
+    session = open_session(RunOptions(draft_model=small, kv_bits=4, quiet=True))
+    made, drafts = session.plan(None), session.drafts
+    assert session.draft_model is not None
+    assert isinstance(drafts, ModelDrafts)
+    assert drafts.cache is not None
+    assert (made.draft_weights, made.draft_cache) == (session.draft_model.nbytes, drafts.cache.nbytes)
+    assert {layer.kv_bits for layer in drafts.cache.layers} == {4}  # type: ignore[attr-defined]
+    assert drafts.cache.groups == [16]
+    ids = [n % 900 + 30 for n in range(190)]
+    list(DraftedRun(session.model, ids, session.cache, drafts=drafts, max_tokens=12))
+    assert mx.get_peak_memory() - base <= made.arrays
+    assert drafts.cache.nbytes == made.draft_cache
+
+
+def test_the_plan(small: str, pocket_folder: Path) -> None:
+    model, draft = read_folder(pocket_folder), read_folder(Path(small))
+    settings = Settings(draft_model=DraftModel(draft))
+    alone = plan(model, max_kv_size=512, device="cpu")
+    made = plan(model, max_kv_size=512, settings=settings, device="cpu")
+    own = plan(draft, max_kv_size=200, settings=Settings(cache=CacheOptions(kv_group_size=16)), device="cpu")
+    assert (made.draft_weights, made.draft_cache) == (own.weights, own.cache)
+    assert made.arrays >= alone.arrays + own.weights + own.cache
+    loaded = kvant.load(small)[0]
+    beside = kvant.load("pocket")[0].make_pool(4 * 512, sequences=4, max_seq_len=512)
+    reserved = ModelDrafts(model=loaded, vocab_size=1280).beside_pool(beside).pool.nbytes
+    guessed, known = (
+        plan(model, max_kv_size=512, settings=replace(settings, sequences=4, draft_model=each), device="cpu")
+        for each in (DraftModel(draft), DraftModel(draft, tuple(split_pairs(loaded))))
+    )
+    assert 0.95 * guessed.draft_cache < reserved == known.draft_cache <= guessed.draft_cache
+    run = ["plan", "--draft-model", small, "--max-kv-size", "512", "--device", "cpu"]
+    said = json.loads(call(*run, "--json").stdout)
+    assert said["draft_model"] == small
+    expected = {"draft_weights": own.weights, "draft_cache": own.cache, "arrays": made.arrays}
+    assert said["bytes"] | expected == said["bytes"]
+    rows = {line.split("  ")[0]: line for line in call(*run, "--memory", "250MB").stdout.splitlines()}
+    assert f"{own.weights:,}" in rows["draft weights"]
+    assert f"{own.cache:,}" in rows["draft cache"]

@@ -53,24 +53,20 @@ COUNTS = {kind: count(2, 8) if kind in CHEAP else count(1, 2) for kind in sorted
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the fuzzer works, and where code of a folder that ran would leave a mark."""
-    return tmp_path_factory.mktemp("fuzzed")
-
-
-@pytest.fixture(scope="module")
-def outcomes(place: Path) -> list[Any]:
-    """(kind, how, outcome) of every folder; one process of the fuzzer makes them all."""
-    return _run(PROGRAM, str(place), json.dumps(COUNTS))
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
+    """(kind, how, outcome) of every folder, from one process of the fuzzer; and the mark of code that ran."""
+    place = tmp_path_factory.mktemp("fuzzed")
+    return _run(PROGRAM, str(place), json.dumps(COUNTS)), place / "executed"
 
 
 @pytest.mark.parametrize("kind", COUNTS)
-def test_kinds(outcomes: list[Any], place: Path, kind: str) -> None:
+def test_kinds(fuzzed: tuple[list[Any], Path], kind: str) -> None:
+    outcomes, mark = fuzzed
     found = [(how, outcome) for made, how, outcome in outcomes if made == kind]
     assert len(found) == COUNTS[kind]
     for how, outcome in found:
         assert outcome.startswith(("ok", "refused: ")), (how, outcome)
-    assert not (place / "executed").exists()
+    assert not mark.exists()
 
 
 def test_the_fuzzer_sees_what_it_looks_for(tmp_path: Path) -> None:

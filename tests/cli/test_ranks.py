@@ -1,26 +1,46 @@
-"""Commands on several ranks, from the outside: what one process says, and differences between ranks refused by name."""
+"""Commands on several ranks: what each rank gets, the same answers as in one process, and how a run ends."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.request import Request, urlopen
 
 import pytest
 from support.checkpoints import qwen2_config, reference_model, save_checkpoint
-from support.command import COMMAND, call, run
+from support.command import COMMAND, are_gone, call, children, run
 from support.counts import count
-from support.ranks import SRC, run_ranks
+from support.ranks import run_ranks
 
 import kvant
+from kvant.cli import follow
 from kvant.cli.launch import free_ports
+from kvant.cli.options import RunOptions
+from kvant.cli.parts import Arranged
 from kvant.sample_utils import make_sampler
 
 KVANT = [sys.executable, "-c", "from kvant_command import main; main()"]
-MLX_LAUNCH = [sys.executable, "-c", "from mlx._distributed_utils.launch import main; main()"]
 STORY = ["Tell me a story", "--max-tokens", "150", "--ignore-eos", "--temp", "0.8", "--seed", "3"]
+LONG = ["generate", "Once upon a time", "--ignore-eos", "--temp", "0", "--kv-bits", "0", "-m", "1000"]
+SSH = """#!/bin/sh
+while [ "$1" != -o ]; do shift; done
+echo "to $3" >>"$TMPDIR/sent"
+exec /bin/bash -c "${4#stty -echo; }"
+"""
+# In the place of Python: it says what it was given.
+FAKE = """#!/bin/sh
+exec {python} -S -c '
+import json, os, sys
+own = {{name: value for name, value in os.environ.items() if name in ("MLX_RANK", "TEXT")}}
+ring = json.load(open(os.environ["MLX_HOSTFILE"]))
+sys.stdout.write(json.dumps(dict(own=own, ring=ring, words=sys.argv[4:], folder=os.getcwd())) + chr(10))
+' "$@"
+"""
 
 
 def each(commands: list[list[str]]) -> list[subprocess.CompletedProcess[str]]:
@@ -52,19 +72,15 @@ def test_a_conversation() -> None:
     assert len(alone.stdout.splitlines()) >= 3
 
 
-def test_a_server(tmp_path: Path) -> None:
-    port = free_ports(1)
+def test_a_server() -> None:
+    url = f"http://127.0.0.1:{(port := free_ports(1))}"
     words = ["serve", "--port", str(port), "-q", "--parallel", "tensor", "--draft", "prompt"]
     with subprocess.Popen([*COMMAND, "launch", "-n", "2", "--", *words], stdin=subprocess.DEVNULL) as server:
         try:
-            url = f"http://127.0.0.1:{port}"
             while server.poll() is None:
-                try:
-                    urlopen(f"{url}/health", timeout=60).close()
+                with suppress(OSError), urlopen(f"{url}/health", timeout=60):
                     break
-                except OSError:
-                    time.sleep(0.1)
-            model, tokenizer = kvant.load("pocket")
+                time.sleep(0.1)
             for seed in (1, 2):
                 body = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 1, "seed": seed, "top_p": 1}
                 data = json.dumps(body | {"model": "pocket", "top_k": 0}).encode()
@@ -72,7 +88,7 @@ def test_a_server(tmp_path: Path) -> None:
                 with urlopen(asked, timeout=60) as answer:
                     text = json.load(answer)["choices"][0]["text"]
                 sampler = make_sampler(temp=1.0, seed=seed)
-                assert text == kvant.generate(model, tokenizer, "Once upon a time", max_tokens=20, sampler=sampler)
+                assert text == kvant.generate(*kvant.load("pocket"), body["prompt"], max_tokens=20, sampler=sampler)
             server.terminate()
             assert server.wait(20) in (0, 143)
         finally:
@@ -110,35 +126,127 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
     [
         (["models"], "'models' is started as 2 ranks"),
         (["generate", "Hi", "--prompt-cache-file", "file"], "--prompt-cache-file is given"),
-        (["generate", "-"], "standard input reaches no rank"),
         (["generate"], "standard input reaches no rank"),
     ],
 )
-def test_what_is_refused(words: list[str], said: str) -> None:
+def test_what_ranks_refuse(words: list[str], said: str) -> None:
     first, other = each([words] * 2)
-    assert first.returncode == other.returncode == 2
+    assert (first.returncode, other.returncode, other.stdout, other.stderr) == (2, 2, "", "")
     assert first.stderr.startswith("kvant: error: ")
     assert said in first.stderr
     assert first.stderr.count("\n") == 1
-    assert (other.stdout, other.stderr) == ("", "")
 
 
-def test_a_flag_of_ranks_alone() -> None:
-    alone = call("generate", "Hi", "--parallel", "tensor")
-    assert alone.returncode == 2
-    assert "--parallel is 'tensor', which has no effect in one process" in alone.stderr
+@pytest.mark.parametrize(("wired", "bounded"), [(False, False), (True, False), (False, True)])
+def test_options_of_memory_are_applied(wired: bool, bounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On other ranks as on rank 0: --wired, and a server's bound."""
+    done: list[tuple[str, object]] = []
+    arranged = Arranged("pipeline", [range(1), range(1, 2)], total=30, arrays=20, scratch=10)
+    monkeypatch.setattr(follow.ranks, "guard", lambda: SimpleNamespace(rank=1))
+    monkeypatch.setattr(follow, "prepare", lambda run, folder: (None,) * 3)
+    monkeypatch.setattr(follow, "arrange", lambda *options: arranged)
+    monkeypatch.setattr(follow, "loader", lambda given: lambda *folder: done.append(("load", given)))
+    monkeypatch.setattr(follow, "compute", lambda part, guard: 0)
+    monkeypatch.setattr(follow, "wire", lambda count: done.append(("wire", count)))
+    monkeypatch.setattr(follow, "bound_memory", lambda *limits: done.append(("bound", limits)))
+    follow.follow(RunOptions(wired=wired), bounded=bounded)
+    assert done == [*[("wire", 30)] * wired, *[("bound", (20, 10))] * bounded, ("load", arranged)]
 
 
-def test_under_mlx_launch() -> None:
-    command = [*MLX_LAUNCH, "-n", "2", "-p", str(free_ports(3) + 1), "--env", f"PYTHONPATH={SRC}", "--", *KVANT]
-    done = subprocess.run(
-        [*command, "generate", *STORY, "-q"],
-        env=os.environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.stdout == call("generate", *STORY, "-q").stdout
-    assert done.stderr.count("cut at --max-tokens") == 1
+@pytest.mark.parametrize(
+    ("flags", "stdin", "code", "message"),
+    [
+        (["-n", "2", "--backend", "tcp"], "", 2, "The backend should be one of"),
+        (["-n", "2", "--python", "/bin/false"], "", 1, "Node with rank 0 exited with code 1"),
+        (["-n", "2"], "piped", 2, "standard input reaches no rank"),
+    ],
+)
+def test_what_mlx_refuses(flags: list[str], stdin: str, code: int, message: str) -> None:
+    done = run("launch", *flags, "--", "generate", "Hi", stdin=stdin)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ranks_of_a_host_file(tmp_path: Path) -> None:
+    """ssh is a stand-in that says where it was sent, and runs there what it was told to."""
+    for name, text in (("ssh", SSH), ("python", FAKE.format(python=sys.executable))):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    hosts = [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}, {"ssh": "mac2", "ips": ["192.0.2.1"]}]
+    path = tmp_path / "hosts.json"
+    path.write_text(json.dumps({"backend": "ring", "envs": ["TEXT=a b"], "hosts": hosts}))
+    flags = ["--hostfile", str(path), "-p", "5001", "--python", str(tmp_path / "python"), "--cwd", str(tmp_path)]
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    done = run("launch", *flags, "kvant", "generate", "it's", "-n", **environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "sent").read_text() == "to mac2\n"
+    said = sorted(map(json.loads, done.stdout.splitlines()), key=lambda each: str(each["own"]["MLX_RANK"]))
+    for rank, each in enumerate(said):
+        assert each["own"] == {"MLX_RANK": str(rank), "TEXT": "a b"}
+        assert each["ring"] == [["127.0.0.1:5001"], ["192.0.2.1:5002"]]
+        assert (each["words"], each["folder"]) == (["generate", "it's", "-n"], str(tmp_path))
+
+
+def test_one_rank_is_the_command_alone() -> None:
+    plain = ["generate", "Hello!", "-m", "5", "--temp", "0", "-q"]
+    assert run("launch", "-n", "1", "--", *plain).stdout == call(*plain).stdout
+
+
+def rank_of(process: int) -> int:
+    """Threads of MLX's launcher start the ranks, in any order."""
+    shown = subprocess.run(["ps", "eww", "-o", "command=", "-p", str(process)], capture_output=True, text=True).stdout
+    return int(shown.partition(" MLX_RANK=")[2].split()[0])
+
+
+@pytest.mark.parametrize(
+    ("begun", "sign", "to", "code", "line"),
+    [
+        (True, signal.SIGKILL, 0, 137, "rank 0"),
+        (True, signal.SIGSTOP, 1, 1, "rank 1 has said nothing"),
+        (True, signal.SIGINT, None, 130, ""),
+        (True, signal.SIGTERM, None, 143, "rank 0"),
+        (True, signal.SIGKILL, None, -9, ""),
+        (False, signal.SIGKILL, None, -9, ""),
+    ],
+)
+def test_all_end(begun: bool, sign: signal.Signals, to: int | None, code: int, line: str, tmp_path: Path) -> None:
+    """A signal to a rank or to the launcher, when rank 0 answers or when processes have only just started."""
+    command, said = [*COMMAND, "launch", "-n", "2", "--", *LONG], tmp_path / "said"
+    with (
+        said.open("w") as written,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=written) as launcher,
+    ):
+        ranks: list[int] = []
+        try:
+            assert launcher.stdout is not None
+            assert not begun or launcher.stdout.read(20), said.read_text()
+            while len(ranks) < 2 and launcher.poll() is None:
+                ranks = children(launcher.pid)
+            os.kill(launcher.pid if to is None else next(each for each in ranks if rank_of(each) == to), sign)
+            began = time.monotonic()
+            launcher.stdout.read()
+            assert launcher.wait(60) == code, said.read_text()
+            assert are_gone(ranks, 5.0 if begun else 60.0), "a rank stays"  # which may have to start first
+            assert time.monotonic() - began < (15.0 if begun else 70.0)
+            assert line in said.read_text()  # MLX's launcher says it too, and may be first
+            assert said.read_text().count("kvant: error: ") <= bool(line)
+            assert not any(text in said.read_text() for text in ("Traceback", "code 130"))
+        finally:
+            for each in (launcher.pid, *ranks):
+                with suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+
+
+def test_a_reader_that_goes_away() -> None:
+    """``| head``: as silent as one process."""
+    command = [*COMMAND, "launch", "-n", "2", "--", *LONG, "-q"]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stderr is not None
+        assert launcher.stdout.read(5)
+        launcher.stdout.close()
+        assert launcher.stderr.read() == b""
+        assert launcher.wait(60) == 1

@@ -20,20 +20,14 @@ from kvant.text.tokenizer import load_tokenizer
 FIXED = ["--temp", "0", "-q", "-m", "20"]
 
 
-def _prompt_tokens(*arguments: str, stdin: str = "") -> int:
-    done = call("generate", *arguments, "-m", "1", "--temp", "0", stdin=stdin)
-    found = re.search(r"prompt: (\d+) tokens", done.stderr)
-    assert found, done.stderr
-    return int(found[1])
-
-
 def test_piped_text_goes_before_the_argument() -> None:
     piped, question = "The fox lives in a den.", "Where does the fox live?"
     whole = call("generate", f"{piped}\n\n{question}", *FIXED).stdout
     assert call("generate", question, *FIXED, stdin=f"{piped}\n").stdout == whole
     assert call("generate", "--prompt", question, *FIXED, stdin=piped).stdout == whole
-    assert _prompt_tokens(question, stdin=piped) > _prompt_tokens(question) + 4
-    assert _prompt_tokens("-", stdin=f"{question}\n\n\n") > _prompt_tokens(stdin=f"{question}\n\n\n")
+    plain, exact = (call("generate", *which, "-m", "1", stdin=f"{question}\n\n\n").stderr for which in ([], ["-"]))
+    counts = [int(re.search(r"prompt: (\d+) tokens", said)[1]) for said in (plain, exact)]  # type: ignore[index]
+    assert counts[0] < counts[1]
 
 
 def test_a_pipe_that_stays_open_is_waited_for_and_named() -> None:
@@ -68,39 +62,24 @@ def test_the_models_own_options_are_used_and_named(model: Path) -> None:
     _says(model, do_sample=True, temperature=0.6, top_p=0.9, top_k=5000, repetition_penalty=1.3)
     from_file = r"temperature 0.6, top-p 0.9, repetition penalty 1.3 \(generation_config.json\)"
     assert re.fullmatch(rf"{from_file}, seed \d+ \(drawn\)", _line(model=model))
-    assert _line("--temp", "0", model=model) == (
-        "temperature 0 (given), repetition penalty 1.3 (generation_config.json)"
-    )
-    assert _line("--top-p", "0.5", "--seed", "7", model=model) == (
-        "temperature 0.6 (generation_config.json), top-p 0.5 (given), "
-        "repetition penalty 1.3 (generation_config.json), seed 7 (given)"
-    )
+    of_file = "repetition penalty 1.3 (generation_config.json)"
+    assert _line("--temp", "0", model=model) == f"temperature 0 (given), {of_file}"
+    given = "temperature 0.6 (generation_config.json), top-p 0.5 (given)"
+    assert _line("--top-p", "0.5", "--seed", "7", model=model) == f"{given}, {of_file}, seed 7 (given)"
     _says(model)
     assert _line(model=model) == "temperature 0 (default)"
     assert _line("--seed", "7", model=model) == "temperature 1 (default), seed 7 (given)"
     _says(model, do_sample=False, temperature=0.6)
     assert _line(model=model) == "temperature 0 (generation_config.json)"
-    assert re.fullmatch(
-        r"temperature 1 \(default\), top-k 3 \(given\), seed \d+ \(drawn\)", _line("--top-k", "3", model=model)
-    )
 
 
 def test_the_seed_that_was_drawn_repeats_the_run() -> None:
     first = call("generate", QUESTION, "-m", "30")
-    seed = re.search(r"seed (\d+) \(drawn\)", first.stderr)
-    assert seed, first.stderr
-    assert call("generate", QUESTION, "-m", "30", "--seed", seed[1], "-q").stdout == first.stdout
-    talk = call("chat", "-m", "30", "--seed", seed[1], "-q", stdin=f"{QUESTION}\n/reset\n{QUESTION}\n").stdout
+    (seed,) = re.findall(r"seed (\d+) \(drawn\)", first.stderr)
+    assert call("generate", QUESTION, "-m", "30", "--seed", seed, "-q").stdout == first.stdout
+    talk = call("chat", "-m", "30", "--seed", seed, "-q", stdin=f"{QUESTION}\n/reset\n{QUESTION}\n").stdout
     assert talk.startswith(first.stdout)
     assert talk != first.stdout * 2
-
-
-def test_a_mistake_in_the_models_file_is_one_line(model: Path) -> None:
-    _says(model, temperature="hot")
-    done = call("generate", "Hi", "--model", str(model))
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert "generation_config.json: temperature is 'hot'; expected 0, or from 0.001 on" in done.stderr
-    assert call("generate", "Hi", "--model", str(model), "--temp", "0.5", "-m", "1").returncode == 0
 
 
 def test_an_answer_that_was_cut_says_so_even_when_quiet() -> None:
@@ -116,33 +95,6 @@ def test_the_command_alone_and_its_summaries_fit_a_terminal() -> None:
     listed = alone.stdout.partition("Commands:\n")[2].splitlines()
     assert [line.split()[0] for line in listed] == list(COMMANDS)
     assert all(len(line) <= 80 and line.endswith(".") and "..." not in line for line in listed)
-
-
-@pytest.mark.parametrize("command", [["generate", "Hi", "-m", "1"], ["chat"], ["plan"], ["report", "--tokens", "1"]])
-def test_a_model_is_an_argument_or_a_flag(command: list[str]) -> None:
-    name, *rest = command
-    by_flag, by_argument = call(*command, "--model", "none"), call(name, "none", *rest)
-    assert (by_flag.returncode, by_argument.returncode) in ((1, 1), (2, 2))  # report's --tokens is refused before
-    for done in (by_flag, by_argument):
-        assert "model 'none' is not a folder" in done.stderr or "--tokens is 1" in done.stderr
-    twice = call(name, "pocket", *rest, "--model", "pocket")
-    assert (twice.returncode, twice.stdout) == (2, "")
-    assert "the model is given twice, as the argument 'pocket' and with --model pocket" in twice.stderr
-
-
-def test_a_model_is_an_argument_of_bench_and_convert_too(tmp_path: Path) -> None:
-    none = "model 'none' is not a folder"
-    for arguments in (["bench", "none"], ["bench", "--model", "none"], ["convert", "none", "x"]):
-        assert none in call(*arguments).stderr
-    assert none in call("convert", "--model", "none", str(tmp_path / "new")).stderr
-    for arguments, message in (
-        (["bench", "pocket", "--model", "pocket"], "the model is given twice, as the argument 'pocket'"),
-        (["convert", "pocket", "x", "--model", "pocket"], "the model is given twice, as the argument 'pocket'"),
-        (["convert", "pocket"], "no DEST; expected SOURCE and DEST"),
-    ):
-        done = call(*arguments)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert message in done.stderr
 
 
 def test_one_argument_beside_a_prompt_of_a_flag_is_the_model() -> None:
@@ -161,9 +113,6 @@ def test_an_answer_begins_as_it_is_told_to() -> None:
     messages = [{"role": "user", "content": QUESTION}]
     prompt = template(messages, tokenize=False, add_generation_prompt=True) + begun
     assert call("generate", prompt, *FIXED, "--ignore-chat-template").stdout == done.stdout.removeprefix(begun)
-    refused = call("generate", QUESTION, "--prefill-response", begun, "--ignore-chat-template")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "--prefill-response needs the chat template that --ignore-chat-template leaves out" in refused.stderr
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
@@ -182,14 +131,6 @@ def test_tokens_that_end_a_text(command: str) -> None:
     on = text("--ignore-eos")
     assert on.startswith(whole.rstrip("\n"))
     assert "<|im_end|>" in on
-    for flags, message in (
-        (["--extra-eos-token", "two words"], "--extra-eos-token is 'two words', which is "),
-        (["--extra-eos-token", "77777"], "--extra-eos-token is 77777; the model knows 0 to "),
-        (["--extra-eos-token", " I", "--ignore-eos"], "--extra-eos-token ends a text, and --ignore-eos goes on past"),
-    ):
-        done = call(command, *flags, stdin="Hello!\n")
-        assert (done.returncode, done.stdout) == (2, "")
-        assert message in done.stderr
 
 
 THANKS = "<|im_start|>user\nThanks!<|im_end|>\n<|im_start|>assistant\n"  # whatever the question was
@@ -199,28 +140,17 @@ THANKS = "<|im_start|>user\nThanks!<|im_end|>\n<|im_start|>assistant\n"  # whate
 def test_variables_of_the_chat_template(command: str, model: Path) -> None:
     path = model / "tokenizer_config.json"
     settings = json.loads(path.read_text())
-    path.write_text(
-        json.dumps(
-            settings
-            | {"chat_template": f"{{% if thank %}}{THANKS}{{% else %}}{settings['chat_template']}{{% endif %}}"}
-        )
-    )
+    template = f"{{% if thank %}}{THANKS}{{% else %}}{settings['chat_template']}{{% endif %}}"
+    path.write_text(json.dumps(settings | {"chat_template": template}))
 
     def text(*flags: str) -> subprocess.CompletedProcess[str]:
         return call(command, "--model", str(model), "-q", "--temp", "0", "-m", "30", *flags, stdin=f"{QUESTION}\n")
 
     plain = text("--chat-template-config", '{"thank": false}').stdout
     assert text().stdout == plain != text("--chat-template-config", '{"thank": true}').stdout
-    for given, message in (
-        ('{"thanx": 1}', "--chat-template-config has 'thanx', which the chat template does not mention; did you mean"),
-        ('{"messages": []}', "--chat-template-config has 'messages', which kvant sets itself"),
-        ("[1]", "--chat-template-config is '[1]'; expected an object of JSON"),
-        ("{", "--chat-template-config is '{': not JSON"),
-        ('{"thank": 1, "thank": 2}', "not JSON: 'thank' is there twice"),
-    ):
-        done = text("--chat-template-config", given)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert message in done.stderr
+    misspelt = text("--chat-template-config", '{"thanx": 1}')
+    assert (misspelt.returncode, misspelt.stdout) == (2, "")
+    assert "did you mean 'thank'" in misspelt.stderr
 
 
 def test_a_shell_completes_commands_flags_and_models() -> None:
@@ -238,4 +168,6 @@ def test_a_shell_completes_commands_flags_and_models() -> None:
     assert sorted(completed("kvant generate --prefi")) == ["--prefill-response", "--prefill-step-size"]
     assert completed("kvant plan --model po") == completed("kvant chat po") == ["pocket"]
     assert completed("kvant generate --preset none --ignore-e") == ["--ignore-eos"]
+    assert completed("kvant launch -n 2 -- g") == ["generate"]
+    assert completed("kvant launch -n 2 -- generate --ignore-e") == ["--ignore-eos"]
     assert run(_KVANT_COMPLETE="source_zsh").stdout.splitlines()[1] == "#compdef kvant"

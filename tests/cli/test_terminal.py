@@ -1,14 +1,12 @@
 """What a terminal would obey is shown: names, paths and messages always, generated text on a terminal unless --raw."""
 
 import json
-import os
-import pty
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
-from support.command import COMMAND, call
+from support.command import call, run
+from support.terminal import Terminal
 
 from kvant.cli.terminal import escaped
 
@@ -33,26 +31,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory, pocket_folder: Path) -> Pat
 
 
 def _generate(folder: Path, *flags: str) -> list[str]:
-    return [*COMMAND, "generate", "Hi", "--model", str(folder), "-m", "1", "--logit-bias", "1200:1000", *flags]
+    return ["generate", "Hi", "--model", str(folder), "-m", "1", "--logit-bias", "1200:1000", *flags]
 
 
 def _on_terminal(command: list[str]) -> str:
     """All that a command writes, to standard output and error, on a terminal."""
-    ours, its = pty.openpty()
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=its, stderr=its) as process:
-        os.close(its)
-        written = b""
-        while True:
-            try:
-                piece = os.read(ours, 1 << 16)
-            except OSError:  # Linux says so when nobody holds the other end any more
-                break
-            if not piece:
-                break
-            written += piece
-        assert process.wait() in (0, 1)
-    os.close(ours)
-    return written.decode()
+    with Terminal(*command) as terminal:
+        terminal.wait(lambda: not terminal.read(), 60)
+        return terminal.written.decode()
 
 
 def test_generated_text(folder: Path) -> None:
@@ -60,7 +46,7 @@ def test_generated_text(folder: Path) -> None:
     assert "\x1b]52" not in text
     assert CLIPBOARD in _on_terminal(_generate(folder, "-q", "--raw"))
     assert json.loads(_on_terminal(_generate(folder, "-q", "--json")))["text"] == CLIPBOARD
-    done = subprocess.run(_generate(folder, "-q"), capture_output=True, text=True, check=True)
+    done = run(*_generate(folder, "-q"))
     assert done.stdout == CLIPBOARD + "\n"  # a pipe gets the text itself
 
 

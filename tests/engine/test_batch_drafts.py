@@ -17,9 +17,9 @@ from kvant.cache.pool_sequence import PoolSequence
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import Request, Token
-from kvant.engine.sampling import make_sampler
 from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder, LanguageModel
+from kvant.sample_utils import make_sampler
 
 Pocket = tuple[Decoder, Any]
 Told = dict[Request, list[Token]]

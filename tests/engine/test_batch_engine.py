@@ -17,10 +17,10 @@ from support.counts import count
 from kvant.engine import batch_engine
 from kvant.engine.batch_engine import BatchEngine
 from kvant.engine.request import Request, Token
-from kvant.engine.sampling import make_logits_processors, make_sampler
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import EngineError, QueueFullError
 from kvant.models import Decoder
+from kvant.sample_utils import make_logits_processors, make_sampler
 
 Pocket = tuple[Decoder, Any]
 PAGES = 32

@@ -17,9 +17,9 @@ from kvant import batch_generate, generate, stream_generate
 from kvant.engine.batch_engine import BatchEngine
 from kvant.engine.conversation import Conversation
 from kvant.engine.request import Request, Token
-from kvant.engine.sampling import make_logits_processors, make_sampler
 from kvant.errors import GrammarError
 from kvant.models import Decoder
+from kvant.sample_utils import make_logits_processors, make_sampler
 from kvant.text.grammar import Grammar, Grammars
 from kvant.text.tokenizer import Tokenizer
 
@@ -62,7 +62,7 @@ def _check(tokenizer: Tokenizer, tokens: list[Token], schema: Any, answers: int 
         assert last.finish_reason in ("stop", "length"), last.error
         if last.finish_reason == "stop":
             text = tokenizer.decode(ids_of(tokens, answer)[:-1])
-            assert problem(json.loads(text), schema, schema) is None, f"{schema}: {text}"
+            assert problem(json.loads(text), schema) is None, f"{schema}: {text}"
             ended += 1
     return ended
 
@@ -141,18 +141,16 @@ def test_log_probabilities_are_those_of_allowed_tokens(pocket: Pocket, grammars:
 def test_alone(pocket: Pocket, person: Grammar) -> None:
     """``generate`` and its relatives take a grammar among the logits processors, each call from its beginning."""
     model, tokenizer = pocket
-    for seed in (1, 2):
-        sampler = make_sampler(1.0, seed=seed)
-        processors = [person, *make_logits_processors(repetition_penalty=1.1)]
-        text = generate(model, tokenizer, "Once", max_tokens=120, sampler=sampler, logits_processors=processors)
-        assert problem(json.loads(text), PERSON, PERSON) is None
-    *_, last = stream_generate(model, tokenizer, "Once", max_tokens=120, logits_processors=[person])
+    penalized: dict[str, Any] = {"logits_processors": [person, *make_logits_processors(repetition_penalty=1.1)]}
+    options: dict[str, Any] = {"max_tokens": 120, "logits_processors": [person]}
+    drawn = [make_sampler(1.0, seed=seed) for seed in (1, 2)]
+    texts = [generate(model, tokenizer, "Once", sampler=each, **options | penalized) for each in drawn]
+    texts += batch_generate(model, tokenizer, ["Once", "The bear"], **options).texts
+    assert all(problem(json.loads(text), PERSON) is None for text in texts)
+    *_, last = stream_generate(model, tokenizer, "Once", **options)
     assert last.finish_reason == "stop"
-    texts = batch_generate(model, tokenizer, ["Once", "The bear"], max_tokens=120, logits_processors=[person]).texts
-    assert all(problem(json.loads(text), PERSON, PERSON) is None for text in texts)
-    cut = generate(model, tokenizer, "Once", max_tokens=120, logits_processors=[person], stop='"age"')
-    assert cut.startswith('{"name":"')
-    assert cut.endswith(",")
+    cut = generate(model, tokenizer, "Once", stop='"age"', **options)
+    assert (cut[:9], cut[-1]) == ('{"name":"', ",")
 
 
 def test_a_conversation_that_forgets_in_the_middle_of_an_answer(pocket: Pocket, grammars: Grammars) -> None:
@@ -167,25 +165,20 @@ def test_a_conversation_that_forgets_in_the_middle_of_an_answer(pocket: Pocket, 
     assert re.fullmatch("([a-z ]{5}!){20}", "".join(piece.text for piece in pieces))
 
 
-def test_refused(pocket: Pocket, person: Grammar, random_model: Decoder) -> None:
+def test_refused(pocket: Pocket, person: Grammar, random_model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = pocket
     scheduler, _ = scheduler_of(model)
-    ids = tokenizer.encode("Once")
-    with pytest.raises(ValueError, match="ends with an end-of-text token"):
-        scheduler.submit(Request(ids, logits_processors=[person], stop_tokens=sorted(tokenizer.eos_token_ids)[:1]))
     with pytest.raises(ValueError, match="2 grammars"):
         scheduler.submit(_request(tokenizer, person, processors=[person]))
-    with pytest.raises(ValueError, match="1280 tokens; the model has 1300"):
-        scheduler_of(random_model)[0].submit(_request(tokenizer, person))
     with pytest.raises(ValueError, match="2 grammars"):
         stream_generate(model, tokenizer, "Once", logits_processors=[person, person])
-    ends = tokenizer.eos_token_ids
-    try:
-        tokenizer.eos_token_ids = ()
-        with pytest.raises(ValueError, match="ends with an end-of-text token"):
-            stream_generate(model, tokenizer, "Once", logits_processors=[person])
-    finally:
-        tokenizer.eos_token_ids = ends
+    with pytest.raises(ValueError, match="1280 tokens; the model has 1300"):
+        scheduler_of(random_model)[0].submit(_request(tokenizer, person))
+    with pytest.raises(ValueError, match="ends with an end-of-text token"):
+        scheduler.submit(_request(tokenizer, person, stop_tokens=sorted(tokenizer.eos_token_ids)[:1]))
+    monkeypatch.setattr(tokenizer, "eos_token_ids", ())
+    with pytest.raises(ValueError, match="ends with an end-of-text token"):
+        stream_generate(model, tokenizer, "Once", logits_processors=[person])
 
 
 def test_an_answer_that_cannot_go_on_fails_alone(pocket: Pocket, grammars: Grammars, person: Grammar) -> None:

@@ -4,10 +4,7 @@ Ids are compared with the template's own rendering, and logits with the model fe
 """
 
 import gc
-import json
 import os
-import shutil
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,25 +14,20 @@ from support.conversations import (
     asking,
     check_consistent,
     count_fed,
-    distance,
-    fed_anew,
     prompt_ids,
     text_of,
 )
 from support.counts import count
 
 from kvant.engine.conversation import Conversation
-from kvant.engine.sampling import make_logits_processors, make_sampler
-from kvant.errors import ContextError, PromptError
+from kvant.errors import ContextError
 from kvant.models import Decoder
+from kvant.sample_utils import make_logits_processors, make_sampler
 from kvant.text.process import resident_bytes
-from kvant.text.tokenizer import Tokenizer, load_tokenizer
+from kvant.text.tokenizer import Tokenizer
 
 ANSWERED = {"max_tokens": 25}
 Pocket = tuple[Decoder, Tokenizer]
-FORMATS = [{"kv_bits": 8}, {"kv_bits": 4}, {"kv_bits": 0}, {"kv_bits": 8, "bias_split": False}]
-
-TOLERANCE = {8: 0.02, 4: 0.1, 0: 1e-4}  # of a probability, by bits: a rounding may flip a quantized value
 
 
 def _make(pocket: Pocket, tokens: int = 1024, kv_bits: int = 8, **options: Any) -> Conversation:
@@ -92,62 +84,6 @@ def test_memory_stays_through_ten_forgettings(pocket: Pocket) -> None:
     assert resident[-1] - resident[0] < 2**25
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_forgotten_history_is_as_if_it_had_not_been(pocket: Pocket, form: dict[str, Any]) -> None:
-    """At the start of a turn: the logits are those of the kept messages fed to an empty cache."""
-    model, tokenizer = pocket
-    conversation = Conversation(
-        model, tokenizer, model.make_cache(150, **form), system_prompt="Be kind.", overflow="forget"
-    )
-    forgettings = 0
-    for turn in range(12):
-        question = QUESTIONS[turn % len(QUESTIONS)]
-        before = list(conversation.messages)
-        responses = list(conversation.send(question, max_tokens=25))
-        if not conversation.forgotten:
-            continue
-        forgettings += 1
-        kept = conversation.messages[:-1]
-        assert kept == [before[0], *before[1 + conversation.forgotten :], asking(question)]
-        ids = prompt_ids(tokenizer, kept)
-        # At most the middle between the question alone and all; one turn more, of less than 60 tokens, is past it.
-        middle = (150 + len(prompt_ids(tokenizer, [kept[0], kept[-1]]))) // 2
-        assert middle - 60 < len(ids) <= middle
-        assert conversation._cache.ids[0][: len(ids)] == ids
-        assert distance(responses[0].logprobs, fed_anew(model, ids, **form)) < TOLERANCE[form["kv_bits"]]
-        assert len(prompt_ids(tokenizer, [*before, asking(question)])) > 150
-    assert forgettings >= 3
-
-
-@pytest.mark.parametrize("form", count(FORMATS[1:3], FORMATS))
-def test_an_answer_goes_on_when_the_context_is_full(pocket: Pocket, form: dict[str, Any]) -> None:
-    """The token after the forgetting is that of the kept turns and the answer so far, and max_tokens counts it all."""
-    model, tokenizer = pocket
-    conversation = Conversation(model, tokenizer, model.make_cache(150, **form), overflow="forget")
-    text_of(conversation.send(QUESTIONS[0], max_tokens=40))
-    text_of(conversation.send(QUESTIONS[3], max_tokens=40))
-    answer: list[int] = []
-    compared = 0
-    for response in conversation.send("And then?", max_tokens=80, **_endless(tokenizer)):
-        if conversation.forgotten > compared:
-            compared = conversation.forgotten
-            before = [asking(QUESTIONS[0]), {}, asking(QUESTIONS[3]), dict(conversation.messages[3])]
-            ids = prompt_ids(tokenizer, [*before[compared:], asking("And then?")]) + answer
-            assert conversation._cache.ids[0] == ids
-            (endless,) = _endless(tokenizer)["logits_processors"]
-            expected = endless(mx.array(ids), fed_anew(model, ids, **form))
-            assert distance(response.logprobs, expected) < TOLERANCE[form["kv_bits"]]
-        answer.append(response.token)
-    assert compared >= 2
-    assert len(answer) == 80
-    assert response.finish_reason == "length"
-    assert response.generation_tokens == 80
-    assert conversation.messages[-1]["content"] == tokenizer.decode(answer)
-    held = conversation.num_tokens
-    text_of(conversation.send("Thank you!", max_tokens=3))
-    assert conversation.reused_tokens == held
-
-
 def test_the_last_question_is_kept_or_refused_in_words(pocket: Pocket) -> None:
     conversation = _make(pocket, 100, system_prompt="Be kind.", overflow="forget")
     text_of(conversation.send(QUESTIONS[0], max_tokens=25))
@@ -172,50 +108,23 @@ def test_a_limit_that_nobody_can_raise_is_the_models(pocket: Pocket) -> None:
         with pytest.raises(ContextError, match=f"{words} .* tokens; 2048 are the model's context"):
             conversation.send("fox " * 2100)
         assert conversation.limit == 2048
-
-
-def test_overflow_is_one_of_two(pocket: Pocket) -> None:
     with pytest.raises(ValueError, match="overflow is 'drop'; expected 'forget' or 'stop'"):
         _make(pocket, overflow="drop")
 
 
-def test_undo_takes_turns_back(pocket: Pocket) -> None:
-    conversation = _make(pocket, system_prompt="Be kind.")
-    answers = [text_of(conversation.send(question, **ANSWERED)) for question in QUESTIONS[:3]]
-    assert [conversation.undo() for _ in range(4)] == [*QUESTIONS[2::-1], None]
-    assert conversation.messages == [{"role": "system", "content": "Be kind."}]
-    for question, answer in zip(QUESTIONS, answers, strict=False):
-        assert text_of(conversation.send(question, **ANSWERED)) == answer
-
-
-def test_another_try_feeds_one_token(pocket: Pocket) -> None:
-    """The question is in the cache; its last token is fed once more for the logits."""
-    conversation = _make(pocket)
-    text_of(conversation.send(QUESTIONS[1], **ANSWERED))
-    first = text_of(conversation.send(QUESTIONS[0], **ANSWERED))
-    sampler = make_sampler(temp=1.2, seed=3)
-    responses = list(conversation.retry(sampler=sampler, **ANSWERED))
-    second = "".join(response.text for response in responses)
-    assert responses[0].prompt_tokens == 1
-    assert second != first
-    assert [message["content"] for message in conversation.messages[2:]] == [QUESTIONS[0], second]
-    assert text_of(conversation.retry(**ANSWERED)) == first
-    assert len(conversation.messages) == 4
-
-
-def test_an_edited_question_keeps_what_is_before_it(pocket: Pocket) -> None:
+def test_tries_and_edits_feed_what_changed(pocket: Pocket) -> None:
+    """Another try feeds the question's last token once more for the logits."""
     _, tokenizer = pocket
     conversation = _make(pocket, kv_bits=0)
     text_of(conversation.send(QUESTIONS[0], **ANSWERED))
     before = list(conversation.messages)
-    text_of(conversation.send("Who helped Pip?", **ANSWERED))
-    answer = text_of(conversation.edit("Who helped Bob?", **ANSWERED))
+    first = text_of(conversation.send("Who helped Pip?", **ANSWERED))
+    responses = list(conversation.retry(sampler=make_sampler(temp=1.2, seed=3), **ANSWERED))
+    assert responses[0].prompt_tokens == 1
+    assert "".join(response.text for response in responses) == conversation.messages[-1]["content"] != first
+    text_of(conversation.edit("Who helped Bob?", **ANSWERED))
     pip, bob = (prompt_ids(tokenizer, [*before, asking(f"Who helped {name}?")]) for name in ("Pip", "Bob"))
     assert conversation.reused_tokens == next(at for at in range(len(bob)) if pip[at] != bob[at]) > 40
-    assert conversation.messages == [*before, asking("Who helped Bob?"), {"role": "assistant", "content": answer}]
-    fresh = _make(pocket, kv_bits=0)
-    fresh.messages = before
-    assert text_of(fresh.send("Who helped Bob?", **ANSWERED)) == answer
     # An earlier turn, by hand.
     conversation.messages[0] = asking("Tell me a story about a fox named Bob.")
     text_of(conversation.send("Thank you!", **ANSWERED))
@@ -224,38 +133,38 @@ def test_an_edited_question_keeps_what_is_before_it(pocket: Pocket) -> None:
     assert conversation._cache.ids[0][: len(ids)] == ids
 
 
-def test_a_try_that_fails_leaves_the_old_answer(pocket: Pocket) -> None:
-    conversation = _make(pocket, 64)
-    first = text_of(conversation.send("Who helped Pip?", **ANSWERED))
+def test_processors_see_what_is_not_fed_again(pocket: Pocket) -> None:
+    conversation, seen = _make(pocket), list[int]()
+
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append(tokens.size)
+        return logits
+
+    text_of(conversation.send(QUESTIONS[0], max_tokens=20))
+    responses = list(conversation.send(QUESTIONS[1], max_tokens=3, logits_processors=[processor]))
+    assert seen[0] == conversation.reused_tokens + responses[0].prompt_tokens
+    assert conversation.reused_tokens > 20
+
+
+def test_stop_strings_do_not_stay_in_the_history(pocket: Pocket) -> None:
+    whole = text_of(_make(pocket).send(QUESTIONS[0], max_tokens=40))
+    conversation, fresh, stop = _make(pocket, kv_bits=0), _make(pocket, kv_bits=0), whole[30:40]
+    assert text_of(conversation.send(QUESTIONS[0], max_tokens=40, stop=[stop])) == whole[: whole.index(stop)]
+    fresh.messages = list(conversation.messages)
+    answers = [text_of(each.send(QUESTIONS[1], max_tokens=20)) for each in (conversation, fresh)]
+    assert answers[0] == answers[1]
+
+
+def test_a_full_context_that_forgets_nothing_loses_nothing(pocket: Pocket) -> None:
+    conversation = _make(pocket, 48)
+    responses = list(conversation.send(QUESTIONS[0], max_tokens=500, **_endless(pocket[1])))
+    assert responses[-1].finish_reason == "context"
     messages = list(conversation.messages)
-
-    def interrupt(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        text_of(conversation.retry(prompt_progress_callback=interrupt))
-    with pytest.raises(ValueError, match="max_tokens is 0"):
-        conversation.edit("Hello", max_tokens=0)
-    with pytest.raises(ContextError):
-        conversation.edit("fox " * 64)
-    conversation.edit("Never listened to.")
-    assert conversation.messages == messages
-    assert text_of(conversation.retry(**ANSWERED)) == first
-
-
-def test_a_turn_that_fails_forgets_nothing(pocket: Pocket) -> None:
-    conversation = _make(pocket, 64, overflow="forget")
-    text_of(conversation.send(QUESTIONS[0], **ANSWERED))
-    messages = list(conversation.messages)
-
-    def interrupt(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        text_of(conversation.send("The fox Pip has a friend. " * 3, prompt_progress_callback=interrupt))
-    assert (conversation.messages, conversation.forgotten) == (messages, 0)
-    assert text_of(conversation.send("The fox Pip has a friend. " * 3, max_tokens=4))
-    assert conversation.forgotten == 2
+    with pytest.raises(ContextError, match="48 are reserved"):
+        conversation.send("And then?")
+    assert (conversation.messages, conversation.num_tokens) == (messages, 48)
+    conversation.reset()
+    assert text_of(conversation.send(QUESTIONS[0], max_tokens=3))
 
 
 def test_a_stop_string_at_the_last_token_of_a_full_context(pocket: Pocket) -> None:
@@ -274,48 +183,6 @@ def test_a_stop_string_at_the_last_token_of_a_full_context(pocket: Pocket) -> No
     assert (responses[-1].finish_reason, len(responses)) == ("stop", room)
     assert (copy.forgotten, copy.num_tokens) == (0, 90)
     assert copy.messages[-1]["content"] == "".join(answer[:room])[:-12]
-
-
-def test_nothing_to_try_again(pocket: Pocket) -> None:
-    conversation = _make(pocket, system_prompt="Be kind.")
-    for again in (conversation.retry, lambda: conversation.edit("Hello")):
-        with pytest.raises(PromptError, match="nothing was asked yet"):
-            again()
-
-
-def test_the_system_prompt_can_change(pocket: Pocket) -> None:
-    _, tokenizer = pocket
-    conversation = _make(pocket)
-    assert conversation.system_prompt is None
-    text_of(conversation.send(QUESTIONS[0], **ANSWERED))
-    turn = list(conversation.messages)
-    for text in ("Be kind.", "Be brief.", None):
-        conversation.set_system_prompt(text)
-        assert conversation.system_prompt == text
-        assert conversation.messages[-2:] == turn
-        text_of(conversation.send(QUESTIONS[1], **ANSWERED))
-        ids = prompt_ids(tokenizer, conversation.messages[:-1])
-        assert conversation._cache.ids[0][: len(ids)] == ids
-        conversation.undo()
-    conversation.set_system_prompt("Be kind.")
-    conversation.reset()
-    assert conversation.messages == [{"role": "system", "content": "Be kind."}]
-
-
-def test_template_variables_reach_every_rendering(pocket: Pocket, pocket_folder: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(pocket_folder, tmp_path / "model")
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    settings["chat_template"] = "{% if shout %}!{% endif %}" + settings["chat_template"]
-    path.write_text(json.dumps(settings))
-    tokenizer = load_tokenizer(folder)
-    conversation = _make((pocket[0], tokenizer), 60, overflow="forget", template_variables={"shout": True})
-    forgotten = 0
-    for question in QUESTIONS:
-        text_of(conversation.send(question, max_tokens=12))
-        assert tokenizer.decode(conversation._cache.ids[0]).startswith("!<|im_start|>user")
-        forgotten += conversation.forgotten
-    assert forgotten
 
 
 def test_seeds_count_positions(pocket: Pocket) -> None:

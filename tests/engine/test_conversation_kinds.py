@@ -8,28 +8,23 @@ from functools import partial
 
 import mlx.core as mx
 import pytest
-from support.conversations import asking, check_consistent, distance, fed_anew, prompt_ids, text_of
+from support.conversations import SAY, asking, check_consistent, distance, fed_anew, prompt_ids, text_of
 from support.counts import count
 from support.interruption import Interruption
 from support.kinds import KINDS, Loaded
 
 from kvant.engine.conversation import Conversation
-from kvant.engine.sampling import make_logits_processors
 
 pytestmark = pytest.mark.usefixtures("without_compilation")
-# Each kind, and the formats where they differ most: a window of kvant's own, one of mlx-lm's, a state.
+# Each kind, and the formats where they differ most: everything kept, a window of kvant's own, one of mlx-lm's, a state.
 CASES = [(kind, 0) for kind in KINDS] + [
-    (kind, bits) for kind in count(["mistral", "gpt_oss"], KINDS) for bits in (8, 4)
+    (kind, bits) for kind in count(["qwen2", "mistral", "gpt_oss"], KINDS) for bits in (8, 4)
 ]
 TOLERANCE = {8: 0.02, 4: 0.1, 0: 1e-4}  # of a probability, by bits: a rounding may flip a quantized value
 
 
 def _question(turn: int, words: int = 5) -> str:
     return " ".join(f"w{10 + (7 * turn + 13 * at) % 100}" for at in range(words))
-
-
-# The marks' words and those that no text has are never said, so that an answer is what its text encodes to.
-SAY = {"logits_processors": make_logits_processors({0: -1e9, 1: -1e9, 2: -1e9, 3: -1e9, 4: -1e9, 5: -2.0})}
 
 
 @pytest.mark.parametrize(("loaded", "bits"), CASES, indirect=["loaded"])
@@ -53,7 +48,14 @@ def test_turns_and_forgettings(loaded: Loaded, bits: int) -> None:
                 assert conversation._cache.ids[0] == ids
                 expected = SAY["logits_processors"][0](mx.array(ids), fed_anew(model, ids, 64, kv_bits=bits))
                 assert distance(response.logprobs, expected) < TOLERANCE[bits]
+                # Up to the middle between the question alone and all is kept, and not a turn more.
+                alone, more = [before[0], before[-1]], [before[0], *before[forgotten - 1 :]]
+                middle = (64 + len(prompt_ids(tokenizer, alone)) + len(answer)) // 2
+                assert not forgotten or len(ids) <= middle < len(prompt_ids(tokenizer, more)) + len(answer)
             answer.append(response.token)
+        assert response.generation_tokens == len(answer)
+        assert response.finish_reason == ("length" if len(answer) == 5 + 4 * (turn % 5) else "stop")
+        assert conversation.messages[-1]["content"] == tokenizer.decode([each for each in answer if each != 5])
         check_consistent(conversation)
         if turn % 4 == 3:
             text_of(conversation.edit(_question(turn + 50), max_tokens=4, **SAY))

@@ -1,7 +1,7 @@
 """What a model thinks stays out of the history, as its template says. Ids are compared with transformers' own."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -68,17 +68,10 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Lang
     return loaded
 
 
-def _say(
-    conversation: Conversation, tokenizer: Tokenizer, question: str, text: str, **options: Any
-) -> list[GenerationResponse]:
+def _say(conversation: Conversation, tokenizer: Tokenizer, question: str, text: str) -> list[GenerationResponse]:
     """A turn whose answer is this text."""
-    assert tokenizer.eos_token_id is not None
-    script: Iterator[int] = iter(tokenizer.encode(text, add_special_tokens=False))
-    return list(
-        conversation.send(
-            question, sampler=lambda _: mx.array([next(script, tokenizer.eos_token_id)]), max_tokens=200, **options
-        )
-    )
+    script, end = iter(tokenizer.encode(text, add_special_tokens=False)), tokenizer.eos_token_id
+    return list(conversation.send(question, sampler=lambda _: mx.array([next(script, end)]), max_tokens=200))
 
 
 @pytest.mark.parametrize(
@@ -109,10 +102,8 @@ def test_the_template_says_what_stays(
         if turn:
             assert (conversation.reused_tokens == held) is reuses_all
             assert conversation.reused_tokens > len(ids) // 3
-        expected = {"role": "assistant", "content": answer}
-        assert conversation.messages[-1] == (
-            expected if thought is None else {**expected, "reasoning_content": thought}
-        )
+        reasoning = {} if thought is None else {"reasoning_content": thought}
+        assert conversation.messages[-1] == {"role": "assistant", "content": answer} | reasoning
         splitter = conversation.thinking()
         assert splitter is not None
         assert splitter.split("".join(response.text for response in responses)) == (thought or "", answer)
@@ -127,11 +118,8 @@ def test_an_answer_that_is_stopped_while_it_thinks(load: Any) -> None:
     heard = "".join(next(answer).text for _ in range(6))
     assert heard.startswith("<think>\nThe")
     conversation._end_turn()
-    assert conversation.messages[-1] == {
-        "role": "assistant",
-        "content": "",
-        "reasoning_content": heard.removeprefix("<think>\n"),
-    }
+    thought = heard.removeprefix("<think>\n")
+    assert conversation.messages[-1] == {"role": "assistant", "content": "", "reasoning_content": thought}
     messages = [dict(message) for message in conversation.messages]
     _say(conversation, tokenizer, "And now?", "Yes.")
     ids = reference.apply_chat_template([*messages, asking("And now?")], add_generation_prompt=True, return_dict=False)

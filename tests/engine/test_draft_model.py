@@ -8,13 +8,13 @@ from typing import Any
 import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 import pytest
+from kvant.engine.drafted_run import DraftedRun
+from kvant.engine.model_drafter import ModelDrafter
 from support.conversations import count_fed
 from support.kinds import load_kind
 
 from kvant.engine import model_drafter
-from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.drafting.choice import StepCosts
-from kvant.engine.model_drafter import ModelDrafter
 from kvant.engine.model_drafts import ModelChoice, ModelDrafts
 from kvant.engine.run import Run
 from kvant.errors import ModelError

@@ -7,19 +7,19 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from kvant.engine.drafted_run import DraftedRun, make_run
 from support.counts import count
 from support.drafts import ChanceModelDrafts, KnownDrafts
 from support.interruption import Interruption
 from support.kinds import Loaded
 
 from kvant.cache import FullKVCache, ModelCache
-from kvant.engine.drafted_run import DraftedRun, make_run
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.run import Run, prefill
-from kvant.engine.sampling import make_logits_processors, make_sampler
 from kvant.errors import ArgumentError
 from kvant.models import Decoder, LanguageModel
+from kvant.sample_utils import make_logits_processors, make_sampler
 
 Pocket = tuple[Decoder, Any]
 PROMPT = [(7 * i) % 1000 + 20 for i in range(40)]

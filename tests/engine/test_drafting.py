@@ -4,8 +4,8 @@ import random
 from collections.abc import Sequence
 
 import pytest
-
 from kvant.engine.drafting.batch_choice import BatchChoice, StepKind
+
 from kvant.engine.drafting.choice import Choice, StepCosts, costs_of
 from kvant.engine.drafting.suffix import SuffixDrafter
 

@@ -22,10 +22,10 @@ from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Request
 from kvant.engine.response import GenerationResponse
 from kvant.engine.run import prefill
-from kvant.engine.sampling import make_sampler
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import ArgumentError
 from kvant.models import Decoder, LanguageModel
+from kvant.sample_utils import make_sampler
 from kvant.text.grammar import Grammars
 
 Pocket = tuple[Decoder, Any]

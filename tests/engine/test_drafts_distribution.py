@@ -9,17 +9,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from kvant.engine.drafted_run import DraftedRun
 from support.counts import count
 from support.drafts import KnownDrafts
 from support.kinds import Loaded
 
 from kvant.engine import drafted_run
-from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.drafting.choice import Choice, StepCosts
 from kvant.engine.drafting.drafter import Drafter
 from kvant.engine.row_sampling import Row, sample_rows
-from kvant.engine.sampling import make_sampler
 from kvant.models import LanguageModel
+from kvant.sample_utils import make_sampler
 
 PROMPT = [9, 17, 30, 17]
 KEPT, TEMP, TOKENS = 3, 40.0, 3

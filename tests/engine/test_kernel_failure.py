@@ -5,13 +5,13 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from kvant.engine.drafted_run import DraftedRun
 from support.batches import PAGES, run_all, scheduler_of
 from support.drafts import KnownDrafts
 from support.failing_kernel import WORDS, FailingKernel
 from support.metal_host import host_pytest_skip
 
 from kvant import batch_generate, generate
-from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.request import Request
 from kvant.engine.run import Run
 from kvant.errors import KernelError

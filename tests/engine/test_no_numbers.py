@@ -11,9 +11,9 @@ from support.batches import PAGES, alone, ids_of, run_all, scheduler_of
 
 from kvant import batch_generate, generate, stream_generate
 from kvant.engine.request import Request
-from kvant.engine.sampling import make_sampler
 from kvant.errors import LogitsError
 from kvant.models import Decoder
+from kvant.sample_utils import make_sampler
 from kvant.text.grammar import Grammars
 
 Pocket = tuple[Decoder, Any]
@@ -46,11 +46,9 @@ def ends(logprobs: mx.array) -> mx.array:
 @pytest.mark.parametrize("draft", ["none", "prompt"])
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 def test_damaged_weights_are_one_error(damaged: Pocket, sampler: Any, draft: str) -> None:
-    model, tokenizer = damaged
-    with pytest.raises(LogitsError, match=r"NaN.*weights"):
-        generate(model, tokenizer, PROMPT, max_tokens=5, sampler=sampler, draft=draft)
-    with pytest.raises(LogitsError, match=r"NaN.*weights"):
-        batch_generate(model, tokenizer, [PROMPT, [4]], max_tokens=5, sampler=sampler, draft=draft)
+    for call, prompt in ((generate, PROMPT), (batch_generate, [PROMPT, [4]])):
+        with pytest.raises(LogitsError, match=r"NaN.*weights"):
+            call(*damaged, prompt, max_tokens=5, sampler=sampler, draft=draft)  # type: ignore[operator]
 
 
 def test_a_grammar_makes_no_answer_of_them(damaged: Pocket) -> None:
@@ -96,24 +94,20 @@ def test_a_prompt_cache_with_them(pocket: Pocket) -> None:
         generate(model, tokenizer, [9], max_tokens=2, prompt_cache=cache)
 
 
-def test_what_no_sampler_of_kvants_picks_may_be_picked(pocket: Pocket) -> None:
-    """A caller's sampler may pick a token that its processors made impossible."""
-    model, tokenizer = pocket
-    options: dict[str, Any] = {"sampler": lambda logprobs: mx.array([7]), "logits_processors": [_without_seven]}
-    assert [r.token for r in stream_generate(model, tokenizer, PROMPT, max_tokens=3, **options)] == [7] * 3
-    assert batch_generate(model, tokenizer, [PROMPT], max_tokens=3, return_token_ids=True, **options).token_ids == [
-        [7] * 3
-    ]
-
-
 def _without_seven(tokens: mx.array, logits: mx.array) -> mx.array:
     return mx.where(mx.arange(logits.shape[-1]) == 7, -math.inf, logits)
 
 
+def test_what_no_sampler_of_kvants_picks_may_be_picked(pocket: Pocket) -> None:
+    """A caller's sampler may pick a token that its processors made impossible."""
+    options: dict[str, Any] = {"sampler": lambda logprobs: mx.array([7]), "logits_processors": [_without_seven]}
+    assert [r.token for r in stream_generate(*pocket, PROMPT, max_tokens=3, **options)] == [7] * 3
+    assert batch_generate(*pocket, [PROMPT], max_tokens=3, return_token_ids=True, **options).token_ids == [[7] * 3]
+
+
 def test_a_sampler_that_raises_stop_iteration(pocket: Pocket) -> None:
     """It would be taken for the answer's end."""
-    model, tokenizer = pocket
     with pytest.raises(RuntimeError, match="StopIteration"):
-        list(stream_generate(model, tokenizer, PROMPT, max_tokens=3, sampler=ends))
+        list(stream_generate(*pocket, PROMPT, max_tokens=3, sampler=ends))
     with pytest.raises(RuntimeError, match="StopIteration"):
-        batch_generate(model, tokenizer, [PROMPT], max_tokens=3, sampler=ends)
+        batch_generate(*pocket, [PROMPT], max_tokens=3, sampler=ends)

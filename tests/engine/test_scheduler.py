@@ -13,9 +13,9 @@ from support.checkpoints import mistral_config, reference_model, save_checkpoint
 from kvant import stream_generate
 from kvant.engine.load import load_model
 from kvant.engine.request import Request
-from kvant.engine.sampling import make_logits_processors, make_sampler
 from kvant.errors import ContextError, PromptError, QueueFullError
 from kvant.models import Decoder
+from kvant.sample_utils import make_logits_processors, make_sampler
 
 Pocket = tuple[Decoder, Any]
 TEXTS = [

@@ -17,9 +17,9 @@ from support.openblas import has_small_products
 from kvant.engine.load import load_model
 from kvant.engine.request import Request
 from kvant.engine.run import prefill
-from kvant.engine.sampling import make_logits_processors, make_sampler
 from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder
+from kvant.sample_utils import make_logits_processors, make_sampler
 
 ROWS = 8  # where matrices of 1 to 6 rows are multiplied otherwise (measured)
 POCKET_SCHEDULES = count(1, 334)  # of each number of bits

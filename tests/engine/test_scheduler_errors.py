@@ -12,9 +12,9 @@ from support.interruption import Interruption
 
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Request
-from kvant.engine.sampling import make_sampler
 from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder
+from kvant.sample_utils import make_sampler
 
 Pocket = tuple[Decoder, Any]
 

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from kvant.operators.compiled_attention import attend_live_tokens
 from support import oracle
 from support.counts import count
 from support.operator_cases import FLOATS, check_output, to_mx
@@ -18,7 +19,6 @@ from kvant.cache import QuantizedKVCache
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.cached_attention import append_and_attend, write_tokens
-from kvant.operators.compiled_attention import attend_live_tokens
 from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
 from kvant.operators.rotary import Rotary
 

@@ -62,7 +62,7 @@ except RanksError as error:
     print(f"kvant: error: {error}", file=sys.stderr)
     sys.exit(1)
 """
-READY = "guard.agree({})\nos.write(1, b'ready\\n')"
+READY = "guard.agree({})\nguard.begin()\nos.write(1, b'ready\\n')\n"
 
 
 def script(begin: Path, body: str, prepare: str = "") -> list[str]:
@@ -127,9 +127,11 @@ with guard.within(3, "joining the ring"):
 """
 JOINS = """
 guard.agree({})
-with guard.within(30, "joining the ring", silent=True):
+with guard.within(30, "joining the ring"):
     hold(3 * rank)
     guard.agree({})
+guard.begin()
+guard.agree({})
 guard.end(0) if rank == 0 else guard.receive()
 """
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from kvant.engine.drafted_run import DraftedRun
 from support.drafts import KnownDrafts, draft_by_chance
 from support.pools import tiny_model
 
 from kvant.cache import ModelCache
-from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.draw import Sampler
 from kvant.engine.limits import go_back
 from kvant.engine.request import Request

@@ -34,7 +34,7 @@ def refused(server: Running, **fields: Any) -> str:
 def content_of(choice: dict[str, Any]) -> Any:
     """What an answer under SCHEMA says."""
     found = json.loads(choice["message"]["content"])
-    assert problem(found, SCHEMA, SCHEMA) is None
+    assert problem(found, SCHEMA) is None
     return found
 
 

@@ -9,9 +9,9 @@ import mlx.core as mx
 from kvant.cache.pool import Pool
 from kvant.engine.request import Request, Token
 from kvant.engine.run import Run
-from kvant.engine.sampling import make_logits_processors, make_sampler
 from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder
+from kvant.sample_utils import make_logits_processors, make_sampler
 
 PAGES = 40
 

@@ -5,7 +5,8 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -77,3 +78,34 @@ def call(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     assert isinstance(code, int)
     texts = [stream.buffer.getvalue().decode() for stream in (out, err)]  # type: ignore[attr-defined]
     return subprocess.CompletedProcess(["kvant", *arguments], code, *texts)
+
+
+CHOSEN = ("cache: ", "memory: ", "sampling: ", "pocket · ")  # how lines begin that say what a command works with
+
+
+def refusal(code: int, *arguments: str) -> str:
+    """The line of error of a command that ends with this exit code, and prints nothing else but what it chose."""
+    done = call(*arguments)
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    *before, error = done.stderr.splitlines()
+    assert all(line.startswith(CHOSEN) for line in before), done.stderr
+    assert error.startswith("kvant: error: ")
+    return error
+
+
+def children(process: int) -> list[int]:
+    """Those that a process started."""
+    listed = subprocess.run(["ps", "-Ao", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    return [int(line.split()[0]) for line in listed.splitlines() if int(line.split()[1]) == process]
+
+
+def are_gone(processes: Iterable[int], within_s: float = 5.0) -> bool:
+    """Whether all end in time. One that only waits for its exit code to be read has ended."""
+    command = ["ps", "-o", "state=", "-p", ",".join(map(str, processes))]
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        states = subprocess.run(command, capture_output=True, text=True).stdout.split()
+        if all(state.startswith("Z") for state in states):
+            return True
+        time.sleep(0.1)
+    return False

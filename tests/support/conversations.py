@@ -10,6 +10,7 @@ from kvant.cache import ModelCache
 from kvant.engine.conversation import Conversation
 from kvant.engine.generate import GenerationResponse
 from kvant.models import LanguageModel
+from kvant.sample_utils import make_logits_processors
 from kvant.text.tokenizer import Tokenizer
 
 QUESTIONS = [
@@ -19,6 +20,9 @@ QUESTIONS = [
     "Tell me a story about a bear who was brave.",
     "What is your name?",
 ]
+# Of models of support.kinds: the marks' words and those that no text has are never said, so that an answer is what its
+# text encodes to.
+SAY = {"logits_processors": make_logits_processors({0: -1e9, 1: -1e9, 2: -1e9, 3: -1e9, 4: -1e9, 5: -2.0})}
 
 
 def text_of(responses: Iterator[GenerationResponse]) -> str:

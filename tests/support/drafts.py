@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from kvant.engine.drafting.batch_choice import BatchChoice
+
 from kvant.engine.drafting.choice import Choice, StepCosts
 from kvant.engine.drafting.drafter import Drafter
 from kvant.engine.drafting.drafts import Drafts

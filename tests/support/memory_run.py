@@ -18,9 +18,9 @@ from kvant.cache import CacheOptions
 from kvant.cache.pages import PAGE_SIZE
 from kvant.engine.request import Request
 from kvant.engine.run import Run
-from kvant.engine.sampling import make_sampler
 from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder, load_decoder
+from kvant.sample_utils import make_sampler
 from kvant.tools.plan import Checkpoint, Settings, plan, split_pairs
 from kvant.tools.plan.memory import page_rows
 

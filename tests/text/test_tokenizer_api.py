@@ -170,7 +170,7 @@ except SystemExit as ended:
 """
 LIBRARY = """
 import kvant
-from kvant.engine.sampling import make_sampler
+from kvant.sample_utils import make_sampler
 model, tokenizer = kvant.load("pocket")
 prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hello!"}], add_generation_prompt=True)
 sampler = make_sampler(temp=0.8, top_p=0.9, seed=3)

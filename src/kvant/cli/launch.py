@@ -4,6 +4,7 @@ import array
 import fcntl
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -25,6 +26,9 @@ from kvant.cli.ranks import COMMANDS, LAUNCHER
 from kvant.errors import EXIT_INTERRUPTED, RanksError, did_you_mean, one_line
 
 MAX_RANKS, MAX_HOSTS_BYTES = 64, 2**20
+# Below those that a system gives to connections: one of any process could take a rank's port before it listens there,
+# and a rank's own, to a neighbour that is not there yet, could meet itself.
+PORTS = range(10_000, 32_000)
 STOPPED_S = 2.0  # for a rank to end by a signal that a stopped one does not get
 LOOK_S = 0.1
 # As the console script starts: before the package loads libraries Ctrl-C is taken over, and the folder that the
@@ -111,14 +115,12 @@ def read_hosts(path: Path) -> list[str]:
 
 
 def free_ports(count: int) -> int:
-    """Give the first of so many ports in a row that nobody listens at, so that two runs at once do not meet."""
+    """Give the first of so many ports in a row that nobody uses, drawn so that two runs at once do not meet."""
     while True:
-        with ExitStack() as held, suppress(OSError, OverflowError):
-            first = 0
-            for number in range(count):
-                each = held.enter_context(socket.socket())
-                each.bind(("127.0.0.1", first + number))
-                first = first or each.getsockname()[1]
+        first = random.SystemRandom().choice(PORTS)
+        with ExitStack() as held, suppress(OSError):
+            for port in range(first, first + count):
+                held.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return first
 
 

@@ -137,6 +137,7 @@ def loader(arranged: Arranged) -> LoadModel:
             from kvant.ranks.bridged_stage import load_bridged_stage
 
             part = load_bridged_stage(folder, group, arranged.layers[group.rank], progress)
+        guard.begin()
         if guard.rank:
             return part
         from kvant.ranks.lead import Lead

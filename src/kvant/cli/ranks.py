@@ -76,7 +76,7 @@ def connect() -> "Ranks":
         from kvant.ranks.group import connect
 
         _guard.agree({})  # all have come so far, and MLX does not wait long
-        with _guard.within(CONNECT_S, f"joining MLX's {_place.backend}", silent=True):
+        with _guard.within(CONNECT_S, f"joining MLX's {_place.backend}"):
             _ranks = connect(_place.backend)
             _guard.agree({})
     return _ranks

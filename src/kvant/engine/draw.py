@@ -8,7 +8,6 @@ from itertools import count
 import mlx.core as mx
 
 from kvant.engine.filters import Filters, filtered
-from kvant.operators.exponential import logsumexp
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,24 +19,24 @@ class SeededSampler(Filters):
 
     seed: int | None  # None: every run draws one
     follows_mlx: bool = False  # where a run without a seed takes one: MLX's random state, or the operating system
-    _draws: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)  # calls without a key
+    _draws: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)  # rows of calls
 
-    def __call__(self, logprobs: mx.array, keys: mx.array | None = None) -> mx.array:
-        """Log-probabilities (B, vocab) and keys (B, 2) of :func:`draw_keys` -> tokens (B,).
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """Log-probabilities (B, vocab) -> tokens (B,), in loops that tell no position, such as mlx-lm's.
 
-        mlx-lm's loops give no keys. The n-th row of such calls is then drawn as at position n; without a seed, as
-        :func:`for_a_run` says, from MLX's random state itself or with a new seed.
+        The n-th row of such calls is drawn as at position n; without a seed, as :func:`for_a_run` says, from MLX's
+        random state itself or with a new seed.
         """
+        self.check(logprobs.shape[-1])
         samplers = [self] * logprobs.shape[0]
-        if keys is None and self.seed is None and self.follows_mlx:
+        if self.seed is None and self.follows_mlx:
             coin = mx.random.uniform() if self.xtc_probability else mx.array(0.0)
             return mx.random.categorical(filtered(logprobs, samplers, coin))
-        if keys is None:
-            keys = draw_keys([for_a_run(self)] * len(samplers), [next(self._draws) for _ in samplers])
+        keys = draw_keys([for_a_run(self)] * len(samplers), [next(self._draws) for _ in samplers])
         return draw_seeded(logprobs, samplers, keys)
 
 
-# Log-probabilities (B, vocab) -> tokens (B,); kvant's own takes keys too.
+# Log-probabilities (B, vocab) -> tokens (B,).
 Sampler = SeededSampler | Callable[[mx.array], mx.array]
 
 
@@ -70,8 +69,7 @@ def draw_keys(samplers: Sequence[Sampler], positions: Sequence[int]) -> mx.array
     """The keys (B, 2), uint32, of a draw of each sampler after so many tokens."""
     words = []
     for sampler, position in zip(samplers, positions, strict=True):
-        if not isinstance(sampler, SeededSampler) or sampler.seed is None:
-            raise AssertionError("a sampler without a seed belongs to no run yet")
+        assert isinstance(sampler, SeededSampler) and sampler.seed is not None  # noqa: PT018
         words.append(splitmix64(splitmix64(sampler.seed) + position))
     return mx.array([[word >> 32, word & 0xFFFFFFFF] for word in words], mx.uint32)
 
@@ -102,12 +100,3 @@ def pick(logits: mx.array, numbers: mx.array) -> mx.array:
     probs = mx.softmax(logits.astype(mx.float32), axis=-1)
     reached = mx.where(probs > 0, mx.cumsum(probs, axis=-1), 0)
     return mx.argmax(reached > numbers * reached.max(axis=-1, keepdims=True), axis=-1)
-
-
-def draw(logits: mx.array, sampler: Sampler, keys: mx.array | None) -> tuple[mx.array, mx.array]:
-    """Tokens (B,) and log-probabilities (B, vocab) of float32 logits (B, vocab), with keys (B, 2) of draw_keys."""
-    logprobs = logits - logsumexp(logits)
-    if not isinstance(sampler, SeededSampler):
-        return sampler(logprobs), logprobs
-    assert keys is not None
-    return draw_seeded(logprobs, [sampler] * logits.shape[0], keys), logprobs

@@ -11,6 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvant.errors import ArgumentError
+
 PerRow = float | Sequence[float]
 
 
@@ -28,9 +30,9 @@ class Filters:
     xtc_special_tokens: tuple[int, ...]
 
     def check(self, vocab_size: int) -> None:
-        """Raise a ValueError for an option that a vocabulary is too small for."""
-        check_kept("top_k", self.top_k, vocab_size)
-        check_kept("min_tokens_to_keep", self.min_tokens_to_keep if self.min_p else 0, vocab_size)
+        """Refuse an option that a vocabulary is too small for."""
+        check_at_most("top_k", self.top_k, vocab_size - 1)
+        check_at_most("min_tokens_to_keep", self.min_tokens_to_keep if self.min_p else 0, vocab_size)
         check_special(self.xtc_special_tokens if self.xtc_probability else (), vocab_size)
 
 
@@ -96,7 +98,6 @@ def keep_min_p(logprobs: mx.array, min_p: PerRow, min_tokens_to_keep: int) -> mx
     distance = math.log(min_p) if isinstance(min_p, int | float) else [math.log(share) for share in min_p]
     unlikely = logprobs < logprobs.max(axis=-1, keepdims=True) + column(distance, logprobs.dtype)
     if min_tokens_to_keep > 1:
-        check_kept("min_tokens_to_keep", min_tokens_to_keep, logprobs.shape[-1])
         order = mx.argpartition(logprobs, kth=-min_tokens_to_keep, axis=-1)
         unlikely = mx.put_along_axis(unlikely, order[..., -min_tokens_to_keep:], mx.array(False), axis=-1)
     return mx.where(unlikely, -math.inf, logprobs)
@@ -113,7 +114,6 @@ def leave_out_top_choices(
         special_tokens: token ids that are never left out.
         coin: a number from 0 to 1 for all rows or, (B, 1), one for each. XTC applies up to ``probability``.
     """
-    check_special(special_tokens, logprobs.shape[-1])
     probs = mx.softmax(logprobs, axis=-1)
     least = mx.where(probs > threshold, probs, math.inf).min(axis=-1, keepdims=True)
     left_out = probs > least
@@ -124,7 +124,6 @@ def leave_out_top_choices(
 
 def keep_top_k(logprobs: mx.array, top_k: int) -> mx.array:
     """The ``top_k`` likeliest tokens, of equally likely ones any (Fan et al. 2018, arXiv:1805.04833)."""
-    check_kept("top_k", top_k, logprobs.shape[-1])
     order = mx.argpartition(-logprobs, kth=top_k - 1, axis=-1)
     return mx.put_along_axis(logprobs, order[..., top_k:], mx.array(-math.inf, logprobs.dtype), axis=-1)
 
@@ -137,17 +136,16 @@ def column(values: PerRow, dtype: mx.Dtype) -> float | mx.array:
 
 
 def check_special(special_tokens: Sequence[int], vocab_size: int) -> None:
-    """Raise a ValueError for a token the vocabulary does not have."""
+    """Refuse a token that the vocabulary does not have."""
     for token in special_tokens:
         if not 0 <= token < vocab_size:
-            raise ValueError(f"xtc_special_tokens has token {token}; the model knows 0 to {vocab_size - 1}")
+            raise ArgumentError("xtc_special_tokens", f"has token {token}; the model knows 0 to {vocab_size - 1}")
 
 
-def check_kept(name: str, count: int, vocab_size: int) -> None:
-    """Raise a ValueError for a ``top_k`` or ``min_tokens_to_keep`` the vocabulary is too small for."""
-    most = vocab_size - 1 if name == "top_k" else vocab_size
+def check_at_most(name: str, count: int, most: int) -> None:
+    """Refuse a count that the vocabulary is too small for."""
     if count > most:
-        raise ValueError(f"{name} is {count}; expected at most {most} with this vocabulary")
+        raise ArgumentError(name, f"is {count}; expected at most {most} with this vocabulary")
 
 
 def _alike(samplers: Sequence[Filters], option: Callable[[Filters], Any]) -> list[tuple[Any, list[int]]]:

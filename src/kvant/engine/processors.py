@@ -9,10 +9,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvant.engine.filters import with_rows
+from kvant.errors import ArgumentError
 from kvant.text.grammar import Grammar
 
 Change = Callable[[mx.array, mx.array], mx.array]  # tokens so far (T,), logits (B, vocab) -> logits
 LogitsProcessor = Change | Grammar
+Tokens = Sequence[int] | mx.array  # in an array they need not be known yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +26,17 @@ class Bias:
     values: tuple[float, ...]
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        return self.change(logits, (slice(None), mx.array(self.tokens)), mx.array(self.values))
+        return process_rows(logits, [tokens], [[self]])
 
-    def entries(self, tokens: Sequence[int], vocab_size: int) -> tuple[Sequence[int], Sequence[float]]:
+    def entries(self, tokens: Tokens) -> tuple[Tokens, Sequence[float]]:
         """The token ids that are changed, and the number for each."""
         return self.tokens, self.values
 
     def check(self, vocab_size: int) -> None:
-        """Raise a ValueError for a token that the vocabulary does not have."""
+        """Refuse a token that the vocabulary does not have."""
         for token in self.tokens:
             if not -vocab_size <= token < vocab_size:  # MLX would write elsewhere
-                raise ValueError(f"logit_bias has token {token}; the model knows 0 to {vocab_size - 1}")
+                raise ArgumentError("logit_bias", f"has token {token}; the model knows 0 to {vocab_size - 1}")
 
     @staticmethod
     def change(logits: mx.array, at: tuple[Any, mx.array], values: mx.array) -> mx.array:
@@ -50,16 +53,11 @@ class _Penalty:
     first: int = 0
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        return self.change(logits, (slice(None), tokens[self._start(tokens.size) :]), self.penalty)
+        return process_rows(logits, [tokens], [[self]])
 
-    def entries(self, tokens: Sequence[int], vocab_size: int) -> tuple[Sequence[int], Sequence[float]]:
-        """The token ids that are changed, one that occurs twice twice, and the penalty for each."""
-        recent = tokens[self._start(len(tokens)) :]
-        return recent, [self.penalty] * len(recent)
-
-    def _start(self, length: int) -> int:
-        """The place of the first of so many tokens that counts."""
-        return max(self.first, length - self.context_size)
+    def entries(self, tokens: Tokens) -> tuple[Tokens, float]:
+        """The token ids that are changed, one that occurs twice twice, and the penalty for all."""
+        return tokens[max(self.first, len(tokens) - self.context_size) :], self.penalty
 
     @staticmethod
     def change(logits: mx.array, at: tuple[Any, mx.array], penalty: float | mx.array) -> mx.array:
@@ -109,9 +107,29 @@ OwnProcessor = Bias | Repetition | Presence | Frequency
 KINDS: tuple[type[OwnProcessor], ...] = (Bias, Repetition, Presence, Frequency)  # in a request's order
 
 
-def process_rows(
-    logits: mx.array, tokens: Sequence[Sequence[int] | mx.array], processors: Sequence[Sequence[Change]]
-) -> mx.array:
+def make_processors(
+    logit_bias: Mapping[int, float] | None,
+    repetition_penalty: float | None,
+    repetition_context_size: int,
+    presence_penalty: float | None,
+    presence_context_size: int,
+    frequency_penalty: float | None,
+    frequency_context_size: int,
+) -> list[LogitsProcessor]:
+    """Those that change something, in the order in which they are applied; the values are checked already."""
+    made: list[LogitsProcessor] = []
+    if logit_bias:
+        made.append(Bias(tuple(logit_bias), tuple(logit_bias.values())))
+    if repetition_penalty and repetition_penalty != 1:
+        made.append(Repetition(repetition_penalty, repetition_context_size))
+    if presence_penalty:
+        made.append(Presence(presence_penalty, presence_context_size))
+    if frequency_penalty:
+        made.append(Frequency(frequency_penalty, frequency_context_size))
+    return made
+
+
+def process_rows(logits: mx.array, tokens: Sequence[Tokens], processors: Sequence[Sequence[Change]]) -> mx.array:
     """Every row's own processors, in its own order: each row as its processors alone would change it.
 
     A kind of kvant's own changes all its rows at once. Others are called row by row.
@@ -121,37 +139,42 @@ def process_rows(
         tokens: of each row, all so far.
         processors: of each row.
     """
-    if len(processors) == 1:  # its tokens may not be known yet
-        own = tokens[0] if isinstance(tokens[0], mx.array) else mx.array(list(tokens[0]), mx.int32)
-        for processor in processors[0]:
-            logits = processor(own, logits).astype(logits.dtype)
-        return logits
     left = [list(each) for each in processors]  # of each row, what is still to be applied
     while any(left):
         next_kinds = {type(each[0]) for each in left if each}
         kind = next((kind for kind in KINDS if kind in next_kinds), None)
         rows = [row for row, each in enumerate(left) if each and (kind is None or type(each[0]) is kind)]
-        applied = {row: left[row].pop(0) for row in rows}
+        applied: dict[int, Any] = {row: left[row].pop(0) for row in rows}
         if kind is None:
-            changed = [logits[row : row + 1] for row in range(len(left))]
-            for row, processor in applied.items():
-                changed[row] = processor(mx.array(list(tokens[row]), mx.int32), changed[row]).astype(logits.dtype)
-            logits = mx.concatenate(changed)
+            changed = [
+                processor(as_ids(tokens[row]), logits[row : row + 1]).astype(logits.dtype)
+                for row, processor in applied.items()
+            ]
+            logits = with_rows(logits, rows, mx.concatenate(changed))
         else:
-            logits = _change_rows(kind, logits, {row: (applied[row], tokens[row]) for row in rows})
+            logits = _change_rows(kind, logits, {row: applied[row].entries(tokens[row]) for row in rows}, len(left))
     return logits
 
 
-def _change_rows(kind: type[OwnProcessor], logits: mx.array, applied: Mapping[int, Any]) -> mx.array:
-    """All rows that a kind of processor changes: row -> (processor, tokens)."""
+def as_ids(tokens: Tokens) -> mx.array:
+    """Token ids in an array."""
+    return tokens if isinstance(tokens, mx.array) else mx.array(list(tokens), mx.int32)
+
+
+def _change_rows(
+    kind: type[OwnProcessor], logits: mx.array, entries: Mapping[int, tuple[Any, Any]], num_rows: int
+) -> mx.array:
+    """What a kind of processor changes in some of so many rows: row -> (token ids, a number for each or for all)."""
+    if num_rows == 1:
+        places, value = entries[0]
+        value = mx.array(value) if isinstance(value, tuple) else value
+        return kind.change(logits, (slice(None), as_ids(places)), value) if len(places) else logits
     rows: list[int] = []
-    places: list[int] = []
-    values: list[float] = []
-    for row, (processor, tokens) in applied.items():
-        row_places, row_values = processor.entries(tokens, logits.shape[-1])
-        rows += [row] * len(row_places)
-        places += row_places
-        values += row_values
+    places, values = list[int](), list[float]()
+    for row, (own, value) in entries.items():
+        rows += [row] * len(own)
+        places += own
+        values += value if isinstance(value, tuple) else [value] * len(own)
     if not rows:  # no token was seen yet
         return logits
     return kind.change(logits, (mx.array(rows), mx.array(places)), mx.array(values, logits.dtype))

@@ -10,7 +10,7 @@ import mlx.core as mx
 from kvant.engine.constraint import allowed_only
 from kvant.engine.draw import Sampler, SeededSampler, draw_keys, draw_seeded, greedy
 from kvant.engine.filters import rows_of, with_rows
-from kvant.engine.processors import KINDS, Bias, Change, process_rows
+from kvant.engine.processors import KINDS, Bias, Change, LogitsProcessor, Tokens, process_rows
 from kvant.errors import LogitsError
 from kvant.operators.exponential import logsumexp
 
@@ -33,7 +33,7 @@ class Row:
     sampler: Sampler
     processors: Sequence[Change]
     position: int
-    tokens: Sequence[int] | mx.array
+    tokens: Tokens
     mask: bytes | None = None
 
 
@@ -76,6 +76,7 @@ class Sampled:
             kept: Sequence[mx.array | None] = [None] * len(tokens)
         else:
             every: Any = memoryview(self.logprobs)  # type: ignore[arg-type]
+            check_tokens(tokens, every.shape[-1])
             logprobs = [every[place] for place in enumerate(tokens)]
             kept = list(self.logprobs)
         each = zip(self.rows, tokens, logprobs, self.tops, kept, strict=True)
@@ -85,7 +86,7 @@ class Sampled:
         ]
 
 
-def check_options(sampler: Sampler, processors: Sequence[Change], vocab_size: int) -> None:
+def check_options(sampler: Sampler, processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
     """Raise a ValueError for an option that the vocabulary is too small for, or what is no function."""
     functions: list[object] = [sampler, *processors]
     for each in functions:
@@ -101,14 +102,18 @@ def pick_rows(logits: mx.array, rows: Sequence[Row], tops: Sequence[int], *, kee
     Arguments and errors are those of :func:`sample_rows`.
     """
     tokens, logprobs = sample_rows(logits, rows)
-    if any(not _is_ours(row.sampler) for row in rows):
-        vocab_size = logits.shape[-1]
-        for token in tokens.tolist():  # type: ignore[union-attr]
-            if not 0 <= token < vocab_size:  # type: ignore[operator]
-                raise ValueError(f"the sampler picked token {token}; the model knows 0 to {vocab_size - 1}")
+    if not keep and any(not _is_ours(row.sampler) for row in rows):
+        check_tokens(tokens.tolist(), logits.shape[-1])  # type: ignore[arg-type]
     chosen = logprobs if keep else mx.take_along_axis(logprobs, tokens[:, None], axis=-1).squeeze(-1)
     found = [_top(logprobs, number, count) for number, count in enumerate(tops)]
     return Sampled(rows, tokens, chosen, found)
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
+    """Refuse what a caller's sampler picked and the model does not know: as an index it is read out of bounds."""
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"the sampler picked token {token}; the model knows 0 to {vocab_size - 1}")
 
 
 def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.array]:
@@ -138,26 +143,26 @@ def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.arr
     if masks:
         logits = with_rows(logits, [*masks], allowed_only(rows_of(logits, [*masks]), [*masks.values()]))
     seeded = [number for number, sampler in enumerate(samplers) if isinstance(sampler, SeededSampler)]
-    keys = draw_keys([samplers[number] for number in seeded], [rows[number].position for number in seeded])
-    logprobs = logits - logsumexp(logits)
-    return _draw(logprobs, samplers, keys), logprobs
+    keys = draw_keys([samplers[n] for n in seeded], [rows[n].position for n in seeded]) if seeded else None
+    return draw_rows(logits, samplers, keys)
 
 
-def _draw(logprobs: mx.array, samplers: Sequence[Sampler], keys: mx.array) -> mx.array:
+def draw_rows(logits: mx.array, samplers: Sequence[Sampler], keys: mx.array | None) -> tuple[mx.array, mx.array]:
     """A token for each row by its own sampler, as the sampler alone would pick it.
 
     Args:
-        logprobs: (B, vocab).
+        logits: (B, vocab), float32.
         samplers: of each row.
-        keys: (S, 2), of the S rows whose sampler is seeded, in their order.
+        keys: (S, 2), of the S rows whose sampler is seeded, in their order; None: there are none.
 
     Returns:
-        The tokens (B,).
+        The tokens (B,) and the log-probabilities (B, vocab).
     """
+    logprobs = logits - logsumexp(logits)
     seeded = [row for row, sampler in enumerate(samplers) if isinstance(sampler, SeededSampler)]
     likeliest = [row for row, sampler in enumerate(samplers) if sampler is greedy]
     parts: list[tuple[list[int], mx.array]] = []  # rows and their tokens
-    if seeded:
+    if keys is not None:
         block = len(seeded) if mx.default_device().type == mx.gpu else max(1, BLOCK // logprobs.shape[-1])
         for first in range(0, len(seeded), block):
             some = seeded[first : first + block]
@@ -168,10 +173,10 @@ def _draw(logprobs: mx.array, samplers: Sequence[Sampler], keys: mx.array) -> mx
     foreign = sorted({*range(len(samplers))} - {*seeded, *likeliest})
     parts += [([row], samplers[row](logprobs[row : row + 1])) for row in foreign]
     if len(parts) == 1:
-        return parts[0][1]
+        return parts[0][1], logprobs
     order = [row for rows, _ in parts for row in rows]
     tokens = mx.concatenate([tokens for _, tokens in parts])
-    return tokens[mx.array(sorted(range(len(order)), key=order.__getitem__))]
+    return tokens[mx.array(sorted(range(len(order)), key=order.__getitem__))], logprobs
 
 
 def _no_token(sampler: Sampler, processors: Sequence[Change], logprob: float) -> LogitsError | None:

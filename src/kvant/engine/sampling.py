@@ -5,13 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from kvant.engine import processors
 from kvant.engine.draw import Sampler, SeededSampler, greedy
-from kvant.engine.processors import LogitsProcessor
+from kvant.engine.processors import LogitsProcessor, make_processors
+from kvant.engine.row_sampling import check_options
 from kvant.errors import ArgumentError
 from kvant.text.tokenizer import Tokenizer
-
-__all__ = ["LogitsProcessor", "SamplingOptions", "make_logits_processors", "make_sampler"]
 
 XTC_THRESHOLD, CONTEXT_SIZE = 0.1, 20  # mlx-lm's defaults
 MIN_TEMP = 1e-3  # logits divided by less leave float32
@@ -98,10 +96,10 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         for token, bias in self.logit_bias.items():
-            if not math.isfinite(bias):
-                raise ArgumentError("logit_bias", f"has {bias} for token {token}; expected finite numbers")
+            if token < 0 or not math.isfinite(bias):
+                raise ArgumentError("logit_bias", f"has {bias} for token {token}; expected finite numbers for ids")
         given = {name: getattr(self, name) for name in OPTIONS}
-        _check(**given)
+        check_ranges(**given)
         for name, option in OPTIONS.items():
             needs = option.metadata["needs"]
             if not needs or not self.changes(name) or given[needs] is None or self.changes(needs):
@@ -138,7 +136,7 @@ class SamplingOptions:
         return replace(self, **found)
 
     def build(self, vocab_size: int, special_tokens: Sequence[int] = ()) -> tuple[Sampler, list[LogitsProcessor]]:
-        """The sampler and processors for these options, :meth:`filled` without a model's where they are not.
+        """The sampler and processors for these options, which are :meth:`filled`.
 
         Args:
             vocab_size: the model's.
@@ -147,35 +145,32 @@ class SamplingOptions:
         Raises:
             ArgumentError: a count or a biased token that the vocabulary does not have.
         """
-        chosen = self.filled()
-        assert chosen.temp is not None and chosen.top_p is not None and chosen.min_p is not None  # noqa: PT018
-        assert chosen.top_k is not None
-        for name, most in (("top_k", vocab_size - 1), ("min_tokens_to_keep", vocab_size)):
-            if getattr(chosen, name) > most:
-                raise ArgumentError(name, f"is {getattr(chosen, name)}; expected at most {most} with this vocabulary")
-        for token in self.logit_bias:
-            if not 0 <= token < vocab_size:
-                raise ArgumentError("logit_bias", f"has token {token}; the model knows 0 to {vocab_size - 1}")
-        sampler = make_sampler(
-            chosen.temp,
-            chosen.top_p,
-            chosen.min_p,
-            self.min_tokens_to_keep,
-            chosen.top_k,
-            self.xtc_probability,
-            XTC_THRESHOLD if self.xtc_threshold is None else self.xtc_threshold,
-            [token for token in special_tokens if 0 <= token < vocab_size],
-            seed=self.seed,
-        )
-        return sampler, make_logits_processors(
+        assert self.temp is not None and self.top_p is not None and self.min_p is not None  # noqa: PT018
+        assert self.top_k is not None
+        sampler: Sampler = greedy
+        if self.temp:
+            sampler = SeededSampler(
+                self.temp,
+                self.top_p,
+                self.min_p,
+                self.min_tokens_to_keep,
+                self.top_k,
+                self.xtc_probability,
+                XTC_THRESHOLD if self.xtc_threshold is None else self.xtc_threshold,
+                tuple(token for token in special_tokens if 0 <= token < vocab_size),
+                self.seed,
+            )
+        made = make_processors(
             self.logit_bias,
-            chosen.repetition_penalty,
+            self.repetition_penalty,
             self.repetition_context_size or CONTEXT_SIZE,
             self.presence_penalty,
             self.presence_context_size or CONTEXT_SIZE,
             self.frequency_penalty,
             self.frequency_context_size or CONTEXT_SIZE,
         )
+        check_options(sampler, made, vocab_size)
+        return sampler, made
 
     def build_for(self, tokenizer: Tokenizer, vocab_size: int) -> tuple[Sampler, list[LogitsProcessor]]:
         """:meth:`build`, where XTC never leaves out the ends of a line and of the text, as in mlx-lm."""
@@ -191,7 +186,7 @@ NEEDS_TEMP = tuple(name for name, option in OPTIONS.items() if option.metadata["
 NEUTRAL = {"temp": 0.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "repetition_penalty": 1.0}
 
 
-def _check(**given: object) -> None:
+def check_ranges(**given: object) -> None:
     """Refuse an option outside its range; None is not given.
 
     Raises:
@@ -208,79 +203,3 @@ def in_range(name: str, value: object) -> bool:
     option = OPTIONS[name]
     kinds = (int, float) if option.type in (float, float | None) else (int,)
     return isinstance(value, kinds) and not isinstance(value, bool) and bool(option.metadata["holds"](value))
-
-
-def make_sampler(
-    temp: float = 0.0,
-    top_p: float = 0.0,
-    min_p: float = 0.0,
-    min_tokens_to_keep: int = 1,
-    top_k: int = 0,
-    xtc_probability: float = 0.0,
-    xtc_threshold: float = XTC_THRESHOLD,
-    xtc_special_tokens: Sequence[int] | None = None,
-    *,
-    seed: int | None = None,
-) -> Sampler:
-    """A sampler with mlx-lm's arguments and distribution: top-p, min-p, XTC and top-k, in this order.
-
-    The arguments are fields of :class:`SamplingOptions`, but for these. With temp 0 the others count for nothing, as
-    in mlx-lm.
-
-    Args:
-        top_p: 0 switches it off too.
-        xtc_special_tokens: token ids that XTC never leaves out, such as the end of text.
-
-    Raises:
-        ArgumentError: a value outside its range.
-    """
-    _check(
-        temp=temp,
-        top_p=top_p or None,
-        min_p=min_p,
-        min_tokens_to_keep=min_tokens_to_keep,
-        top_k=top_k,
-        xtc_probability=xtc_probability,
-        xtc_threshold=xtc_threshold,
-        seed=seed,
-    )
-    if temp == 0:
-        return greedy
-    special = tuple(xtc_special_tokens or ())
-    return SeededSampler(temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, special, seed)
-
-
-def make_logits_processors(
-    logit_bias: Mapping[int, float] | None = None,
-    repetition_penalty: float | None = None,
-    repetition_context_size: int = CONTEXT_SIZE,
-    presence_penalty: float | None = None,
-    presence_context_size: int = CONTEXT_SIZE,
-    frequency_penalty: float | None = None,
-    frequency_context_size: int = CONTEXT_SIZE,
-) -> list[LogitsProcessor]:
-    """mlx-lm's functions of (tokens so far, logits) that return new logits. They are applied in this order.
-
-    The arguments are fields of :class:`SamplingOptions`. None and 0 leave one out.
-
-    Raises:
-        ArgumentError: a value outside its range.
-    """
-    _check(
-        repetition_penalty=repetition_penalty or None,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        repetition_context_size=repetition_context_size,
-        presence_context_size=presence_context_size,
-        frequency_context_size=frequency_context_size,
-    )
-    made: list[LogitsProcessor] = []
-    if logit_bias:
-        made.append(processors.Bias(tuple(logit_bias), tuple(logit_bias.values())))
-    if repetition_penalty and repetition_penalty != 1:
-        made.append(processors.Repetition(repetition_penalty, repetition_context_size))
-    if presence_penalty:
-        made.append(processors.Presence(presence_penalty, presence_context_size))
-    if frequency_penalty:
-        made.append(processors.Frequency(frequency_penalty, frequency_context_size))
-    return made

@@ -25,9 +25,8 @@ from kvant.ranks.environment import Place
 from kvant.ranks.joining import gather_ranks, reach_first
 
 BEAT_S = 0.25
-# Without a byte from a rank: it is lost. A rank that imports or loads can be silent for a second or two.
-SILENCE_S = 3.5
-JOIN_S = 30.0  # for all ranks to come
+SILENCE_S = 3.5  # without a byte from a rank that has begun: it is lost
+JOIN_S = 30.0  # for all ranks to come; and of silence before a rank has begun: it imports, joins MLX's group and loads
 ENDED_S = 3.0  # after rank 0's end, for a rank's process to end by itself
 WORDS_S = 1.0  # for the last line and for the last message
 MAX_BYTES = 64 * 2**20  # of a message
@@ -57,6 +56,7 @@ class Peer:
     rank: int
     socket: socket.socket
     heard: float  # last, in the guard's time
+    silence_s: float  # after which it is lost
     sending: threading.Lock = field(default_factory=threading.Lock)  # held while a message is on its way
     inbox: "SimpleQueue[tuple[str, Any]]" = field(default_factory=SimpleQueue)  # kind and body of each message
 
@@ -82,7 +82,6 @@ class Guard:
         self._time = 0.0  # seconds in which this process was awake
         self._over = threading.Lock()  # whoever takes it ends this process, and never gives it back
         self._ended = False  # by rank 0
-        self._silent = False  # other ranks may be
         threading.Thread(target=self._watch, daemon=True).start()
 
     @classmethod
@@ -101,13 +100,13 @@ class Guard:
             place: this process's.
             facts: the same on all ranks.
             launcher: a process of this machine; the run ends with it.
-            deadline_s: for all ranks to come.
-            silence_s: after which a rank is lost.
+            deadline_s: for all ranks to come; and of silence of a rank that has not begun.
+            silence_s: after which a rank that has begun is lost.
         """
         guard = cls(place.rank, place.size, launcher, silence_s)
         try:
             for rank, connection in (gather_ranks if place.rank == 0 else reach_first)(place, deadline_s):
-                peer = Peer(rank, connection, guard._time)
+                peer = Peer(rank, connection, guard._time, deadline_s)
                 guard._peers = {**guard._peers, rank: peer}  # other threads go through the old one
                 threading.Thread(target=guard._listen, args=(peer,), daemon=True).start()
             guard.agree(facts)
@@ -115,6 +114,10 @@ class Guard:
             guard.end(1, str(error))
             raise
         return guard
+
+    def begin(self) -> None:
+        """Say that this rank has loaded: what holds the interpreter's lock for long is over."""
+        self._post("begun", None)
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Send a message from rank 0 to all others, which ``receive`` it. Any thread may call it."""
@@ -141,21 +144,14 @@ class Guard:
         self._post("agreed", None)
 
     @contextmanager
-    def within(self, seconds: float, doing: str, *, silent: bool = False) -> Iterator[None]:
-        """End this process if what is inside is not done in time, with a line that names ``doing``.
-
-        What is inside may hold the interpreter's lock. ``silent``: so do other ranks, which are not lost by that.
-        """
+    def within(self, seconds: float, doing: str) -> Iterator[None]:
+        """End this process, with a line that names ``doing``, unless it is done in time; it may hold Python's lock."""
         line = "" if self.rank else f"kvant: error: {doing} took longer than {seconds:g} s; this run is over\n"
         command = [sys.executable, "-I", "-S", "-c", TIMER, str(os.getpid()), str(seconds), line]
         timer = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is not for it
-        self._silent = silent
         try:
             yield
         finally:
-            for peer in self._peers.values():
-                peer.heard = self._time
-            self._silent = False
             timer.kill()
             timer.wait()
 
@@ -203,9 +199,9 @@ class Guard:
                     with suppress(OSError):  # full, or closed: who reads notices
                         peer.socket.send(b"\n", socket.MSG_DONTWAIT)
                     peer.sending.release()
-                if self._time - peer.heard > self._silence_s and not self._silent:
+                if self._time - peer.heard > peer.silence_s:
                     why = "it is stopped or asleep, or the network is gone"
-                    self._lose(peer, f"has said nothing for {self._silence_s:g} s: {why}")
+                    self._lose(peer, f"has said nothing for {peer.silence_s:g} s: {why}")
             time.sleep(BEAT_S)
             now = time.monotonic()
             self._time += min(now - before, 2 * BEAT_S)  # not while this process was stopped: it could hear nobody
@@ -236,7 +232,10 @@ class Guard:
                     if kind == "end":
                         code, why = body
                         self._hear_end(peer, int(code), str(why))
-                    peer.inbox.put((kind, body))
+                    if kind == "begun":
+                        peer.silence_s = self._silence_s
+                    else:
+                        peer.inbox.put((kind, body))
         except OSError:
             pass
         except (ValueError, TypeError, RecursionError):

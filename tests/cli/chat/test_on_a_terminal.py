@@ -48,6 +48,12 @@ class Chat(Terminal):
         self.wait(lambda: "".join(self.input.split()).endswith(typed))
         self.send("\r")
 
+    def begin_answer(self, tokens: int) -> None:
+        """Ask, and wait until the answer is under way."""
+        self.enter(f"/set max_tokens {tokens}")
+        self.press(f"{QUESTION}\r")
+        self.wait_for("Pip. Once")
+
     @property
     def input(self) -> str:
         """The line of input as it is shown."""
@@ -119,8 +125,7 @@ def test_a_message_of_several_lines(chat: Chat) -> None:
 
 
 def test_ctrl_c_stops_an_answer_and_clears_a_line(chat: Chat) -> None:
-    chat.enter("/set max_tokens 1000")
-    chat.press(f"{QUESTION}\r")
+    chat.begin_answer(1000)
     chat.wait_for(_answer(QUESTION))
     chat.send(CTRL_C)
     shown = chat.since(QUESTION).partition(" stopped")[0].strip()
@@ -134,9 +139,7 @@ def test_ctrl_c_stops_an_answer_and_clears_a_line(chat: Chat) -> None:
 
 
 def test_keys_typed_during_an_answer_are_dropped(chat: Chat) -> None:
-    chat.enter("/set max_tokens 120")
-    chat.press(f"{QUESTION}\r")
-    chat.wait_for("Pip. Once")
+    chat.begin_answer(120)
     shown = len(chat.written)
     chat.send("Zx \x1b[A\r")
     assert chat.input == ""
@@ -144,37 +147,27 @@ def test_keys_typed_during_an_answer_are_dropped(chat: Chat) -> None:
     assert b"Zx" not in chat.written[shown:]
 
 
-def test_a_conversation_is_saved_and_loaded(chat: Chat, tmp_path: Path) -> None:
+def test_commands_and_paths_are_completed(chat: Chat, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
+    for typed, shown, completed in (
+        ("/sy", "sets the system prompt, or shows it", "/system"),
+        ("/set xtc_t", "xtc_threshold", "/set xtc_threshold"),
+    ):
+        chat.press(typed)
+        chat.wait_for(shown)
+        chat.press("\t ")
+        chat.wait(lambda completed=completed: chat.input == completed)
+        chat.clear()
     chat.enter("Hello!")
     chat.press(f"/save {tmp_path}/fol")
     chat.wait_for("folder/")
     chat.press("\t")
     chat.enter("/talk")
     assert (tmp_path / "folder" / "talk").is_file()
-    chat.enter("/reset")
-    chat.enter(f"/load {tmp_path}/folder/talk")
-    chat.enter("/undo")
-    assert "undone: Hello!" in chat.since("/undo")
-
-
-def test_commands_are_completed(chat: Chat) -> None:
-    chat.press("/sy")
-    chat.wait_for("sets the system prompt, or shows it")
-    chat.press("\t ")
-    chat.wait(lambda: chat.input == "/system")
-    chat.clear()
-    chat.press("/set xtc_t")
-    chat.wait_for("xtc_threshold")
-    chat.press("\t")
-    chat.wait(lambda: chat.input == "/set xtc_threshold")
-    chat.clear()
 
 
 def test_resizing_during_an_answer(chat: Chat) -> None:
-    chat.enter("/set max_tokens 120")
-    chat.press(f"{QUESTION}\r")
-    chat.wait_for("Pip. Once")
+    chat.begin_answer(120)
     chat.resize(40, 20)
     chat.send("")
     try:
@@ -235,15 +228,35 @@ def test_thinking_is_dim_and_not_in_the_history(pocket_folder: Path, tmp_path: P
 
 @pytest.mark.parametrize("during_an_answer", [True, False])
 def test_the_terminal_is_as_it_was_after_a_signal(during_an_answer: bool, tmp_path: Path) -> None:
-    with Chat("chat", *FLAGS, "-m", "1500", HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path)) as chat:
+    with Chat("chat", *FLAGS, HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path)) as chat:
         found = termios.tcgetattr(chat.child.child_fd)
         chat.wait_ready()
         assert termios.tcgetattr(chat.child.child_fd)[3] != found[3]
         if during_an_answer:
-            chat.press(f"{QUESTION}\r")
-            chat.wait_for("Pip. Once")
+            chat.begin_answer(1500)
             assert not termios.tcgetattr(chat.child.child_fd)[3] & termios.ECHO
         chat.child.kill(signal.SIGTERM)
         chat.wait(lambda: not chat.child.isalive())
         assert chat.child.exitstatus == 128 + signal.SIGTERM
         assert termios.tcgetattr(chat.child.child_fd) == found
+
+
+def test_a_conversation_that_cannot_be_saved_can_go_elsewhere(tmp_path: Path) -> None:
+    first, taken, second = (tmp_path / name for name in ("first", "taken", "second"))
+    first.mkdir()
+    taken.write_text("mine")
+    with Terminal(
+        "chat", "-m", "2", "--prompt-cache-file", str(first / "chat"), columns=200, HOME=str(tmp_path)
+    ) as chat:
+        chat.wait_for("/2048 tokens")
+        chat.press("Hi\r")
+        chat.wait_for("cut at max_tokens")
+        first.rmdir()
+        chat.press("\x04")
+        chat.wait_for("save the conversation where?")
+        chat.press(f"{taken}\r")
+        chat.wait_for("is there already")
+        chat.press(f"{second}\r")
+        chat.wait(lambda: not chat.read())
+    assert second.stat().st_size > 1000
+    assert taken.read_text() == "mine"

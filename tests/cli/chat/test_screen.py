@@ -2,8 +2,6 @@
 
 import io
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import pyte
 import pytest
@@ -138,14 +136,15 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "terminal_size", lambda stream: stream.size)
 
 
-def _pieces(text: str, size: int) -> Iterator[str]:
-    return (text[start : start + size] for start in range(0, len(text), size))
+def _write(screen: Screen, text: str, size: int) -> None:
+    """In pieces."""
+    for start in range(0, len(text), size):
+        screen.write(text[start : start + size])
 
 
-def _show(window: _Window, pieces: Any, **options: Any) -> None:
-    screen = Screen(window, **({"markdown": True} | options))
-    for piece in pieces:
-        screen.write(piece)
+def _show(window: _Window, text: str, size: int = 10_000, *, markdown: bool = True) -> None:
+    screen = Screen(window, markdown=markdown)
+    _write(screen, text, size)
     screen.close()
 
 
@@ -153,7 +152,7 @@ def _show(window: _Window, pieces: Any, **options: Any) -> None:
 def test_markdown_whatever_the_pieces_and_the_height(size: int, rows: int) -> None:
     """Blocks longer than the screen too: all is in the terminal's history, once."""
     window = _Window(60, rows)
-    _show(window, _pieces(ANSWER, size))
+    _show(window, ANSWER, size)
     assert window.text == SHOWN_AT_60
     assert window.screen.cursor.x == 0
 
@@ -161,8 +160,7 @@ def test_markdown_whatever_the_pieces_and_the_height(size: int, rows: int) -> No
 def test_a_block_is_shown_while_it_grows() -> None:
     window = _Window(40, 10)
     screen = Screen(window, markdown=True)
-    for piece in _pieces("One **bold** word and the next one come to the margin", 1):
-        screen.write(piece)
+    _write(screen, "One **bold** word and the next one come to the margin", 1)
     assert window.text == "One bold word and the next one come to\nthe margin\n"
     screen.write("\n\n```\ncode\nmore")
     assert window.text.endswith("margin\n\n```\ncode\nmore\n```\n")
@@ -171,34 +169,19 @@ def test_a_block_is_shown_while_it_grows() -> None:
 
 @pytest.mark.parametrize("size", [1, 9])
 def test_plain_text_has_whole_words_and_its_lines(size: int) -> None:
-    text = (
-        "  Two spaces, # no *heading*, and more words than a line of thirty columns has.\n\n\n- x\n"
-        + "long" * 20
-        + "\n"
-    )
+    words = "  Two spaces, # no *heading*,\nand more words than a line of\nthirty columns has."
     window = _Window(30, 6)
-    _show(window, _pieces(text, size), markdown=False)
-    assert window.text.split("\n") == [
-        "  Two spaces, # no *heading*,",
-        "and more words than a line of",
-        "thirty columns has.",
-        "",
-        "",
-        "- x",
-        ("long" * 20)[:29],
-        ("long" * 20)[29:58],
-        ("long" * 20)[58:],
-        "",
-    ]
+    _show(window, f"  {' '.join(words.split())}\n\n\n- x\n{'long' * 20}\n", size, markdown=False)
+    assert window.text == f"{words}\n\n\n- x\n" + "".join(f"{('long' * 20)[at : at + 29]}\n" for at in (0, 29, 58))
 
 
 def test_wide_characters_stay_within_the_margin() -> None:
     text = "狐は巣穴に住んでいる " * 12 + "🦊" * 40
     window = _Window(31, 6)
-    _show(window, _pieces(text, 3))
+    _show(window, text, 3)
     assert squeezed(window.text).replace(" ", "") == text.replace(" ", "")
     one = _Window(31, 60)
-    _show(one, [text])
+    _show(one, text)
     assert window.text == one.text
 
 
@@ -207,14 +190,12 @@ def test_resizing_shows_the_whole_answer_in_the_new_width(columns: int, at: int)
     window = _Window(50, 8)
     window.write("an earlier line\n")
     screen = Screen(window, markdown=True)
-    for piece in _pieces(ANSWER[:at], 5):
-        screen.write(piece)
+    _write(screen, ANSWER[:at], 5)
     window.resize(columns, 9)
-    for piece in _pieces(ANSWER[at:], 5):
-        screen.write(piece)
+    _write(screen, ANSWER[at:], 5)
     screen.close()
     fresh = _Window(columns, 9)
-    _show(fresh, [ANSWER])
+    _show(fresh, ANSWER)
     assert window.text.endswith(fresh.text)
     assert "an earlier line" in window.text
 
@@ -235,14 +216,12 @@ def test_a_window_that_is_dragged_is_left_alone(monkeypatch: pytest.MonkeyPatch)
 def test_a_change_of_height_alone_prints_nothing_twice() -> None:
     window = _Window(30, 20)
     screen = Screen(window, markdown=True)
-    words = [f"word{number} " for number in range(60)]
-    for word in words[:30]:
-        screen.write(word)
+    words = "".join(f"word{number} " for number in range(60))
+    _write(screen, words[:200], 7)
     window.resize(30, 5)
-    for word in words[30:]:
-        screen.write(word)
+    _write(screen, words[200:], 7)
     screen.close()
-    assert window.text.split()[-40:] == [word.strip() for word in words[-40:]]
+    assert window.text.split()[-40:] == words.split()[-40:]
 
 
 def test_thinking_is_dim_and_plain() -> None:
@@ -283,8 +262,7 @@ def test_no_text_controls_the_terminal(text: str, markdown: bool) -> None:
     for size in (1, 1000):
         window = _Window(40, 10)
         screen = Screen(window, markdown=markdown)
-        for piece in _pieces(text, size):
-            screen.write(piece)
+        _write(screen, text, size)
         screen.write(text, is_thinking=True)
         screen.close()
         _check_written(window)
@@ -336,9 +314,11 @@ TEXTS = st.lists(st.sampled_from(BLOCKS + INLINE) | st.text(max_size=8), max_siz
 @given(TEXTS, st.integers(1, 60), st.integers(1, 12), st.booleans())
 def test_any_text_in_any_window(pieces: list[str], columns: int, rows: int, markdown: bool) -> None:
     """It is drawn without an error, with no control character of its own, and the same as at once."""
-    window = _Window(columns, rows)
-    _show(window, pieces, markdown=markdown)
+    window, one = _Window(columns, rows), _Window(columns, rows)
+    screen = Screen(window, markdown=markdown)
+    for piece in pieces:
+        screen.write(piece)
+    screen.close()
     _check_written(window)
-    one = _Window(columns, rows)
-    _show(one, ["".join(pieces)], markdown=markdown)
+    _show(one, "".join(pieces), markdown=markdown)
     assert re.sub(r"\s", "", window.text) == re.sub(r"\s", "", one.text)

@@ -6,12 +6,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from kvant.cache.compiled import CompiledCacheView
+from kvant.operators.compiled_attention import append_and_attend_static
 
 from kvant.cache import QuantizedKVCache
-from kvant.cache.compiled import CompiledCacheView
 from kvant.cache.window import WindowKVCache
 from kvant.operators.cached_attention import append_and_attend
-from kvant.operators.compiled_attention import append_and_attend_static
 from kvant.operators.kernels import launch as launch_module
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
 from kvant.operators.paged_kernel import step_pages

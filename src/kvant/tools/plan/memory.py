@@ -113,10 +113,5 @@ def as_record(plan: MemoryPlan) -> dict[str, int]:
 def settings_record(settings: Settings) -> dict[str, Any]:
     """The settings that are flags of ``kvant plan``, by name."""
     cache = settings.cache
-    return {
-        "kv_bits": cache.kv_bits,
-        "kv_group_size": cache.kv_group_size,
-        "kv_bias_split": cache.bias_split,
-        "prefill_step_size": settings.prefill_step_size,
-        "sequences": settings.sequences,
-    }
+    stored = {"kv_bits": cache.kv_bits, "kv_group_size": cache.kv_group_size, "kv_bias_split": cache.bias_split}
+    return stored | {"prefill_step_size": settings.prefill_step_size, "sequences": settings.sequences}
