@@ -42,7 +42,7 @@ class CacheScheduler(Scheduler):
         self._later: deque[Token] = deque()  # of the last step
         self._keep = 0  # tokens that the cache holds for what was handed out
         self._last: int | None = None  # handed out last
-        self._found: tuple[mx.array | None, tuple[int, ...]] = None, ()  # the cache's step and length at the last look
+        self._found: tuple[mx.array | None, int, int] = None, 0, 0  # the cache's step and lengths at the last look
 
     @property
     def ids(self) -> list[int]:
@@ -68,20 +68,19 @@ class CacheScheduler(Scheduler):
     def step(self) -> list[Token]:
         """Give the next token, if there is one yet."""
         with self._cache.turn:
-            if not self._later:
-                if not self._is_mine:
-                    super().close()
-                    self._ready.clear()
-                    raise RuntimeError("the run was ended: another run, a call or a trim changed its cache")
-                try:
+            if not self._is_mine:
+                self._end_all()
+                raise RuntimeError("the run was ended: another run, a call or a trim changed its cache")
+            try:
+                if not self._later:
                     self._later.extend(super().step())
-                except BaseException:
-                    self._ready.clear()
-                    self._go_back()
-                    self.look()
-                    raise
-            tokens = [self._handed_out()] if self._later else []
-            self.look()
+                tokens = [self._handed_out()] if self._later else []
+                self.look()
+            except BaseException:
+                self._end_all()
+                self._go_back()
+                self.look()
+                raise
             return tokens
 
     def cancel(self, request: Request, answer: int | None = None) -> None:
@@ -89,8 +88,7 @@ class CacheScheduler(Scheduler):
         self._drop()
 
     def close(self, error: BaseException | None = None) -> None:
-        super().close(error)
-        self._ready.clear()
+        self._end_all(error)
         self._drop()
 
     def keep_last(self) -> None:
@@ -118,6 +116,11 @@ class CacheScheduler(Scheduler):
             self._last = token.token
         return token
 
+    def _end_all(self, error: BaseException | None = None) -> None:
+        super().close(error)
+        self._ready.clear()
+        self._later.clear()
+
     def _drop(self) -> None:
         """Forget what was computed and not handed out."""
         self._later.clear()
@@ -133,13 +136,14 @@ class CacheScheduler(Scheduler):
     @property
     def _is_mine(self) -> bool:
         """Whether nobody else used the cache since the last look."""
-        return self._found[0] is self._cache.step and self._found[1] == self._cache.lengths
+        cache = self._cache
+        return self._found[0] is cache.step and self._found[1:] == (cache.offset, cache.ahead)
 
     def look(self) -> None:
         """Take the cache as it is: whoever calls has changed it."""
         cache = self._cache
-        self._found = cache.step, cache.lengths
         cache.ahead = max(0, cache.offset - self._keep)
+        self._found = cache.step, cache.offset, cache.ahead
 
 
 class Run:
