@@ -12,11 +12,12 @@ from support.counts import count
 from support.drafts import KnownDrafts, draft_by_chance
 from support.pools import check_pages, tiny_model
 
-from kvant import batch_generate
+from kvant.cache.pool import Pool
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import Request, Token
+from kvant.engine.run import CacheScheduler
 from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder, LanguageModel
 from kvant.sample_utils import make_sampler
@@ -25,9 +26,8 @@ Pocket = tuple[Decoder, Any]
 Told = dict[Request, list[Token]]
 
 
-def _beside(pool: Any, model: LanguageModel, draft_model: LanguageModel, most: int = 7) -> PooledDrafts:
-    made = ModelDrafts(model=draft_model, vocab_size=model.config.vocab_size, num_draft_tokens=most)
-    return made.beside_pool(pool)
+def _beside(pool: Pool, model: LanguageModel, draft_model: LanguageModel) -> PooledDrafts:
+    return ModelDrafts(model=draft_model, vocab_size=model.config.vocab_size, num_draft_tokens=7).beside(pool)
 
 
 def _with_known(model: Decoder, requests: Sequence[Request], bits: int = 0, mistakes: float = 0.2) -> list[Request]:
@@ -150,46 +150,6 @@ def test_windows_and_whoever_comes_and_goes(tmp_path: Any, monkeypatch: pytest.M
         check_pages(each, [])
 
 
-def _greedy(model: LanguageModel, text: list[int], count: int) -> list[int]:
-    """The continuation of a text, without a cache."""
-    found: list[int] = []
-    for _ in range(count):
-        found.append(int(mx.argmax(model(mx.array([text + found]))[0, -1]).item()))  # type: ignore[arg-type]
-    return found
-
-
-def test_each_sequence_is_continued_greedily(pocket: Pocket) -> None:
-    """After tokens that it drafted and others, as many as it is asked for, beside others of any length."""
-    model, rng = pocket[0], Random(1)
-    pool = model.make_pool(1024, sequences=3, kv_bits=0, max_seq_len=300)
-    drafts = _beside(pool, model, model)
-    texts = [[rng.randrange(20, 900) for _ in range(length)] for length in (3, 150, 40)]
-    drafters = [drafts.for_answer(b"", 300) for _ in texts]
-    for drafter, text in zip(drafters, texts, strict=True):
-        drafter.extend(text)
-    assert drafts.pool.num_free == drafts.pool.num_pages  # nothing before a draft is asked for
-    for _ in range(count(4, 60)):
-        some = rng.sample(range(3), rng.randint(1, 3))
-        for n in some:
-            while drafters[n].is_behind:
-                drafts.feed(drafters[n])
-        counts = [rng.choice((1, 3, 5)) for _ in some]
-        for n, wanted, draft in zip(some, counts, drafts.propose([drafters[n] for n in some], counts), strict=True):
-            assert draft == _greedy(model, texts[n], wanted)
-            new = [*draft[: rng.randint(0, wanted)], rng.randrange(20, 900)]
-            drafters[n].extend(new)
-            texts[n] += new
-    drafters.pop().release()
-    again = drafts.for_answer(b"", 300)
-    again.extend(texts[1][:200])
-    assert again.opened()
-    assert again.sequence.length >= 128  # what another one has read is not read again
-    for drafter in (*drafters, again):
-        drafter.release()
-    assert not drafts.drafters
-    check_pages(drafts.pool, [])
-
-
 def test_forks_and_caches(pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Several answers of a prompt share its pages; a cache that is kept has what the answer has."""
     draft_by_chance(monkeypatch, 5)
@@ -210,10 +170,12 @@ def test_forks_and_caches(pocket: Pocket, heldout_ids: list[int], monkeypatch: p
     assert any(token.from_draft for token in told)
 
 
-def test_an_error_of_one(pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_an_error_of_one(
+    pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, is_alone: bool
+) -> None:
     """A processor fails in the middle of a draft: the others go on, and its own tokens before it came."""
     draft_by_chance(monkeypatch, 6)
-    scheduler, pool = scheduler_of(pocket[0])
     seen: list[list[int]] = []
 
     def fails(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -225,50 +187,16 @@ def test_an_error_of_one(pocket: Pocket, heldout_ids: list[int], monkeypatch: py
     requests = [Request(heldout_ids[s : s + 10], 30) for s in (0, 20, 40)]
     plain = [alone(pocket[0], request) for request in requests]
     made = _with_known(pocket[0], requests, mistakes=0.0)
-    made[1] = replace(made[1], logits_processors=(fails,))
-    told = run_all(scheduler, made)
-    assert isinstance(told[made[1]][-1].error, ZeroDivisionError)
-    assert ids_of(told[made[1]]) == plain[1][:15]
-    assert seen == [[*made[1].prompt, *plain[1][:n]] for n in range(16)]
-    assert [ids_of(told[made[n]]) for n in (0, 2)] == [plain[0], plain[2]]
-    assert pool.num_free == PAGES
-
-
-def test_an_error_of_the_draft_model(pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers under way go on without drafts; later ones draft again."""
-    draft_by_chance(monkeypatch, 3)
-    model = pocket[0]
-    scheduler, pool = scheduler_of(model, max_batch=3)
-    drafts = _beside(pool, model, model)
-    append, calls = PooledDrafts._append, []
-
-    def fails(self: PooledDrafts, *arguments: Any) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise MemoryError("no room on the device")
-        append(self, *arguments)
-
-    monkeypatch.setattr(PooledDrafts, "_append", fails)
-    requests = [Request(heldout_ids[s : s + 60], 20, drafts=drafts) for s in (0, 70)]
-    told = run_all(scheduler, requests)
-    for request in requests:
-        assert ids_of(told[request]) == alone(model, replace(request, drafts=None))
-    assert scheduler.drafts.off == "the draft model failed: no room on the device"
-    before = scheduler.drafts.accepted
-    later = Request(heldout_ids[:60], 20, drafts=drafts)
-    assert ids_of(run_all(scheduler, [later])[later]) == ids_of(told[requests[0]])
-    assert scheduler.drafts.accepted > before
-    assert not drafts.drafters
-    check_pages(drafts.pool, [])
-
-
-def test_bytes_of_both_pools(pocket: Pocket, small: LanguageModel) -> None:
-    options: dict[str, Any] = {"max_tokens": [12, 6, 20], "kv_bits": 0}
-    made = [
-        batch_generate(*pocket, ["Once upon a time", "1 2 3 1 2 3", "The dog"], **options, **more)
-        for more in ({}, {"draft_model": small, "num_draft_tokens": 2})
-    ]
-    layers = small.make_pool(128, sequences=1, kv_bits=0).layers
-    row = 4 * sum(2 * layer.format.num_kv_heads * layer.format.head_dim for layer in layers)
-    more = made[1].stats.reserved_bytes - made[0].stats.reserved_bytes
-    assert 3 * 128 * row <= more < 1.01 * 3 * 128 * row  # and tables of biases
+    failing = made[1] = replace(made[1], logits_processors=(fails,))
+    if is_alone:
+        cache = pocket[0].make_cache(64, kv_bits=0)
+        told = run_all(CacheScheduler(pocket[0], cache), [failing])
+        assert cache.ids[0] == [*failing.prompt, *plain[1][:14]]
+    else:
+        scheduler, pool = scheduler_of(pocket[0])
+        told = run_all(scheduler, made)
+        assert [ids_of(told[made[n]]) for n in (0, 2)] == [plain[0], plain[2]]
+        assert pool.num_free == PAGES
+    assert isinstance(told[failing][-1].error, ZeroDivisionError)
+    assert ids_of(told[failing]) == plain[1][:15]
+    assert seen == [[*failing.prompt, *plain[1][:n]] for n in range(16)]
