@@ -58,7 +58,7 @@ class CacheScheduler(Scheduler):
             if cache.ahead:
                 cache.go_back(cache.offset - cache.ahead)
             self._keep, self._last = cache.offset, None
-            self.look()
+            self._look()
 
     @property
     def idle(self) -> bool:
@@ -68,20 +68,24 @@ class CacheScheduler(Scheduler):
     def step(self) -> list[Token]:
         """Give the next token, if there is one yet."""
         with self._cache.turn:
-            if not self._later:
-                if not self._is_mine:
-                    super().close()
-                    self._ready.clear()
-                    raise RuntimeError("the run was ended: another run, a call or a trim changed its cache")
-                try:
+            if not self._is_mine:
+                self._later.clear()
+                super().close()
+                self._ready.clear()
+                raise RuntimeError("the run was ended: another run, a call or a trim changed its cache")
+            keep = self._keep
+            try:
+                if not self._later:
                     self._later.extend(super().step())
-                except BaseException:
-                    self._ready.clear()
-                    self._go_back()
-                    self.look()
-                    raise
-            tokens = [self._handed_out()] if self._later else []
-            self.look()
+                tokens = [self._handed_out()] if self._later else []
+                self._look()
+            except BaseException:
+                self._keep = keep
+                self._later.clear()
+                self._ready.clear()
+                self._go_back()
+                self._look()
+                raise
             return tokens
 
     def cancel(self, request: Request, answer: int | None = None) -> None:
@@ -106,7 +110,7 @@ class CacheScheduler(Scheduler):
                     mx.eval(self._model.feed(mx.array(ids), cache))
             cache.commit(1, ids=ids)
             self._keep, self._last = cache.offset, None
-            self.look()
+            self._look()
 
     def _handed_out(self) -> Token:
         """Take a token of the last step; the cache keeps what comes before it."""
@@ -124,7 +128,7 @@ class CacheScheduler(Scheduler):
         with self._cache.turn:
             if self._is_mine:
                 self._go_back()
-                self.look()
+                self._look()
 
     def _go_back(self) -> None:
         if self._cache.offset > self._keep:
@@ -135,8 +139,7 @@ class CacheScheduler(Scheduler):
         """Whether nobody else used the cache since the last look."""
         return self._found[0] is self._cache.step and self._found[1] == self._cache.lengths
 
-    def look(self) -> None:
-        """Take the cache as it is: whoever calls has changed it."""
+    def _look(self) -> None:
         cache = self._cache
         self._found = cache.step, cache.lengths
         cache.ahead = max(0, cache.offset - self._keep)
