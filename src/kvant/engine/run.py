@@ -16,6 +16,7 @@ from kvant.engine.processors import LogitsProcessor
 from kvant.engine.request import PREFILL_STEP_SIZE, CheckedRequest, FinishReason, PromptProgress, Request, Token
 from kvant.engine.scheduler import Scheduler
 from kvant.models import LanguageModel
+from kvant.models.language_model import context_limit
 
 
 class CacheScheduler(Scheduler):
@@ -101,7 +102,8 @@ class CacheScheduler(Scheduler):
         """Count the last token of a request that has ended, if there is room, as mlx-lm's cache does."""
         cache = self._cache
         with cache.turn:
-            full = cache.max_seq_len is not None and cache.offset >= cache.max_seq_len
+            limit = context_limit(self._model, cache.max_seq_len)
+            full = limit is not None and cache.offset >= limit
             if self._last is None or full or not self._is_mine:
                 return
             ids = [[self._last]]
