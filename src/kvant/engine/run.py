@@ -16,6 +16,7 @@ from kvant.engine.processors import LogitsProcessor
 from kvant.engine.request import PREFILL_STEP_SIZE, CheckedRequest, FinishReason, PromptProgress, Request, Token
 from kvant.engine.scheduler import Scheduler
 from kvant.models import LanguageModel
+from kvant.models.language_model import context_limit
 
 
 class CacheScheduler(Scheduler):
@@ -58,7 +59,7 @@ class CacheScheduler(Scheduler):
             if cache.ahead:
                 cache.go_back(cache.offset - cache.ahead)
             self._keep, self._last = cache.offset, None
-            self.look()
+            self._look()
 
     @property
     def idle(self) -> bool:
@@ -71,15 +72,17 @@ class CacheScheduler(Scheduler):
             if not self._is_mine:
                 self._end_all()
                 raise RuntimeError("the run was ended: another run, a call or a trim changed its cache")
+            keep = self._keep
             try:
                 if not self._later:
                     self._later.extend(super().step())
                 tokens = [self._handed_out()] if self._later else []
-                self.look()
+                self._look()
             except BaseException:
+                self._keep = keep
                 self._end_all()
                 self._go_back()
-                self.look()
+                self._look()
                 raise
             return tokens
 
@@ -95,7 +98,8 @@ class CacheScheduler(Scheduler):
         """Count the last token of a request that has ended, if there is room, as mlx-lm's cache does."""
         cache = self._cache
         with cache.turn:
-            full = cache.max_seq_len is not None and cache.offset >= cache.max_seq_len
+            limit = context_limit(self._model, cache.max_seq_len)
+            full = limit is not None and cache.offset >= limit
             if self._last is None or full or not self._is_mine:
                 return
             ids = [[self._last]]
@@ -104,7 +108,7 @@ class CacheScheduler(Scheduler):
                     mx.eval(self._model.feed(mx.array(ids), cache))
             cache.commit(1, ids=ids)
             self._keep, self._last = cache.offset, None
-            self.look()
+            self._look()
 
     def _handed_out(self) -> Token:
         """Take a token of the last step; the cache keeps what comes before it."""
@@ -112,7 +116,7 @@ class CacheScheduler(Scheduler):
         if token.token is None:
             self._go_back()
         else:
-            self._keep = self._cache.offset - sum(each.token is not None for each in self._later)
+            self._keep = self._cache.offset - len(self._later)  # an error is behind a token that was fed
             self._last = token.token
         return token
 
@@ -127,7 +131,7 @@ class CacheScheduler(Scheduler):
         with self._cache.turn:
             if self._is_mine:
                 self._go_back()
-                self.look()
+                self._look()
 
     def _go_back(self) -> None:
         if self._cache.offset > self._keep:
@@ -139,8 +143,7 @@ class CacheScheduler(Scheduler):
         cache = self._cache
         return self._found[0] is cache.step and self._found[1:] == (cache.offset, cache.ahead)
 
-    def look(self) -> None:
-        """Take the cache as it is: whoever calls has changed it."""
+    def _look(self) -> None:
         cache = self._cache
         cache.ahead = max(0, cache.offset - self._keep)
         self._found = cache.step, cache.offset, cache.ahead
