@@ -70,7 +70,8 @@ def _check(scheduler: Scheduler, told: Told, plain: dict[Request, list[int]], go
     counts, answers = scheduler.drafts, sum(request.answers for request in plain)
     given = [token for tokens in told.values() for token in tokens if token.token is not None]
     assert counts.accepted == sum(token.from_draft for token in given)
-    assert 0 <= counts.steps - (len(given) - answers - counts.accepted) <= len(gone)
+    assert counts.accepted < counts.tokens <= len(given) - answers  # an answer's first is none
+    assert 0 <= counts.steps - (counts.tokens - counts.accepted) <= len(gone)
 
 
 @pytest.mark.parametrize(
