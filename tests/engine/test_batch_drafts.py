@@ -171,9 +171,9 @@ def test_forks_and_caches(pocket: Pocket, heldout_ids: list[int], monkeypatch: p
     assert any(token.from_draft for token in told)
 
 
-@pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize(("is_alone", "drafting"), [(True, False), (True, True), (False, True)])
 def test_an_error_of_one(
-    pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, is_alone: bool
+    pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, is_alone: bool, drafting: bool
 ) -> None:
     """A processor fails in the middle of a draft: the others go on, and its own tokens before it came."""
     draft_by_chance(monkeypatch, 6)
@@ -187,7 +187,7 @@ def test_an_error_of_one(
 
     requests = [Request(heldout_ids[s : s + 10], 30) for s in (0, 20, 40)]
     plain = [alone(pocket[0], request) for request in requests]
-    made = _with_known(pocket[0], requests, mistakes=0.0)
+    made = _with_known(pocket[0], requests, mistakes=0.0) if drafting else requests
     failing = made[1] = replace(made[1], logits_processors=(fails,))
     if is_alone:
         cache = pocket[0].make_cache(64, kv_bits=0)
