@@ -16,7 +16,6 @@ from kvant.cache.single import SinglePool
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.run import Run
-from kvant.errors import ArgumentError
 from kvant.models import Decoder, LanguageModel
 from kvant.sample_utils import make_logits_processors, make_sampler
 
@@ -88,33 +87,6 @@ def test_the_same_text_and_cache(pocket: Pocket, small: LanguageModel, kind: str
     assert mx.abs(after - expected).max() < {0: 1e-5, 8: 0.01, 4: 0.1}[bits]
 
 
-def test_whoever_samples_sees_every_token_in_order(pocket: Pocket) -> None:
-    """A processor and a sampler of the caller's, which keep state, are called as without drafts."""
-    model, _ = pocket
-
-    def heard(drafts: KnownDrafts | None) -> tuple[list[int], list[list[int]], list[int]]:
-        seen: list[list[int]] = []
-        picked: list[int] = []
-
-        def seeing(tokens: mx.array, logits: mx.array) -> mx.array:
-            seen.append(tokens.tolist())  # type: ignore[arg-type]
-            return logits + 0.5 * (len(seen) % 3) * (mx.arange(logits.shape[-1]) % 2)
-
-        def sampler(logprobs: mx.array) -> mx.array:
-            token = mx.random.categorical(logprobs)
-            picked.append(int(token.item()))  # type: ignore[arg-type]
-            return token
-
-        mx.random.seed(5)
-        settings: dict[str, Any] = {"max_tokens": TOKENS, "sampler": sampler, "logits_processors": [seeing]}
-        run = Run(model, PROMPT, model.make_cache(128, kv_bits=0), drafts=drafts, **settings)
-        return [token for token, _ in run], seen, picked
-
-    plain = heard(None)
-    assert heard(KnownDrafts(text=[*PROMPT, *plain[0]])) == plain
-    assert plain[1] == [[*PROMPT, *plain[0][:n]] for n in range(TOKENS)]
-
-
 def test_ends(pocket: Pocket) -> None:
     """A stop token, a number of tokens, a full reservation, and a stop or another run in the middle of a step."""
     model, _ = pocket
@@ -176,19 +148,6 @@ def test_windows_and_bridged_models(loaded: Loaded, bits: int, kind: str) -> Non
         assert _handed_out(cache) == prompt + plain[:number]
     assert run.drafts is not None
     assert run.drafts.tokens_a_step > (1.5 if kind == "known" else 1)
-
-
-@pytest.mark.parametrize("loaded", ["falcon_h1"], indirect=True)
-def test_states_are_refused(loaded: Loaded, pocket: Pocket) -> None:
-    """They cannot go back, a draft model's no more than the model's."""
-    states, model = loaded[0], pocket[0]
-    for target, drafts, words in (
-        (model, ModelDrafts(model=states, vocab_size=128), "draft_model has falcon_h1's layers; .* its states cannot"),
-        (states, ModelDrafts(model=model, vocab_size=128), "draft_model is given; .* convolution layers have states"),
-        (states, Drafts(), "draft is 'prompt'; .* linear or convolution layers have states"),
-    ):
-        with pytest.raises(ArgumentError, match=words):
-            Run(target, PROMPT, target.make_cache(64), drafts=drafts)
 
 
 @pytest.mark.parametrize("kind", ["none", "known", "own", "small"])
