@@ -15,29 +15,14 @@ from support.pools import check_pages, tiny_model
 from kvant.cache.pool import Pool
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.engine.model_drafts import ModelDrafts
-from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import Request, Token
 from kvant.engine.run import CacheScheduler
 from kvant.engine.scheduler import Scheduler
-from kvant.models import Decoder, LanguageModel
+from kvant.models import Decoder
 from kvant.sample_utils import make_sampler
 
 Pocket = tuple[Decoder, Any]
 Told = dict[Request, list[Token]]
-
-
-def _beside(pool: Pool, model: LanguageModel, draft_model: LanguageModel) -> PooledDrafts:
-    return ModelDrafts(model=draft_model, vocab_size=model.config.vocab_size, num_draft_tokens=7).beside(pool)
-
-
-def _with_known(model: Decoder, requests: Sequence[Request], bits: int = 0, mistakes: float = 0.2) -> list[Request]:
-    """The requests, three of four with drafts of what each gives alone."""
-    made = list(requests)
-    for number, request in enumerate(requests):
-        if number % 4:
-            text = [*request.prompt, *alone(model, replace(request, answers=1), bits), 1, 2, 3]
-            made[number] = replace(request, drafts=KnownDrafts(text=text, seed=number, mistakes=mistakes))
-    return made
 
 
 def _answered(scheduler: Scheduler, requests: Sequence[Request], gone: Sequence[Request], rng: Random) -> Told:
@@ -57,66 +42,91 @@ def _answered(scheduler: Scheduler, requests: Sequence[Request], gone: Sequence[
     return told
 
 
-def _check(scheduler: Scheduler, told: Told, plain: dict[Request, list[int]], gone: Sequence[Request] = ()) -> None:
-    """Tokens as alone, reasons, and what the counts say of drafts."""
+def _check(scheduler: Scheduler, told: Told, plain: dict[Request, list[int]]) -> None:
+    """Tokens as alone, caches, reasons, and what the counts say of drafts."""
+    gone = 0
     for request, answer in plain.items():
-        tokens = [token for token in told[request] if token.answer == 0]
-        assert ids_of(tokens) == (answer[: len(ids_of(tokens))] if request in gone else answer)
-        assert [token.finish_reason for token in tokens[:-1]] == [None] * (len(tokens) - 1)
-        ended = "stop" if request.stop_tokens else "length"
-        assert tokens[-1].finish_reason == ("cancelled" if request in gone else ended)
-        assert (request.drafts is not None) or not any(token.from_draft for token in tokens)
-        assert {len(token.top_logprobs) for token in tokens if token.token is not None} == {request.top_logprobs}
+        for number, expected in enumerate([answer, *([None] * (request.answers - 1))]):
+            tokens = [token for token in told[request] if token.answer == number]
+            *others, last = tokens
+            ids = ids_of(tokens, number)
+            assert expected is None or ids == expected[: len(ids)]
+            ended = "cancelled" if last.token is None else "stop" if last.token in request.stop_tokens else "length"
+            assert [token.finish_reason for token in tokens] == [None] * len(others) + [ended]
+            assert last.token is None or expected is None or ids == expected
+            assert (last.cache is not None) == request.keep_cache
+            assert last.cache is None or last.cache.ids[0] == [*request.prompt, *ids]
+            assert (request.drafts is not None) or not any(token.from_draft for token in tokens)
+            assert {len(token.top_logprobs) for token in tokens if token.token is not None} == {request.top_logprobs}
+            gone += last.token is None
     counts, answers = scheduler.drafts, sum(request.answers for request in plain)
     given = [token for tokens in told.values() for token in tokens if token.token is not None]
     assert counts.accepted == sum(token.from_draft for token in given)
     assert counts.accepted < counts.tokens <= len(given) - answers  # an answer's first is none
-    assert 0 <= counts.steps - (counts.tokens - counts.accepted) <= len(gone)
+    assert 0 <= counts.steps - (counts.tokens - counts.accepted) <= gone
+
+
+def _draft(
+    kind: str, models: Sequence[Decoder], requests: list[Request], gone: int, bits: int = 0, **options: Any
+) -> Told:
+    """Answer all, most of them with drafts of what each gives alone or of the second model; the last may be cancelled.
+
+    Returns what the requests were told, in their order.
+    """
+    model, draft_model = models
+    scheduler, pool = scheduler_of(model, bits, **options)
+    vocab_size = model.config.vocab_size
+    drafts = ModelDrafts(model=draft_model, vocab_size=vocab_size, num_draft_tokens=7).beside(pool)
+    plain: dict[Request, list[int]] = {}
+    for number, request in enumerate(requests):
+        answer = alone(model, replace(request, answers=1), bits)
+        known = KnownDrafts(text=[*request.prompt, *answer, 1, 2, 3], seed=number)
+        plain[replace(request, drafts=None if number % 4 == 0 else known if kind == "known" else drafts)] = answer
+    cancelled = [*plain][len(plain) - gone :]
+    told = _answered(scheduler, [*plain], cancelled, Random(kind))
+    if bits:  # rounding may flip a stored value, and so a text
+        alike = [ids_of(told[each]) == answer for each, answer in plain.items() if each not in cancelled]
+        assert sum(alike) >= 0.97 * len(plain) - 1
+    else:
+        _check(scheduler, told, plain)
+    assert {request for request in plain if told[request][-1].finish_reason == "cancelled"} <= {*cancelled}
+    assert scheduler.drafts.drafted > 40
+    assert kind != "known" or 0.4 * scheduler.drafts.drafted < scheduler.drafts.accepted
+    for each in (pool, drafts.pool):
+        assert isinstance(each, Pool)
+        check_pages(each, [])
+    assert not drafts.drafters
+    return {request: told[each] for request, each in zip(requests, plain, strict=True)}
 
 
 @pytest.mark.parametrize(
     ("kind", "bits"), [("known", 0), ("known", 8), ("own", 0), ("small", 0), *count([], [("own", 8)])]
 )
 def test_every_answer_as_alone(
-    pocket: Pocket, small: LanguageModel, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, kind: str, bits: int
+    pocket: Pocket, small: Decoder, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, kind: str, bits: int
 ) -> None:
     """They come, go and are cancelled; some share a prompt, some are past the draft model's context."""
     draft_by_chance(monkeypatch, bits)
-    model, rng = pocket[0], Random(kind)
-    scheduler, pool = scheduler_of(model, bits, max_batch=6, pool={"max_seq_len": 400})
+    model = pocket[0]
     requests = [
         Request(heldout_ids[43 * n % 700 :][: 5 + 37 * n % 150], **{"max_tokens": 12 + n % 5} | options)
         for n, options in enumerate(OPTIONS * count(1, 10))
     ]
     stop = alone(model, requests[0], bits)[6]
+    forked = Request(heldout_ids[:140], 12, make_sampler(1.0, seed=3), answers=3, keep_cache=True)
     requests += [
-        replace(requests[0], stop_tokens={stop}),
-        Request(heldout_ids[:140], 12, make_sampler(1.0, seed=3), answers=3),
         Request(heldout_ids[:130], 20),
+        replace(requests[0], stop_tokens={stop}),
+        forked,
         Request(heldout_ids[500:540], 60),
     ]
-    drafts = None
-    if kind == "known":
-        made = _with_known(model, requests, bits)
-    else:
-        drafts = _beside(pool, model, model if kind == "own" else small)
-        made = [replace(request, drafts=drafts if n % 7 else None) for n, request in enumerate(requests)]
-    plain = {each: alone(model, replace(each, answers=1, drafts=None), bits) for each in made}
-    told = _answered(scheduler, made, made[-1:], rng)
-    if bits:  # rounding may flip a stored value, and so a text
-        alike = [ids_of(told[each]) == answer for each, answer in plain.items() if each is not made[-1]]
-        assert sum(alike) >= 0.97 * len(made) - 1
-    else:
-        _check(scheduler, told, plain, made[-1:])
-        third = replace(requests[-3], answers=1, sampler=make_sampler(1.0, seed=5))
-        assert ids_of(told[made[-3]], 2) == alone(model, third)
-    counts = scheduler.drafts
-    assert counts.drafted > 40
-    assert kind == "small" or 0.4 * counts.drafted < counts.accepted
-    check_pages(pool, [])
-    if drafts is not None:
-        assert not drafts.drafters
-        check_pages(drafts.pool, [])
+    models = model, model if kind == "own" else small
+    told = _draft(kind, models, requests, 1, bits, max_batch=6, pool={"max_seq_len": 400})
+    if not bits:
+        third = replace(forked, answers=1, sampler=make_sampler(1.0, seed=5))
+        assert ids_of(told[forked], 2) == alone(model, third)
+    assert told[requests[-1]][-1].finish_reason == "cancelled"
+    assert kind != "own" or sum(token.from_draft for token in told[requests[1]]) > 4
 
 
 @pytest.mark.parametrize("kind", ["known", "own"])
@@ -127,48 +137,14 @@ def test_windows_and_whoever_comes_and_goes(tmp_path: Any, monkeypatch: pytest.M
     rng, back = Random(4), []
     can_trim_to = PoolSequence.can_trim_to
     monkeypatch.setattr(PoolSequence, "can_trim_to", lambda own, n: back.append(can_trim_to(own, n)) or back[-1])
-    scheduler, pool = scheduler_of(model, 0, 7, max_batch=4, pool={"max_seq_len": 512, "prefill_step_size": 64})
-    drafts, hot = _beside(pool, model, model), make_sampler(6.0, seed=3)  # most of a model's drafts are wrong
+    hot = make_sampler(6.0, seed=3)  # most of a model's drafts are wrong
     ids = [(7 + 31 * i) % 290 for i in range(600)]
-    requests = [
-        Request(
-            ids[(s := rng.randrange(300)) : s + rng.randrange(1, 190)], rng.choice([3, 20, 60]), hot if n % 2 else None
-        )
-        for n in range(6)
-    ]
-    requests += [Request(ids[:n], 40, hot) for n in (140, 150, 160)]  # a page leaves the window while they draft
-    if kind == "known":
-        made = _with_known(model, requests, mistakes=0.1)
-    else:
-        made = [replace(request, drafts=drafts) for request in requests]
-    plain = {each: alone(model, replace(each, drafts=None)) for each in made}
-    gone = made[2:4]
-    told = _answered(scheduler, made, gone, rng)
-    _check(scheduler, told, plain, [each for each in gone if told[each][-1].finish_reason == "cancelled"])
-    assert scheduler.drafts.drafted > 40
+    requests = [Request(ids[:n], 40, hot) for n in (140, 150, 160)]  # a page leaves the window while they draft
+    for n in range(6):
+        start, tokens, most = rng.randrange(300), rng.randrange(1, 190), rng.choice([3, 20, 60])
+        requests.append(Request(ids[start : start + tokens], most, hot if n % 2 else None))
+    _draft(kind, (model, model), requests, 2, pages=7, max_batch=4, pool={"max_seq_len": 512, "prefill_step_size": 64})
     assert kind == "known" or not all(back)
-    for each in (pool, drafts.pool):
-        check_pages(each, [])
-
-
-def test_forks_and_caches(pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several answers of a prompt share its pages; a cache that is kept has what the answer has."""
-    draft_by_chance(monkeypatch, 5)
-    scheduler, _ = scheduler_of(pocket[0])
-    sampler = make_sampler(1.0, seed=2)
-    single = Request(heldout_ids[:70], 24, sampler)
-    text = [*single.prompt, *alone(pocket[0], single)]
-    # It ends in the middle of what is drafted.
-    drafts = KnownDrafts(text=text, mistakes=0.0)
-    request = replace(single, answers=3, keep_cache=True, stop_tokens={text[70 + 17]}, drafts=drafts)
-    (told,) = run_all(scheduler, [request]).values()
-    plain, _ = scheduler_of(pocket[0])
-    (expected,) = run_all(plain, [replace(request, drafts=None)]).values()
-    for answer in range(3):
-        assert ids_of(told, answer) == ids_of(expected, answer)
-        (cache,) = [token.cache for token in told if token.answer == answer and token.cache is not None]
-        assert cache.ids[0] == [*request.prompt, *ids_of(told, answer)]
-    assert any(token.from_draft for token in told)
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
