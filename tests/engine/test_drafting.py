@@ -2,11 +2,19 @@
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from support.drafts import KnownDrafts
 
+from kvant.engine import batch_drafts
+from kvant.engine.batch_drafts import BatchDrafter
+from kvant.engine.decoding import Step
 from kvant.engine.drafting.choice import LOSS, DraftChoice
 from kvant.engine.drafting.suffix import SuffixDrafter
+from kvant.engine.run import Run
+from kvant.models import Decoder
 
 
 def _longest_match(text: Sequence[int]) -> int:
@@ -149,3 +157,31 @@ def test_what_pays_goes_on() -> None:
         choice.verified(1.0, None)  # of which the time is not known
         assert choice.count(MODEL, 3) == 3, number
     assert choice.counts.off is None
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_run_drafts_while_it_pays(pocket: tuple[Decoder, Any], monkeypatch: pytest.MonkeyPatch, pays: bool) -> None:
+    """A step takes a second, or one for every token. A third of what is drafted is wrong."""
+    model, read = pocket[0], BatchDrafter.read
+    clock = 0.0
+
+    def took(self: BatchDrafter, step: Step, following: Step | None, *, is_counted: bool) -> None:
+        nonlocal clock
+        clock += 1 + (0 if pays or step.drafts is None else max(map(len, step.drafts)))
+        read(self, step, following, is_counted=is_counted)
+
+    monkeypatch.setattr(BatchDrafter, "read", took)
+    monkeypatch.setattr(batch_drafts, "time", SimpleNamespace(perf_counter=lambda: clock))
+    plain = [token for token, _ in Run(model, [5, 6, 7], model.make_cache(128), max_tokens=100)]
+    drafts = KnownDrafts(text=[5, 6, 7, *plain], mistakes=0.33)
+    run = Run(model, [5, 6, 7], model.make_cache(128), max_tokens=100, drafts=drafts)
+    from_draft = []
+    for token, _ in run:
+        assert token == plain[len(from_draft)]
+        from_draft.append(run.from_draft)
+    counts = run.drafts
+    assert counts is not None
+    assert not any(from_draft[:3])  # until plain steps are measured
+    assert counts.accepted == sum(from_draft)
+    assert (counts.tokens, counts.off is None) == (99, pays)
+    assert counts.tokens_a_step > 2 if pays else 0 < counts.drafted < 30
