@@ -126,7 +126,7 @@ def test_every_answer_as_alone(
         third = replace(forked, answers=1, sampler=make_sampler(1.0, seed=5))
         assert ids_of(told[forked], 2) == alone(model, third)
     assert told[requests[-1]][-1].finish_reason == "cancelled"
-    assert kind != "own" or sum(token.from_draft for token in told[requests[1]]) > 4
+    assert kind == "small" or sum(token.from_draft for tokens in told.values() for token in tokens) > 20
 
 
 @pytest.mark.parametrize("kind", ["known", "own"])
