@@ -118,22 +118,22 @@ def test_what_does_not_pay_is_left_until_it_is_tried_again(waits: bool) -> None:
     choice.verified(1.0, 90.0)  # the first of a kind takes longer and does not count
     choice.stepped(90.0, ahead=False)
 
-    def lose() -> float:
-        """Half a step at a time, until less is drafted. Returns what was lost."""
+    def lose() -> None:
+        """Half a step at a time, until less is drafted."""
         before, lost = _counts(choice), 0.0
         while _counts(choice) == before:
+            assert lost <= LOSS
             lost += 0.5
             if waits:
                 choice.stepped(1.5, ahead=False)
             else:
                 choice.verified(1.5, 2.0)
-        return lost
 
     levels = []
     for _ in range(4):
         assert choice.counts.off is None or levels
         levels.append(_counts(choice))
-        assert lose() <= LOSS + 0.5
+        lose()
         assert str(choice.counts.off).startswith("they took longer")
         assert choice.count(MODEL, 3) == 0
     assert levels[1:] == [[0, 0, 0, 7, 7, 7, 7], [0, 0, 0, 0, 7, 7, 7], [0, 0, 0, 0, 0, 7, 7]]
@@ -157,6 +157,9 @@ def test_what_pays_goes_on() -> None:
         choice.verified(1.0, None)  # of which the time is not known
         assert choice.count(MODEL, 3) == 3, number
     assert choice.counts.off is None
+    for _ in range(5):  # what was gained before does not make up for more
+        choice.verified(0.5, 1.5)
+    assert choice.count(MODEL, 3) == 0
 
 
 @pytest.mark.parametrize("pays", [True, False])
