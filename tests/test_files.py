@@ -38,7 +38,6 @@ def _swapping(path: Path, *makers: Callable[[Path], object]) -> Iterator[None]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file of a folder, and another outside of it."""
     (tmp_path / "model").mkdir()
     (tmp_path / "outside").write_bytes(OUTSIDE)
     path = tmp_path / "model" / "config.json"

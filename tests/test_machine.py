@@ -111,7 +111,6 @@ def test_macs_that_are_not_here(gib: int, logged_mb: float) -> None:
 
 def test_the_environment_names_what_is_installed() -> None:
     here = environment()
-    assert here.versions.keys() == {"kvant", "mlx", "mlx_lm", "transformers", "python"}
     assert (here.versions["kvant"], here.versions["mlx"]) == (__version__, mx.__version__)
     assert here.device.startswith(str(mx.device_info()["device_name"]))
     assert here.device.endswith("(cpu)") == (mx.default_device().type == mx.cpu)

@@ -42,7 +42,6 @@ def run(*arguments: str, measure: Callable[[], float] = lambda: 1.0) -> subproce
 
 
 def read(file: Path, kind: str) -> list[dict[str, Any]]:
-    """The lines of one kind."""
     lines = map(json.loads, file.read_text().splitlines())
     return [line for line in lines if line["kind"] == kind]
 
@@ -51,7 +50,6 @@ LABELS = ["kvant full", "kvant full unfused", "mlx-lm float32"]
 
 
 def test_all_engines_agree(tmp_path: Path) -> None:
-    """Every engine that computes here, with an unquantized cache."""
     file = tmp_path / "all.jsonl"
     engines = ["--engine", "kvant", "--engine", "kvant:unfused", "--engine", "mlx-lm:float32"]
     given = [*SMALL, *engines, "--kv-bits", "0", "--output", str(file)]
@@ -122,15 +120,6 @@ def test_streams_of_two_servers(served: tuple[str, Reply], tmp_path: Path) -> No
     assert [s["total_ratio"]["median"] == 1.0 for s in summaries] == [False, True, False, True]
     assert {s["cpu_ratio"] for s in summaries} == {None}
     assert url not in done.stdout + done.stderr
-
-
-def test_an_engine_that_cannot_load(make_checkpoint: Callable[..., tuple[Path, Any]]) -> None:
-    folder, _ = make_checkpoint()
-    (folder / "model.safetensors").write_bytes(b"nothing")
-    done = run(*SMALL, "--model", str(folder), "-q", *ONE)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("kvant: error: engine kvant 8-bit: ")
-    assert done.stderr.count("\n") == 1
 
 
 def test_a_blas_that_is_not_there_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,18 @@
 """The config file, its presets and the environment, as a user meets them."""
 
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.command import COMMAND, QUESTION, call, refusal
+from support.command import QUESTION, call, refusal
 
 Write = Callable[[str], Path]
 
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """A function of the config file's text."""
-
     def write(text: str) -> Path:
         path = tmp_path / "config.toml"
         path.write_text(text)
@@ -76,25 +72,21 @@ def test_a_model_of_the_environment(
     assert call("generate", QUESTION, "-q", "-m", "1", "--preset", "small").returncode == 0
 
 
-def test_the_file_lies_in_the_users_folder(tmp_path: Path) -> None:
+def test_the_file_lies_in_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where platformdirs has it; on Linux under XDG_CONFIG_HOME."""
-    own = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "own")}
-    environment = {name: value for name, value in os.environ.items() if name != "KVANT_CONFIG"} | own
-
-    def kvant(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [*COMMAND, *arguments]
-        return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-
-    path = Path(kvant("config", "--path").stdout.removesuffix("\n"))
+    assert call("config", "--path").stdout == "\n", "KVANT_CONFIG is empty here: no file"
+    monkeypatch.delenv("KVANT_CONFIG")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "own"))
+    path = Path(call("config", "--path").stdout.removesuffix("\n"))
     assert path.is_relative_to(tmp_path)
     assert path.parts[-2:] == ("kvant", "config.toml")
     if sys.platform == "linux":
         assert path == tmp_path / "own" / "kvant" / "config.toml"
-    assert kvant("config").stdout == f"# {path} is not there\n"
+    assert call("config").stdout == f"# {path} is not there\n"
     path.parent.mkdir(parents=True)
     path.write_text("max-kv-size = 77\n")
-    assert "cache: 77 tokens reserved" in kvant("generate", "Hi", "-m", "1").stderr
-    assert call("config", "--path").stdout == "\n", "KVANT_CONFIG is empty here: no file"
+    assert "cache: 77 tokens reserved" in call("generate", "Hi", "-m", "1").stderr
 
 
 def test_the_command_shows_it(write: Write) -> None:

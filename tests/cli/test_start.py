@@ -41,7 +41,6 @@ def test_a_pipe_that_stays_open_is_waited_for_and_named() -> None:
 
 
 def _line(*arguments: str, model: Path | None = None) -> str:
-    """The line that says what is sampled with."""
     chosen = [] if model is None else ["--model", str(model)]
     done = call("generate", "Hi", "-m", "1", *arguments, *chosen)
     assert done.returncode == 0, done.stderr
@@ -50,7 +49,6 @@ def _line(*arguments: str, model: Path | None = None) -> str:
 
 @pytest.fixture
 def model(tmp_path: Path, pocket_folder: Path) -> Path:
-    """pocket, for another generation_config.json."""
     return Path(shutil.copytree(pocket_folder, tmp_path / "model"))
 
 

@@ -35,7 +35,6 @@ def _generate(folder: Path, *flags: str) -> list[str]:
 
 
 def _on_terminal(command: list[str]) -> str:
-    """All that a command writes, to standard output and error, on a terminal."""
     with Terminal(*command) as terminal:
         terminal.wait(lambda: not terminal.read(), 60)
         return terminal.written.decode()

@@ -93,7 +93,6 @@ def test_an_end_of_text_token_of_ones_own(pocket_folder: Path) -> None:
 
 @pytest.fixture
 def folder(pocket_folder: Path, tmp_path: Path) -> Path:
-    """A copy of the embedded model."""
     return Path(shutil.copytree(pocket_folder, tmp_path / "model"))
 
 

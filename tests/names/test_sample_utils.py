@@ -124,7 +124,6 @@ def test_seeded_runs_of_mlx_lms_loop_give_interleaved_what_they_give_alone(pocke
 
 @pytest.mark.parametrize("loop", ["kvant", "mlx-lm"])
 def test_without_a_seed_mlxs_own_makes_a_run_repeatable(pocket: Pocket, loop: str) -> None:
-    """As mlx_lm.chat does it."""
     sampler = ours.make_sampler(1.5, xtc_probability=0.5)
     runs = []
     for seed in (7, 7, 8):

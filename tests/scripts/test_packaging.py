@@ -31,7 +31,6 @@ def constraints() -> dict[str, Requirement]:
 
 @pytest.mark.parametrize("package", PACKAGES, ids=str)
 def test_the_exact_version_is_in_the_range(package: Requirement) -> None:
-    """And the range has both ends."""
     [exact] = constraints()[canonicalize_name(package.name)].specifier
     assert package.specifier.contains(exact.version)
     if package.extras:  # mlx[cpu]: mlx itself is a dependency, with its range
@@ -41,7 +40,6 @@ def test_the_exact_version_is_in_the_range(package: Requirement) -> None:
 
 
 def test_constraints_are_names_and_versions() -> None:
-    """MLX and its back ends have one version."""
     exact = constraints()
     for line in exact.values():
         assert line.url is None

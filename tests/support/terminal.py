@@ -57,7 +57,6 @@ class Terminal:
         return running
 
     def wait(self, holds: Callable[[], bool], seconds: float = 20) -> None:
-        """Read until something holds."""
         end = time.monotonic() + seconds
         while not holds():
             running = self.read()
@@ -82,7 +81,6 @@ class Terminal:
 
     @property
     def history(self) -> list[str]:
-        """What scrolled off the top."""
         columns = range(self.screen.columns)
         return ["".join(line[column].data for column in columns).rstrip() for line in self.screen.history.top]
 

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -273,8 +272,3 @@ def test_cache_bytes_are_those_of_the_cache(pocket: tuple[Decoder, Any], pocket_
         assert (long - short) / 256 == stated[bits]
     assert stated[16] == 2 * stated[8] / (1 + 2 / 32)
     assert cache_bytes({}) is None
-
-
-def test_the_command_starts_without_the_hub() -> None:
-    code = "import sys, kvant.cli.app; sys.exit('huggingface_hub' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -154,7 +154,6 @@ def test_every_figure_of_streams() -> None:
 
 
 def test_tables_fit_a_terminal() -> None:
-    """No number is cut at 80 columns; labels may be of any kind."""
     labels = ("slow", "mlx-lm float32", "a [bold]server[/bold] at http://localhost:8080/v1")
     recording = record(lambda *_: 1234.5678, engines=labels, contexts=(131_072,))
     printed = _printed(summarize(recording))

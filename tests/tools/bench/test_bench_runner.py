@@ -51,12 +51,10 @@ class Bench:
             measure(plan, self.recording, self.progress.append)
 
     def log(self, kind: str) -> list[list[Any]]:
-        """The lines of one kind that the engines noted."""
         lines = map(json.loads, self._log.read_text().splitlines()) if self._log.exists() else ()
         return [line[1:] for line in lines if line[0] == kind]
 
     def check_no_process_is_left(self) -> None:
-        """Every engine that was started has ended."""
         started = self.log("starts")
         assert len(started) == 2
         for _, number, _ in started:

@@ -58,7 +58,6 @@ def started() -> Iterator[Process]:
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Process]:
-    """A process that serves the tests of the module."""
     with started() as made:
         yield made
 
@@ -220,7 +219,6 @@ def test_every_way_gives_the_same_tokens(
 
 
 def test_kernels_are_the_pools(fused_calls: list[Any]) -> None:
-    """On a GPU."""
     for kernels, is_fused in (("unfused", False), ("fused", True)):
         list(Kvant(EngineSpec("kvant", 0, kernels=kernels), find_model("pocket"), 512).streams(PROMPTS, TOKENS))
         assert bool(fused_calls) == is_fused

@@ -32,7 +32,7 @@ from kvant.models.share import shares
 from kvant.ranks.bridged_stage import load_bridged_stage
 from kvant.ranks.group import Ranks
 from kvant.tools.bench.shapes import Shape, write_random
-from kvant.tools.plan import Checkpoint, Parallel, RankPlanner, Settings, plan, read_folder, split_pairs
+from kvant.tools.plan import Checkpoint, RankPlanner, Settings, plan, read_folder, split_pairs
 from kvant.tools.plan.ranks import deal
 
 WIDEST = 2.5  # of the measured peak: a rank that waits holds less of what MLX has queued
@@ -218,18 +218,6 @@ def test_a_bridged_model_is_dealt_too(kind: str, tmp_path: Path) -> None:
         RankPlanner(checkpoint, machines(10**9, 10**9), "tensor").plan(100)
     with pytest.raises(ModelError, match="on several machines takes one sequence at a time"):
         RankPlanner(checkpoint, machines(10**9, 10**9), "pipeline", Settings(sequences=2)).plan(100)
-
-
-@pytest.mark.parametrize(
-    ("way", "message"),
-    [
-        ("pipeline", "2 layers cannot be dealt out to 3 ranks: each needs one"),
-        ("tensor", "3 ranks cannot divide 2 query heads"),
-    ],
-)
-def test_what_cannot_be_divided(way: Parallel, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        RankPlanner(Checkpoint.from_facts(qwen2_config()), machines(*[10**9] * 3), way).plan(100)
 
 
 # Every rank loads its part, fills a cache or a pool with it, and says what was planned and what MLX counted.
