@@ -32,7 +32,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache(made: Path, tmp_path: Path) -> Path:
-    """A folder like that, for a test alone."""
     shutil.copytree(made / "kvant", tmp_path / "cache" / "kvant")
     return tmp_path / "cache"
 
@@ -76,7 +75,6 @@ def test_what_others_can_write_is_made_again(
 
 
 def _loads_another(cache: Path, planted: os.stat_result) -> None:
-    """A run that makes the copy again and loads that."""
     blas, errors = report(cache)
     assert (blas.split(",")[0], errors) == ("OpenBLAS", "")
     state = only_copy(cache).stat()

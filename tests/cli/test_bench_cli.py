@@ -142,7 +142,6 @@ def _start(*arguments: str) -> subprocess.Popen[str]:
 
 
 def _wait_for(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stderr is not None
     for found in process.stderr:
         if line in found:
             return

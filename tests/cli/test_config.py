@@ -1,12 +1,11 @@
 """The config file, its presets and the environment, as a user meets them."""
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.command import QUESTION, call, refusal
+from support.command import QUESTION, call, refusal, sampling_of
 
 Write = Callable[[str], Path]
 
@@ -22,19 +21,13 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     return write
 
 
-def _sampling(*arguments: str) -> str:
-    done = call("generate", "Hi", "-m", "1", *arguments)
-    assert done.returncode == 0, done.stderr
-    return re.search(r"^sampling: (.*)$", done.stderr, re.MULTILINE)[1]  # type: ignore[index]
-
-
 def test_a_flag_wins_over_a_preset_over_the_file_over_the_model(write: Write) -> None:
     write("temp = 0.4\ntop-p = 0.6\nseed = 5\n[generate]\ntemp = 0.5\n[presets.poet]\ntop-p = 0.7\n")
     poet = ["--preset", "poet"]
-    assert _sampling() == "temperature 0.5, top-p 0.6, seed 5 (config.toml)"
-    assert _sampling(*poet) == "temperature 0.5 (config.toml), top-p 0.7 (preset poet), seed 5 (config.toml)"
-    assert "top-p 0.8 (given)" in _sampling(*poet, "--top-p", "0.8")
-    assert _sampling("--temp", "-0.0") == "temperature 0 (given)", "what the file says without effect is dropped"
+    assert sampling_of() == "temperature 0.5, top-p 0.6, seed 5 (config.toml)"
+    assert sampling_of(*poet) == "temperature 0.5 (config.toml), top-p 0.7 (preset poet), seed 5 (config.toml)"
+    assert "top-p 0.8 (given)" in sampling_of(*poet, "--top-p", "0.8")
+    assert sampling_of("--temp", "-0.0") == "temperature 0 (given)", "what the file says without effect is dropped"
     chat = call("chat", "-m", "1", stdin="Hi\n/stats\n").stderr
     assert "sampling: temperature 0.4, top-p 0.6, seed 5 (config.toml)" in chat
 

@@ -21,7 +21,6 @@ LIMIT_S = 3.0  # the aim is 0.3; a busy machine takes longer to do anything
 def _started(code: str, *arguments: str, **streams: Any) -> Iterator[subprocess.Popen[bytes]]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
     with subprocess.Popen([sys.executable, "-c", code, *arguments], **pipes) as process:
-        assert process.stdout is not None
         assert os.read(process.stdout.fileno(), 7) == b"started"
         yield process
 
@@ -41,7 +40,6 @@ def test_while_it_starts_loads_and_answers(after_s: float | None) -> None:
     """None: it has begun to answer."""
     arguments = ["generate", QUESTION, "-m", "1900", "--temp", "2", "--ignore-eos"]
     with _started(START, *arguments, stdin=subprocess.DEVNULL) as process:
-        assert process.stdout is not None
         assert after_s is not None or process.stdout.read(1)
         code, _, stderr = _interrupt(process, after_s or 0.0)
     assert code == 130
@@ -109,7 +107,6 @@ kvant_command.main()
 
 def test_no_process_is_left() -> None:
     with _started(START, "chat", stdin=subprocess.PIPE) as process:
-        assert process.stderr is not None
         assert process.stderr.readline().startswith(b"pocket ")  # everything is loaded
         workers = children(process.pid)
         assert len(workers) == 1

@@ -272,7 +272,6 @@ def test_table_and_json_have_the_numbers_of_each_machine(folder: str, tmp_path: 
     planner = RankPlanner(Checkpoint.from_folder(Path(folder)), machines(16, 8), "pipeline")
     made = planner.plan(4096)
     cells = {line.split("  ")[0]: re.split(r" {2,}", line)[1:] for line in done.stdout.splitlines()}
-    assert made.layers is not None
     for rank, (held, own, longest) in enumerate(zip(made.plans, made.layers, made.longest(), strict=True)):
         found, host = record["ranks"][rank], ["studio", "mini"][rank]
         assert (found["rank"], found["host"], found["fits"]) == (rank, host, True)
@@ -316,7 +315,6 @@ def test_a_run_is_refused_with_the_numbers() -> None:
     checkpoint, settings = Checkpoint.from_facts(_raw("qwen2.5-7b")), Settings(cache=CacheOptions(kv_bits=0))
     made = ranks_for(checkpoint, settings, 32768, machines(16, 8))
     held = made.plans[made.fullest]
-    assert made.layers is not None
     own = made.layers[made.fullest]
     with pytest.raises(ContextError) as refused:
         ranks_that_fit(checkpoint, settings, 32768, machines(16, 8))

@@ -216,7 +216,6 @@ def test_all_end(begun: bool, sign: signal.Signals, to: int | None, code: int, l
     ):
         ranks: list[int] = []
         try:
-            assert launcher.stdout is not None
             assert not begun or launcher.stdout.read(20), said.read_text()
             while len(ranks) < 2 and launcher.poll() is None:
                 ranks = children(launcher.pid)
@@ -241,8 +240,6 @@ def test_a_reader_that_goes_away() -> None:
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as launcher:
-        assert launcher.stdout is not None
-        assert launcher.stderr is not None
         assert launcher.stdout.read(5)
         launcher.stdout.close()
         assert launcher.stderr.read() == b""

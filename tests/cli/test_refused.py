@@ -303,7 +303,6 @@ def test_a_servers_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_model_that_has_no_pool(tmp_path: Path) -> None:
-    """Llama 4's chunks have no pages. It is told by name, before anything listens."""
     write_words(folder := write_mlx_lm(tmp_path / "chunks", "llama4"), 64)
     error = refusal(1, "serve", str(folder), "--port", "0", "--max-kv-size", "16")
     assert "llama4 attends in chunks, which a pool has no pages for" in error

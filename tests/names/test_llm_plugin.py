@@ -173,7 +173,6 @@ def test_the_authors_own_sampling_is_the_default(model: Any, pocket_folder: Path
 
 
 def test_two_answers_at_once(model: Any) -> None:
-    """Each has a cache of its own while both are read."""
     asked = [{"prompt": question, "temperature": 0, "max_tokens": 50} for question in (QUESTION, "Hello!")]
     alone = [model.prompt(**each).text() for each in asked]
     together = zip_longest(*(model.prompt(**each) for each in asked), fillvalue="")
@@ -195,7 +194,6 @@ def test_what_was_cut_or_left_out_is_said(model: Any, caplog: pytest.LogCaptureF
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Any], str]]:
-    """The messages before each question, and the question."""
     found: list[tuple[list[Any], str]] = []
     send = Conversation.send
     monkeypatch.setattr(

@@ -156,7 +156,6 @@ class Case:
 
     def wait_for(self, word: str) -> None:
         for process in self.processes:
-            assert process.stdout is not None
             assert process.stdout.readline() == f"{word}\n", process.communicate()[1]
 
     def finish(self) -> None:
@@ -261,7 +260,6 @@ def test_a_rank_that_is_none(said: bytes, tmp_path: Path) -> None:
                 except ConnectionRefusedError:
                     time.sleep(0.05)
             held.enter_context(connection).sendall(text)
-        assert first.stderr is not None
         assert first.stderr.read() == "kvant: error: rank 1 sent no message of kvant's; this run is over\n"
         assert first.wait() == 1
 

@@ -21,7 +21,6 @@ FOLDERS = "docs|scripts|src|tests"
 
 
 def anchors(page: Path) -> set[str]:
-    """The names that a page's headings can be linked by."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -21,7 +21,6 @@ PACKAGES = [Requirement(line) for lines in (PROJECT["dependencies"], *EXTRAS.val
 
 
 def constraints() -> dict[str, Requirement]:
-    """Each line of constraints.txt by its package's name."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     found = [Requirement(line) for line in lines if not line.startswith("#")]
     by_name = {canonicalize_name(line.name): line for line in found}

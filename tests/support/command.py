@@ -80,6 +80,13 @@ def call(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(["kvant", *arguments], code, *texts)
 
 
+def sampling_of(*arguments: str) -> str:
+    """What ``generate`` says that it samples with."""
+    done = call("generate", "Hi", "-m", "1", *arguments)
+    assert done.returncode == 0, done.stderr
+    return next(line for line in done.stderr.splitlines() if line.startswith("sampling: ")).removeprefix("sampling: ")
+
+
 CHOSEN = ("cache: ", "memory: ", "sampling: ", "pocket · ")  # how lines begin that say what a command works with
 
 

@@ -108,8 +108,6 @@ class Machine:
         if key not in self.shells:
             self.shells[key] = self.start(code=SHELL, **environment)
         shell = self.shells[key]
-        assert shell.stdin is not None
-        assert shell.stdout is not None
         print(json.dumps([arguments, patches or {}]), file=shell.stdin, flush=True)
         return subprocess.CompletedProcess(arguments, *json.loads(shell.stdout.readline()))
 

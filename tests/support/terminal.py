@@ -73,7 +73,6 @@ class Terminal:
 
     @property
     def lines(self) -> list[str]:
-        """The screen, without trailing spaces."""
         if self.screen.dirty:  # to draw it takes milliseconds
             self._shown = [line.rstrip() for line in self.screen.display]
             self.screen.dirty.clear()

@@ -108,7 +108,6 @@ def test_undo_takes_a_turn_back() -> None:
 
 
 def test_a_full_context() -> None:
-    """It forgets the oldest messages, or says what helps."""
     lines = [f"{QUESTION} Number {number}." for number in range(8)]
     out, said = _said(*lines, "/stats", flags=("--max-kv-size", "100"))
     assert len(out.splitlines()) == 8

@@ -280,7 +280,6 @@ TEXTS = st.lists(st.sampled_from([*MARKS, "- [ ] "]) | st.text(max_size=8), max_
 @settings(max_examples=count(30, 2000), deadline=None)
 @given(TEXTS, st.integers(1, 60), st.integers(1, 12), st.booleans())
 def test_any_text_in_any_window(pieces: list[str], columns: int, rows: int, markdown: bool) -> None:
-    """It is drawn without an error, with no control character of its own, and the same as at once."""
     window, one = _Window(columns, rows), _Window(columns, rows)
     screen = Screen(window, markdown=markdown)
     for piece in pieces:

@@ -25,8 +25,6 @@ FAST, SLOW = EngineSpec("kvant", 8, 32), EngineSpec("mlx-lm", 0)
 
 
 class Bench:
-    """Two fake engines, their questions, and the recording."""
-
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._log, self._monkeypatch = folder / "log", monkeypatch
         self.file = folder / "recording.jsonl"
@@ -131,7 +129,6 @@ def test_interrupted(bench: Bench) -> None:
         while not bench.log("fails"):
             time.sleep(0.01)
         main = threading.main_thread().ident
-        assert main is not None
         signal.pthread_kill(main, signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()

@@ -23,20 +23,16 @@ TOKENS = 6
 
 
 class Process:
-    """A worker, talked to line by line."""
-
     def __init__(self) -> None:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen([sys.executable, "-m", "kvant.tools.bench.worker"], stdin=pipe, stdout=pipe)
 
     def send(self, **command: Any) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
         self.process.stdin.flush()
 
     def ask(self, **command: Any) -> dict[str, Any]:
         self.send(**command)
-        assert self.process.stdout is not None
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())
         return answer
 
@@ -112,7 +108,6 @@ def test_it_ends_with_its_input(pocket_folder: Path, busy: bool) -> None:
         if busy:
             worker.send(command="run", prompts=[list(range(64))], texts=[None], max_tokens=20_000, together=False)
             time.sleep(0.3)
-        assert worker.process.stdin is not None
         worker.process.stdin.close()
         assert worker.process.wait(5) == 0
 

@@ -61,7 +61,6 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def make_source(tmp_path: Path) -> Make:
-    """A function (config changes) -> folder of a random model with a tokenizer."""
     (tmp_path / "out").mkdir()
     return lambda shards=1, **changes: _source(tmp_path / "source", _config(**changes), _reference(**changes), shards)
 

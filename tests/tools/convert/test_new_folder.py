@@ -31,7 +31,6 @@ def _names(folder: Path) -> list[str]:
 def _writing(dest: Path) -> "subprocess.Popen[str]":
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(dest)], stdin=pipe, stdout=pipe, text=True)
-    assert process.stdout
     assert process.stdout.readline() == "ready\n"
     return process
 

@@ -230,7 +230,6 @@ def test_a_group(size: int) -> None:
 
 
 def group(**wrong: Any) -> RankDiagnosis:
-    """Three ranks, of which the last is wrong."""
     ranks = [SOUND, replace(SOUND, rank=1), replace(SOUND, rank=2, host="studio", **wrong)]
     return RankDiagnosis(ranks, 2**24, 16.0)
 

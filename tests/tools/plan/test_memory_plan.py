@@ -101,8 +101,6 @@ def measure() -> Iterator[Measure]:
     with subprocess.Popen([sys.executable, "-P", RUN], stdin=-1, stdout=-1, text=True) as process:
 
         def run(folder: Path, case: Case) -> dict[str, list[int]]:
-            assert process.stdin
-            assert process.stdout
             options = {name: value for name, value in asdict(case.settings).items() if value is not None}
             print(json.dumps([str(folder), case.tokens, case.streams, options]), file=process.stdin, flush=True)
             found = json.loads(process.stdout.readline())

@@ -72,7 +72,6 @@ def test_weights_are_what_a_rank_loads(name: str, weight_format: tuple[int, int,
     pipeline, tensor = (
         RankPlanner(checkpoint, machines(10**9, 2 * 10**9), kind).plan(50) for kind in ("pipeline", "tensor")
     )
-    assert pipeline.layers is not None
     for rank, layers in enumerate(pipeline.layers):
         loaded = load_part(tmp_path, layers=layers, embedding=rank == 0, head=rank == 0)
         assert pipeline.plans[rank].weights == nbytes(loaded)
@@ -114,7 +113,6 @@ def test_caches_are_those_that_are_made(bits: int, settings: dict[str, Any], tmp
     options = chosen.cache.fields
     each = [layer.nbytes for layer in loaded.make_cache(90, **options)]
     layers = RankPlanner(checkpoint, machines(10**9, 10**9, 10**9), "pipeline", chosen).plan(90).layers
-    assert layers is not None
 
     def cache(rank: int, own: range, settings: Settings) -> int:
         stage, its_pairs = checkpoint.stage(rank, own), pairs[own.start : own.stop]
@@ -170,7 +168,6 @@ def test_no_other_deal_is_better(name: str, sequences: int | None) -> None:
             return [plan(part, max_kv_size=500, settings=settings, device="cpu").total for part in parts]
 
         least = min(fullest(totals(dealt)) for dealt in every_deal(checkpoint.num_layers, len(given)))
-        assert made.layers is not None
         assert totals(made.layers) == [own.total for own in made.plans]
         assert fullest(totals(made.layers)) == least
         assert made.fits == (least <= 1)
@@ -206,7 +203,6 @@ def test_a_bridged_model_is_dealt_too(kind: str, tmp_path: Path) -> None:
     checkpoint = read_folder(folder := write_mlx_lm(tmp_path / "model", kind))
     whole = plan(checkpoint, max_kv_size=100, device="cpu")
     made = RankPlanner(checkpoint, machines(10**9, 10**9), "pipeline").plan(100)
-    assert made.layers is not None
     assert made.layers[-1].stop == checkpoint.num_layers > 1
     for name in ("weights", "cache", "state"):
         assert sum(getattr(own, name) for own in made.plans) == getattr(whole, name)
