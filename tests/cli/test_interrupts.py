@@ -49,13 +49,8 @@ def test_while_it_starts_loads_and_answers(after_s: float | None) -> None:
 
 @pytest.mark.parametrize("arguments", [["chat"], ["plan", "pocket"], ["models"], ["report", "--tokens", "16384"]])
 def test_other_commands(arguments: list[str]) -> None:
-    reading, writing = os.pipe()
-    try:
-        with _started(START, *arguments, stdin=reading) as process:
-            code, _, stderr = _interrupt(process, 0.1)
-    finally:
-        os.close(reading)
-        os.close(writing)
+    with _started(START, *arguments, stdin=subprocess.PIPE) as process:
+        code, _, stderr = _interrupt(process, 0.1)
     assert (code, stderr) == (130, b"")
 
 

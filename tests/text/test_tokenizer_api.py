@@ -154,10 +154,11 @@ def test_a_folder_without_tokenizer_json(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+NAMES = ("transformers", "mlx_lm", "tokenizers", "numpy")
 IN_PROCESS = """
 import json, sys
 {body}
-foreign = sorted(name for name in sys.modules if name.split(".")[0] in ("transformers", "mlx_lm", "tokenizers"))
+foreign = sorted(name for name in sys.modules if name.split(".")[0] in {NAMES})
 open({path!r}, "w").write(json.dumps(foreign))
 """
 COMMAND = """
@@ -182,7 +183,7 @@ for response in kvant.stream_generate(model, tokenizer, prompt, max_tokens=5, sa
 @pytest.mark.parametrize(("body", "stdin"), [(COMMAND, "Hello!\n"), (LIBRARY, "")], ids=["chat", "stream_generate"])
 def test_no_other_library_comes_along(tmp_path: Path, body: str, stdin: str) -> None:
     path = tmp_path / "imported"
-    code = IN_PROCESS.format(body=body, path=str(path))
+    code = IN_PROCESS.format(body=body, path=str(path), NAMES=NAMES)
     done = subprocess.run([sys.executable, "-c", code], input=stdin, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

@@ -170,7 +170,6 @@ def test_settings_of_engines() -> None:
     [
         ("mlxlm", None, 64, "'mlxlm'; expected one of kvant, mlx-lm"),
         ("server", None, 64, "by its URL"),
-        ("mlx-lm:", None, 64, "'mlx-lm:'"),
         ("mlx-lm:int8", None, 64, "'mlx-lm:int8'; mlx-lm takes one of float32, float16, bfloat16"),
         ("mlx-lm:float32:float16", None, 64, "at most once"),
         ("kvant:openblas", None, 64, "'kvant:openblas'; kvant takes one of unfused, fused"),

@@ -15,7 +15,6 @@ from support.metal_host import host_pytest_skip
 from support.ranks import run_script
 
 from kvant import machine
-from kvant.cli.app import make_app
 from kvant.cli.doctor import _group_parts
 from kvant.machine import environment, machine_with
 from kvant.operators import probe
@@ -74,20 +73,17 @@ def host_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "probe_failure", lambda use, backend: None)
 
 
-def diagnosed(capsys: pytest.CaptureFixture[str], code: int) -> tuple[dict[str, Any], str]:
+def diagnosed(code: int) -> tuple[dict[str, Any], str]:
     """What the command finds, as JSON, and what it says of the same findings; both end with this code."""
-    said = []
-    for flags in (["--json"], []):
-        assert (make_app(["doctor"])(["doctor", *flags], standalone_mode=False) or 0) == code
-        said.append(capsys.readouterr().out)
-    found = json.loads(said[0])
-    assert found["healthy"] == (code == 0)
-    return found, said[1]
+    machine, person = (call("doctor", *flags) for flags in (["--json"], []))
+    found = json.loads(machine.stdout)
+    assert (machine.returncode, person.returncode, found["healthy"]) == (code, code, code == 0)
+    return found, person.stdout
 
 
 @host_pytest_skip
-def test_a_kernel_that_is_right(host_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
-    found, _ = diagnosed(capsys, 0)
+def test_a_kernel_that_is_right(host_gpu: None) -> None:
+    found, _ = diagnosed(0)
     assert len(found["kernels"]) == len(kernels.TIMED)
     for result in found["kernels"]:
         assert result["problem"] is None
@@ -97,15 +93,13 @@ def test_a_kernel_that_is_right(host_gpu: None, capsys: pytest.CaptureFixture[st
 
 
 @host_pytest_skip
-def test_a_format_that_the_kernel_does_not_run_for(
-    host_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_format_that_the_kernel_does_not_run_for(host_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def failure(use: KernelUse, backend: str) -> str | None:
         return f"{use}, 3 queries of a kv head: too large" if (use.head_dim, use.quant_bit) == (256, 4) else None
 
     monkeypatch.setattr(kernels, "probe_failure", failure)
     monkeypatch.setattr(kernels, "TIMED", ())
-    found, text = diagnosed(capsys, 1)
+    found, text = diagnosed(1)
     assert len(found["uses"]) == len(HEAD_DIMS) * 6
     of = "3 queries of a kv head: too large"
     said = [f"heads of 256, 4 bits g32, {dtype}, {of}" for dtype in ("float16", "bfloat16")]
@@ -144,14 +138,14 @@ NO_NUMBER = _spoiled(lambda x: x * float("nan"))  # which JSON has as null
     ],
 )
 def test_a_kernel_that_is_wrong(
-    host_gpu: None, monkeypatch: Any, capsys: Any, kernel: Any, wrong: int, unknown: int, said: str, forced: bool
+    host_gpu: None, monkeypatch: Any, kernel: Any, wrong: int, unknown: int, said: str, forced: bool
 ) -> None:
     monkeypatch.setattr(attend, "launch", kernel)
     if forced:
         monkeypatch.setenv("KVANT_KERNELS", "fused")
     once = diagnosis.diagnose(lambda done, total: None)
     monkeypatch.setattr("kvant.tools.doctor.diagnose", lambda progress: once)
-    found, text = diagnosed(capsys, 1)
+    found, text = diagnosed(1)
     assert sum(result["problem"] is not None for result in found["kernels"]) == wrong
     assert sum(result["error"] is None for result in found["kernels"]) == unknown
     assert text.count("wrong: ") == wrong

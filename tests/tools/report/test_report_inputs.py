@@ -16,7 +16,7 @@ from kvant.engine.generate import generate
 from kvant.errors import PromptError
 from kvant.models import Decoder, load_decoder
 from kvant.text.prompt import encode_rendered, render_chat
-from kvant.tools.report.formats import REFERENCE, CacheFormat, check_formats, default_formats, parse_formats
+from kvant.tools.report.formats import CacheFormat, check_formats, default_formats
 from kvant.tools.report.runs import answer
 from kvant.tools.report.texts import built_in_text, heldout_documents, read_dialogue, recall_dialogues, text_file
 
@@ -25,13 +25,6 @@ FORMAT = CacheFormat(8, 32)
 
 
 class TestFormats:
-    def test_notation(self) -> None:
-        formats = parse_formats("8g32, 4g64:nosplit,0")
-        assert formats == [CacheFormat(8, 32), CacheFormat(4, 64, split=False), REFERENCE]
-        assert parse_formats(",".join(f.label for f in formats)) == formats
-        assert formats[1].flags == "--kv-bits 4 --kv-group-size 64 --no-kv-bias-split"
-        assert formats[2].flags == "--kv-bits 0"
-
     def test_what_a_model_cannot_have(
         self, pocket: Pocket, make_checkpoint: Callable[..., tuple[Path, nn.Module]]
     ) -> None:
