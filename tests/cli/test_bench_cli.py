@@ -137,10 +137,6 @@ def test_the_default_prompts_are_those_the_model_has_room_for() -> None:
     assert contexts("7, 9", 1, 10) == [7, 9]
 
 
-def _start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def _wait_for(process: subprocess.Popen[str], line: str) -> None:
     for found in process.stderr:
         if line in found:
@@ -159,7 +155,8 @@ ENDLESS = ["--engine", "kvant", "--kv-bits", "8,4", "--prompt-tokens", "32", "-m
 def test_a_signal(tmp_path: Path, number: signal.Signals, victim: str) -> None:
     """A process that is killed takes the others along; else there is the report of the runs that came to their end."""
     file = tmp_path / "cut.jsonl"
-    process = _start(*ENDLESS, "--output", str(file))
+    command = [*COMMAND, *ENDLESS, "--output", str(file)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     _wait_for(process, "round 2 of 100000")
     workers = children(process.pid)
     os.kill(process.pid if victim == "command" else workers[0], number)

@@ -134,14 +134,12 @@ def test_a_broken_model_folder(make_checkpoint: Any) -> None:
 
 
 def test_a_reader_that_leaves() -> None:
-    process = subprocess.Popen(
-        [*COMMAND, "generate", QUESTION, "-q"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    process.stdout.read(1)
-    process.stdout.close()
-    assert process.wait(60) in (0, 1)
-    assert process.stderr.read() == ""
-    process.stderr.close()
+    command = [*COMMAND, "generate", QUESTION, "-q"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(60) in (0, 1)
+        assert process.stderr.read() == ""
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from kvant.cache import CacheOptions
 from kvant.cli import plan as command
 from kvant.cli import session
 from kvant.cli.fitting import ranks_for, ranks_that_fit
+from kvant.engine.load import POCKET, find_model
 from kvant.errors import ContextError, KvantError, ModelError
 from kvant.machine import Device, Machine, machine_with
 from kvant.models import Decoder
@@ -198,19 +199,20 @@ def test_an_adapter_is_counted(tmp_path: Path) -> None:
 def save(tmp_path: Path, pocket_folder: Path) -> Any:
     """A function (config, model): its folder, with pocket's tokenizer."""
 
-    def save(config: dict[str, Any], model: Any) -> Path:
-        folder = save_checkpoint(tmp_path / "model", config, model)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(pocket_folder / name, folder)
-        return folder
-
     return save
 
 
-def test_what_is_planned_is_what_generate_reserves(save: Any) -> None:
+def _with_pockets_tokenizer(folder: Path, config: dict[str, Any], model: Any) -> str:
+    save_checkpoint(folder, config, model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(find_model(POCKET) / name, folder)
+    return str(folder)
+
+
+def test_what_is_planned_is_what_generate_reserves(tmp_path: Path) -> None:
     """To the byte, where no bias decides of tables."""
     config = qwen3_config(vocab_size=1280)
-    folder = str(save(config, reference_model(config)))
+    folder = _with_pockets_tokenizer(tmp_path, config, reference_model(config))
     for flags in (["--kv-bits", "4"], ["--max-kv-size", "auto"], ["--max-kv-size", "33", "--kv-group-size", "8"]):
         made = json.loads(call("plan", folder, "--json", *flags).stdout)
         done = call("generate", "Hello", "--model", folder, "-m", "1", *flags)
@@ -218,19 +220,19 @@ def test_what_is_planned_is_what_generate_reserves(save: Any) -> None:
         assert done.stderr.startswith(f"{line} {made['kv_group_size']}, {format_bytes(made['bytes']['cache'])}\n")
 
 
-def test_what_the_weights_split_off_is_planned_again_once_it_is_known(save: Any, small: Any) -> None:
+def test_what_the_weights_split_off_is_planned_again_once_it_is_known(tmp_path: Path, small: Any) -> None:
     """Large biases in every rotary pair: their tables are many times what was guessed from config.json."""
     config = qwen2_config(vocab_size=1280)
     model = reference_model(config)
     model.load_weights([(k, 1e4 * v) for k, v in tree_flatten(model.parameters()) if k.endswith("k_proj.bias")], False)
-    folder = save(config, model)
-    checkpoint, settings = Checkpoint.from_folder(folder), Settings(prefill_step_size=8)
+    run = ["generate", "Hello", "--model", _with_pockets_tokenizer(tmp_path, config, model)]
+    run += ["-m", "1", "--prefill-step-size", "8"]
+    checkpoint, settings = Checkpoint.from_folder(tmp_path), Settings(prefill_step_size=8)
     guessed, known = (
         plan(checkpoint, max_kv_size=1024, settings=settings, device="cpu", split_pairs=pairs)
         for pairs in (None, [config["hidden_size"] // config["num_attention_heads"] // 2] * 2)
     )
     small((guessed.total + known.total) // 2)
-    run = ["generate", "Hello", "--model", str(folder), "-m", "1", "--prefill-step-size", "8"]
     error = refusal(1, *run)
     assert f"1024 tokens need {format_bytes(known.total)}" in error
     (tokens,) = re.findall("; --max-kv-size ([0-9]+)", error)

@@ -41,7 +41,6 @@ USAGE = [
     ("generate pocket a --prompt b", "the prompt is given twice"),
     ("generate pocket a --model pocket", "the model is given twice, as the argument 'pocket'"),
     ("convert pocket x --model pocket", "the model is given twice"),
-    # Conversions.
     ("convert pocket", "no DEST"),
     ("convert pocket x --bits 7", "--bits is 7; expected for affine: 2, 3, 4, 5, 6, 8"),
     ("convert pocket x --mode mxfp4 --group-size 64", "--group-size is 64; expected for mxfp4: 32"),
@@ -100,7 +99,6 @@ USAGE = [
     ("generate a --draft-model pocket --deterministic", "--draft-model is pocket; beside --deterministic"),
     ("generate a --draft prompt --deterministic", "--draft is prompt; beside --deterministic"),
     ("serve --draft prompt --deterministic", "--draft is prompt; beside --deterministic"),
-    # Plans.
     ("plan --memory much", "--memory is 'much'"),
     ("plan --memory 0GB", "--memory is '0GB'"),
     ("plan --device tpu", "--device is 'tpu'"),
@@ -117,7 +115,6 @@ USAGE = [
     ("plan --parallel tensor", "--parallel tensor divides a model among ranks"),
     ("plan --parallel both --ranks 2", "--parallel is 'both'"),
     ("plan --draft-model pocket --ranks 2", "several ranks draft from prompt and answer alone"),
-    # Ranks.
     ("launch", "no command after --; expected one of generate, chat, serve, plan, doctor"),
     ("launch -n 2 -- kvant", "no command after --"),
     ("launch -n 2 -- pull x", "'pull' is no command that runs on several machines"),
@@ -128,7 +125,6 @@ USAGE = [
     ("launch --hostfile /no/file generate", "/no/file: cannot be read"),
     ("launch --hostfile /dev/zero generate", "/dev/zero: not a regular file"),
     ("launch --hostfile other-hosts generate", "rank 0: ssh is 'a\\x00b'"),
-    # Servers.
     ("serve --host 0.0.0.0", "--host is 0.0.0.0, which other machines reach; it is refused without --api-key-file"),
     ("serve --host 'a b'", "--host is 'a b'"),
     ("serve --port 65536", "--port is 65536; expected 0 to 65535"),
@@ -137,7 +133,6 @@ USAGE = [
     ("serve --allow-origin *", "--allow-origin is '*'; expected scheme://host[:port]"),
     ("serve --alias ' '", "--alias is ' '"),
     ("serve --temp 0", "--temp"),  # of a request
-    # Benchmarks.
     ("bench --kv-bits 8,x", "--kv-bits is '8,x'"),
     ("bench --kv-bits 8,8", "--kv-bits has 8 twice"),
     ("bench --kv-bits 2", "--kv-bits has 2"),
@@ -169,7 +164,6 @@ USAGE = [
     ("bench --plot x.png --max-tokens 1", "--max-tokens is 1"),
     ("bench --streams 0", "--streams has 0"),
     ("bench --streams 4 --server http://x --kv-bits 8", "--kv-bits is 8; --streams with --server"),
-    # Reports.
     ("report --formats 8g48", "--formats: format 8g48: kv_group_size 48 does not divide"),
     ("report --formats 3g32", "--formats: format '3g32' is unknown"),
     ("report --formats 8g32:split", "--formats: format '8g32:split' is unknown"),

@@ -36,9 +36,6 @@ def test_every_keyword_of_mlx_lm_is_there_in_its_order() -> None:
     assert list(signature(generate).parameters)[:4] == list(signature(mlx_lm.generate).parameters)[:4]
 
 
-# load
-
-
 REFUSED_BY_LOAD: list[tuple[dict[str, Any], str]] = [
     ({"path_or_hf_repo": None}, "path_or_hf_repo is missing"),
     ({"path_or_hf_repo": "a", "path_or_name": "b"}, "path_or_hf_repo is given beside path_or_name"),
@@ -77,9 +74,6 @@ def test_the_config_is_mlx_lms(folder: Path) -> None:
         written = {} if eos is None else {"eos_token_id": eos, "temperature": 0.5}
         (folder / "generation_config.json").write_text(json.dumps(written))
         assert load(folder, return_config=True)[2] == mlx_lm.load(str(folder), return_config=True)[2]
-
-
-# generate
 
 
 def _tokens(responses: Iterator[Any]) -> list[int]:
@@ -150,9 +144,6 @@ def test_options_beside_a_cache_can_only_confirm_it(pocket: Pocket) -> None:
     ):
         with pytest.raises(ArgumentError, match=message):
             ask(cache, **options)
-
-
-# prompt caches
 
 
 def test_mlx_lms_functions_on_kvants_objects(pocket: Pocket) -> None:

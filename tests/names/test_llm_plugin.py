@@ -145,9 +145,6 @@ def test_errors_are_a_line() -> None:
         assert errors.startswith(f"Error: {message}; expected")
 
 
-# In Python
-
-
 @pytest.fixture
 def model() -> Any:
     found: list[Any] = []
