@@ -168,6 +168,7 @@ USAGE = [
     ("report --formats 3g32", "--formats: format '3g32' is unknown"),
     ("report --formats 8g32:split", "--formats: format '8g32:split' is unknown"),
     ("report --formats 8", "--formats: format '8' is unknown"),
+    ("report --formats 0g32", "--formats: format '0g32' is unknown"),
     ("report --formats ''", "--formats: format '' is unknown"),
     ("report --formats 0,0", "twice"),
     ("report --tokens 1", "--tokens is 1; expected at least 2"),

@@ -239,25 +239,6 @@ def test_a_file_that_is_swapped_while_it_is_measured(blob: Path, monkeypatch: py
         measure(snapshot_of(blob), "x.json")
 
 
-@pytest.mark.parametrize("pipe", [False, True])
-def test_a_file_that_is_swapped_before_it_is_opened(
-    blob: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipe: bool
-) -> None:
-    """For a link out of the cache, or a pipe that would never end."""
-    (tmp_path / "secret").write_bytes(b"two")
-    open_file = os.open
-
-    def swap(path: Any, *rest: Any) -> int:
-        blob.unlink()
-        os.mkfifo(blob) if pipe else blob.symlink_to(tmp_path / "secret")
-        return open_file(path, *rest)
-
-    monkeypatch.setattr(os, "open", swap)
-    expected = "not a regular file" if pipe else "cannot be read: .*Too many levels of symbolic links"
-    with pytest.raises(WeightsError, match=rf"x\.json: {expected}"):
-        measure(snapshot_of(blob), "x.json")
-
-
 def test_cache_bytes_are_those_of_the_cache(pocket: tuple[Decoder, Any], pocket_folder: Path) -> None:
     model, _ = pocket
     stated = cache_bytes(json.loads((pocket_folder / "config.json").read_text()))

@@ -17,7 +17,7 @@ from support.ranks import run_script
 from kvant import machine
 from kvant.cli.doctor import _group_parts
 from kvant.machine import environment, machine_with
-from kvant.operators import probe
+from kvant.operators import dispatch, probe
 from kvant.operators.kernels import attend, launch
 from kvant.operators.kernels.attend import HEAD_DIMS
 from kvant.operators.probe import KernelUse
@@ -151,6 +151,13 @@ def test_a_kernel_that_is_wrong(
     assert text.count("wrong: ") == wrong
     assert said in text
     assert f"{4 - wrong} of 4 agree" in text
+
+
+def test_a_wrong_kernel_that_is_asked_for_ends_a_command(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend, "launch", _does_not_compile)
+    monkeypatch.setattr(dispatch, "probe_failure", probe.probe_failure)
+    error = refusal(1, "generate", "hi", "--kernels", "fused")
+    assert "failed: the fused kernel is asked for, but fails here: " in error
 
 
 def _result(fused_ms: float, unfused_ms: float, problem: str | None = None) -> kernels.KernelResult:

@@ -107,7 +107,7 @@ class TestTexts:
 
 def test_a_table_and_a_plot(tmp_path: Path) -> None:
     plot = tmp_path / "kld.svg"
-    done = call("report", "--tokens", "300", "--formats", "8g32,4g64", "--plot", str(plot))
+    done = call("report", "--tokens", "300", "--formats", "8g32, 4g64", "--plot", str(plot))
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("pocket on built-in held-out conversations: 300 tokens; the ")
