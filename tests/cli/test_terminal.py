@@ -55,7 +55,6 @@ def test_generated_text(folder: Path) -> None:
         ["plan", "{folder}"],
         ["generate", "Hi", "--model", "{folder}/nothing"],
         ["generate", "Hi", "--max-kv-size", "x\x1b[2Jy"],
-        ["plan", "{folder}", "--memory", "x\x1b[2Jy"],
         ["convert", "{folder}", "{folder}/config.json"],
         ["report", "--model", "{folder}", "--tokens", "64"],
     ],

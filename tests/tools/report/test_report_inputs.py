@@ -28,8 +28,6 @@ class TestFormats:
     def test_what_a_model_cannot_have(
         self, pocket: Pocket, make_checkpoint: Callable[..., tuple[Path, nn.Module]]
     ) -> None:
-        with pytest.raises(ValueError, match="4g48: kv_group_size 48 does not divide the head dimension 64"):
-            check_formats([CacheFormat(4, 48)], pocket[0])
         folder, _ = make_checkpoint(
             architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=48, attention_bias=False
         )
