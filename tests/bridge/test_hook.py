@@ -8,7 +8,6 @@ import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import architectures as table
 import mlx.core as mx
 import pytest
-from mlx_lm.models import base, llama, llama4_text
 from mlx_lm.models import cache as mlx_lm_cache
 from support import attend_stand_in
 from support.bridged import PROMPT, feed
@@ -29,14 +28,6 @@ def _normal(seed: int, *shape: int) -> mx.array:
 
 def _fetched(layer: BridgedKVCache, tokens: int) -> tuple[mx.array, mx.array]:
     return layer.update_and_fetch(_normal(1, 1, 2, tokens, 64), _normal(2, 1, 2, tokens, 64))
-
-
-def test_it_is_in_every_model_s_module() -> None:
-    hook.install()
-    hook.install()
-    assert base.scaled_dot_product_attention is llama.scaled_dot_product_attention is hook.attention
-    assert hook.mlx_lm_attention is not hook.attention
-    assert llama4_text.mx.fast.scaled_dot_product_attention is mx.fast.scaled_dot_product_attention
 
 
 def test_other_arrays_are_mlx_lms_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,10 +178,8 @@ ZERO = "every lora_a or lora_b is zero; it would change nothing"
 TENSORS: list[tuple[dict[str, mx.array | None], str]] = [
     ({**NOTHING}, "holds no tensors; it would change nothing"),
     ({f"{Q}.lora_a": None}, f"{Q}.lora_a is missing"),
-    ({f"{Q}.lora_b": None}, f"{Q}.lora_b is missing"),
     ({f"{Q}.lora_a": None, f"{Q}.lora_b": None}, f"{Q}.lora_a is missing; adapter_config.json describes it"),
     ({f"{Q}.m": mx.ones(128)}, "unexpected adapter tensor .*q_proj.m; expected for lora"),
-    ({f"{Q}.weight": mx.ones((128, 128))}, "unexpected adapter tensor .*q_proj.weight"),
     ({"x": mx.ones(1)}, "unexpected adapter tensor x"),
     ({"model.layers.2.mlp.up_proj.lora_a": mx.ones((128, 4))}, "the model has no matrix model.layers.2"),
     ({"model.layers.0.mlp.switch_mlp.up_proj.lora_a": mx.ones((8, 4, 4))}, "has no matrix .*switch_mlp"),
@@ -190,7 +188,6 @@ TENSORS: list[tuple[dict[str, mx.array | None], str]] = [
     ({f"{Q}.lora_b": mx.ones((4, 64))}, r"lora_b has shape \(4, 64\); expected \(4, 128\)"),
     ({f"{Q}.lora_b": mx.ones((4, 128), mx.int32)}, "lora_b has dtype I32"),
     ({f"{Q}.lora_a": mx.full((128, 4), float("nan"))}, "lora_a reaches nan"),
-    ({f"{Q}.lora_b": mx.full((4, 128), float("inf"))}, "lora_b reaches inf"),
     ({f"{Q}.lora_b": mx.full((4, 128), 1e4)}, "times the scale reaches 100000"),
 ]
 SETTINGS: list[tuple[dict[str, Any], str]] = [

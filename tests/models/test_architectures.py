@@ -1,4 +1,4 @@
-"""Every architecture's table, against mlx-lm's modules, transformers' plan for ranks, and the bytes that are held."""
+"""Every architecture's table, against mlx-lm's modules and the bytes that are held."""
 
 from itertools import pairwise, product
 from pathlib import Path
@@ -50,29 +50,6 @@ def test_names_and_shapes_are_mlx_lms(kind: str, tied: bool) -> None:
     if tied:
         del ours["lm_head.weight"]
     assert ours == theirs
-
-
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_ranks_would_divide_what_transformers_does(kind: str) -> None:
-    """colwise divides outputs, rowwise inputs. Its plan leaves out parameters that each rank holds whole."""
-    from transformers import AutoConfig
-
-    theirs = {
-        f"model.{path}": {"colwise": 0, "rowwise": 1}[how.removeprefix("packed_").partition("_")[0]]
-        for path, how in type(AutoConfig.for_model(kind)).base_model_tp_plan.items()
-        if how.removeprefix("packed_").startswith(("colwise", "rowwise"))
-    }
-    table = ARCHITECTURES[kind]
-    divided = [row for row in (*table.layer, *table.experts) if row.shard is not None]
-    projections = {  # its experts are joined; the axes of a matrix follow that of experts
-        table.layers.format("*") + (row.joined or row.path): row.shard - len(row.shape) + 2
-        for row in divided
-        if len(row.shape) > 1
-    }
-    assert projections == theirs
-    assert [row.shard for row in (table.embedding, table.final_norm, table.head)] == [None, None, 0]
-    # A divided weight has heads, or numbers of the MLP, on its axis.
-    assert all(row.shape[row.shard] in ("queries", "keys", "inner", "expert_inner") for row in divided)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

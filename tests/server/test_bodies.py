@@ -61,8 +61,12 @@ def test_lengths_that_lie(short: Running) -> None:
     assert _status(answer) == 200
     assert answer.count(b"HTTP/1.1 200") == 1
     assert _status(short.exchange(f"{HEAD}Content-Length: 50\r\n\r\nshort".encode())) == 408
-    for lie in ("Content-Length: -1", "Content-Length: 1e9", "Content-Length: 3\r\nContent-Length: 4", f"{9:0>9999}"):
-        assert _status(short.exchange(f"{HEAD}{lie}\r\n\r\nabc".encode())) == 400
+    both = "Content-Length: 44\r\nTransfer-Encoding: chunked"  # each would end it elsewhere
+    lies = ("Content-Length: -1", "Content-Length: 1e9", "Content-Length: 3\r\nContent-Length: 4", f"{9:0>9999}", both)
+    for lie in lies:
+        answer = short.exchange(f"{HEAD}{lie}\r\n\r\n0\r\n\r\nGET /props HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        assert _status(answer) == 400
+        assert answer.count(b"HTTP/1.1 ") == 1
     huge = f"{HEAD}Expect: 100-continue\r\nContent-Length: {10**15}\r\n\r\n"
     began = time.monotonic()
     assert _status(short.exchange(huge.encode())) == 413  # nothing of it is waited for

@@ -37,7 +37,6 @@ def _tool(parameters: Any, **fields: Any) -> dict[str, Any]:
 
 
 FREEZING: dict[str, dict[str, Any]] = {
-    "newlines": {"structured_outputs": {"grammar": "\n" * 1_000_000}},
     "newlines of the largest grammar": {"structured_outputs": {"grammar": "\n" * 60_000}},
     "brackets": {"structured_outputs": {"grammar": "a[\n" * 20_000}},
     "a temperature behind a text": {"structured_outputs": {"grammar": 'start[stop="]", temperature=1.5]: "a"'}},
@@ -45,7 +44,6 @@ FREEZING: dict[str, dict[str, Any]] = {
     "choices": {"structured_outputs": {"choice": ["("] * 190_000}},
     "a long choice": {"structured_outputs": {"choice": ["(" * 4_000_000]}},
     "required": {"structured_outputs": {"json": WIDE}},
-    "required of a format": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": WIDE}}},
     "required of a strict tool": _tool(WIDE, strict=True),
     "a tool of any call": _tool(WIDE),
     "references": _tool(REFERENCES),
@@ -85,14 +83,6 @@ def test_a_call_against_a_schema_of_references(server: Running) -> None:
     assert form is not None
     (call,) = form.calls('<tool_call>\n{"name": "t", "arguments": {"x": 1}}\n</tool_call>', {"t": REFERENCES})
     assert call == ("t", {"x": 1})
-
-
-def test_two_lengths_of_one_body(server: Running) -> None:
-    """Each would end it elsewhere: what follows is not read as a request."""
-    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 44\r\nTransfer-Encoding: chunked\r\n\r\n"
-    answer = server.exchange(head + b"0\r\n\r\nGET /props HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert answer.count(b"HTTP/1.1 ") == 1
 
 
 def test_damaged_weights_are_an_error(pocket: Any) -> None:

@@ -226,12 +226,6 @@ def test_tokens_are_counted_as_transformers_counts_them(server: Running) -> None
         assert counted(server, **fields).json()["error"]["type"] == kind
 
 
-def test_versions_and_betas_are_taken(server: Running) -> None:
-    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "interleaved-thinking-2025-05-14"}
-    answered = server.client.post(f"{MESSAGES.path}?beta=true", json=MESSAGES.body(tokens=1), headers=headers)
-    assert answered.status_code == 200
-
-
 def test_a_response_says_what_was_in_force(server: Running) -> None:
     answer = RESPONSES.ask(server, temperature=None)
     assert (answer["temperature"], answer["top_p"]) == (server.service.sampling["temp"], 0.95)
