@@ -115,10 +115,8 @@ def test_what_an_architecture_does_not_have_is_refused_by_name(kind: str) -> Non
             if name == "n_routed_experts" or not table.experts
         ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"rope_traditional": True}, "rope_traditional is true"),
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types has 'chunked_attention'"),
-        ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map"),
     ]
     for change, message in changes:
         with one_line(ModelError, message):

@@ -115,39 +115,15 @@ BOMBS: dict[str, tuple[str, dict[str, Any]]] = {
     "num_attention_heads": ("bailing_moe_linear", {"num_attention_heads": 2**24}),
     "num_loops": ("nanbeige", {"num_loops": 2**24}),
 }
-# One process, which has imported the command and nothing else, plans each folder in a fork: exit code, memory, seconds.
-PLANS = """
-import json, os, sys
-from kvant.cli import main
-for folder in sys.argv[1:]:
-    child = os.fork()
-    if not child:
-        os.dup2(os.open(folder + "/said", os.O_WRONLY | os.O_CREAT), 2)
-        sys.argv[1:] = ["plan", folder]
-        try:
-            main()
-        except SystemExit as end:
-            os._exit(end.code)
-        os._exit(0)
-    _, status, used = os.wait4(child, 0)
-    print(json.dumps([os.waitstatus_to_exitcode(status), used.ru_maxrss, used.ru_utime + used.ru_stime]), flush=True)
-"""
 
 
-def test_configs_that_would_take_all_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", BOMBS)
+def test_configs_that_would_take_all_memory(tmp_path: Path, name: str) -> None:
     """Small files whose classes would make objects without end, before a tensor is looked at."""
-    for name, (kind, changes) in BOMBS.items():
-        raw = {"model_type": kind, **CONFIGS[kind]}
-        raw |= {"text_config": raw["text_config"] | changes} if "text_config" in raw else changes
-        (tmp_path / name).mkdir()
-        write_config(tmp_path / name, raw)
-    done = _python(PLANS, *(str(tmp_path / name) for name in BOMBS))
-    for name, line in zip(BOMBS, done.stdout.splitlines(), strict=True):
-        code, memory, seconds = json.loads(line)
-        message = (tmp_path / name / "said").read_text()
-        assert (code, message.count("\n"), name in message) == (1, 1, True), message
-        assert memory * (1 if sys.platform == "darwin" else 1024) < 300_000_000, name
-        assert seconds < 10, name  # the bombs had no end
+    kind, changes = BOMBS[name]
+    raw = {"model_type": kind, **CONFIGS[kind]}
+    write_config(tmp_path, raw | ({"text_config": raw["text_config"] | changes} if "text_config" in raw else changes))
+    refused(tmp_path, ModelError, rf"config\.json: {name} (is|has)")
 
 
 def test_no_size_is_allocated_by_asking_a_class() -> None:

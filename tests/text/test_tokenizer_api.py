@@ -1,8 +1,5 @@
-"""The tokenizer in use: mlx-lm's functions take it, its ends of text can be set, no other library comes along."""
+"""The tokenizer in use: mlx-lm's functions take it, its ends of text can be set."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -152,38 +149,3 @@ def test_a_folder_without_tokenizer_json(tmp_path: Path) -> None:
     (write_tokenizer(tmp_path, "llama2") / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"no tokenizer\.json; .*AutoTokenizer"):
         load_tokenizer(tmp_path)
-
-
-IN_PROCESS = """
-import json, sys
-{body}
-foreign = sorted(name for name in sys.modules if name.split(".")[0] in ("transformers", "mlx_lm", "tokenizers"))
-open({path!r}, "w").write(json.dumps(foreign))
-"""
-COMMAND = """
-from kvant.cli import main
-sys.argv = ["kvant", "chat", "-m", "5", "--temp", "0.8", "--seed", "3"]
-try:
-    main()
-except SystemExit as ended:
-    assert not ended.code, ended.code
-"""
-LIBRARY = """
-import kvant
-from kvant.sample_utils import make_sampler
-model, tokenizer = kvant.load("pocket")
-prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hello!"}], add_generation_prompt=True)
-sampler = make_sampler(temp=0.8, top_p=0.9, seed=3)
-for response in kvant.stream_generate(model, tokenizer, prompt, max_tokens=5, sampler=sampler):
-    print(response.text, end="")
-"""
-
-
-@pytest.mark.parametrize(("body", "stdin"), [(COMMAND, "Hello!\n"), (LIBRARY, "")], ids=["chat", "stream_generate"])
-def test_no_other_library_comes_along(tmp_path: Path, body: str, stdin: str) -> None:
-    path = tmp_path / "imported"
-    code = IN_PROCESS.format(body=body, path=str(path))
-    done = subprocess.run([sys.executable, "-c", code], input=stdin, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-    assert json.loads(path.read_text()) == []
