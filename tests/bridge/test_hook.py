@@ -181,7 +181,6 @@ SOME = ["mistral3", "gemma3n", "recurrent_gemma", "plamo3", "qwen3_next", "gemma
 
 @pytest.mark.parametrize("name", count(SOME, table.measured()))
 def test_which_masks_reach_the_kernel(name: str, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for it takes any width."""
     masks = []
 
     def attend_anything(*arrays: Any, **options: Any) -> mx.array:

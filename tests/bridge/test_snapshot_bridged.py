@@ -34,7 +34,6 @@ class _Life:
         self.resized: set[int] = set()  # ids of those whose rows may lie in another order
 
     def feed(self) -> None:
-        """The same step to all."""
         new = self.rng.choice([1, 1, 2, 5, 20, 40])
         if self.alone.offset + new > RESERVED:
             self.reset()

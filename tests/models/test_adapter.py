@@ -97,7 +97,6 @@ def test_quantized_matrices_keep_their_bits_and_stay_one(tmp_path: Path) -> None
 
 
 def test_projections_of_different_formats(tmp_path: Path) -> None:
-    """q quantized, k and v not: each is adapted by itself, exactly."""
 
     def mixed() -> nn.Module:
         model = reference_model(qwen2_config())
@@ -121,9 +120,6 @@ def test_the_bias_split_is_of_the_fused_weights(tmp_path: Path) -> None:
     models = [load_decoder(folder, adapter=path) for path in (None, adapter)]
     split, fused = ([layer.self_attn.qkv_bias.pairs for layer in model.layers] for model in models)  # type: ignore[union-attr]
     assert split != fused == [(), ()]
-
-
-# What is refused.
 
 
 @pytest.fixture(scope="module")
@@ -248,9 +244,6 @@ def test_dora_where_it_cannot_be_is_refused(tmp_path: Path) -> None:
     _refused(folder, adapter, f"{experts} has experts; a DoRA adapter")
 
 
-# Adapters made to take memory.
-
-
 @contextmanager
 def _little_memory(most: int) -> Iterator[None]:
     tracemalloc.start()
@@ -282,9 +275,6 @@ def test_more_keys_or_tensors_than_the_model_has(tmp_path: Path) -> None:
     (adapter / "adapters.safetensors").write_bytes(file_bytes(header, 0))
     with _little_memory(50_000_000), one_line(CheckpointError, "16805 tensors; expected at most 16804"):
         Adapter(adapter, deep, everything(deep))
-
-
-# In use.
 
 
 def test_load_and_the_command_take_it(pocket_folder: Path, tmp_path: Path) -> None:

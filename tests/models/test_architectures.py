@@ -81,7 +81,6 @@ def test_the_plan_is_what_is_held(tmp_path: Path, kind: str, tied: bool, weights
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_any_tensor_that_is_missing_or_wrong_is_named(tmp_path: Path, kind: str) -> None:
-    """Of the first and the last layer; and one that no architecture has."""
     folder, reference = write_reference(tmp_path, CONFIGS[kind])
     weights = dict(tree_flatten(reference.parameters()))
 

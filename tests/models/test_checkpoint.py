@@ -118,7 +118,6 @@ def test_a_quantized_tensor_of_a_model_that_is_not(make_checkpoint: Make) -> Non
 
 
 def test_a_header_is_refused_where_the_safetensors_library_refuses_it(tmp_path: Path) -> None:
-    """Most of them are spoiled in one place."""
     rng = random.Random(0)
     path = tmp_path / "model.safetensors"
     taken = []

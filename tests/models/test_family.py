@@ -26,8 +26,6 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0}
 FULL, SLIDING = "full_attention", "sliding_attention"
 ON = {"use_sliding_window": True, "sliding_window": 16}
-
-
 NOT_NULL = ("mistral", "qwen3_moe")  # num_key_value_heads of transformers' configs
 
 
@@ -206,7 +204,6 @@ def test_any_values_are_refused_or_give_frequencies(
 
 
 def test_no_context_limit_but_the_reservation(tmp_path: Path, pocket: tuple[Decoder, Any]) -> None:
-    """A Llama whose config.json has neither ``architectures`` nor ``max_position_embeddings``."""
     config = llama_config(vocab_size=1280)
     del config["architectures"], config["max_position_embeddings"]
     model = load_decoder(save_checkpoint(tmp_path, config, reference_model(config)))

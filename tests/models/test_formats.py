@@ -137,9 +137,6 @@ def test_a_checkpoint_converted_by_mlx_lm(tmp_path: Path, mode: str) -> None:
     check_three_ways(load_decoder(folder), reference_logits(reference, IDS), IDS)
 
 
-# Floating-point formats by their definitions.
-
-
 # The values of 4-bit floating-point numbers, one bit of sign, two of exponent, one of mantissa (OCP MX 1.0).
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 

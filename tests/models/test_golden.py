@@ -38,7 +38,6 @@ def _config(case: str) -> dict[str, Any]:
 
 
 def _folder(case: str, tmp_path: Path, **changes: Any) -> Path:
-    """The model folder of a case, its config changed."""
     folder = tmp_path / "model"
     folder.mkdir(parents=True)
     shutil.copy(GOLDEN / "weights" / f"{CASES[case]}.safetensors", folder / "model.safetensors")
@@ -62,7 +61,6 @@ def _in_steps(model: Decoder, bounds: list[int], layers: Any) -> mx.array:
 
 
 def _error(folder: Path, case: str) -> float:
-    """How far a changed model is from what transformers computed."""
     return relative_error(load_decoder(folder)(mx.array([IDS]))[0], _expected(case))
 
 
@@ -120,7 +118,6 @@ def test_the_fixture_tells_the_kinds_apart() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_part_left_out_is_noticed(model: str, tmp_path: Path) -> None:
-    """Each kind of bias and norm moves the logits by far more than the tolerance."""
     case = f"{model} default"
     folder = _folder(case, tmp_path)
     path = folder / "model.safetensors"
@@ -146,7 +143,6 @@ NOTICED: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("case", "changes"), NOTICED, ids=str)
 def test_a_setting_that_is_another_is_noticed(case: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Layers that do not rotate, how many experts a token takes, whether their shares add up to 1, windows."""
     assert _error(_folder(case, tmp_path, **changes), case) > 100 * TOLERANCE
 
 

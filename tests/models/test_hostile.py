@@ -103,9 +103,6 @@ def test_a_list_of_templates_and_an_empty_one(folder: Path) -> None:
         tokenizer.apply_chat_template(MESSAGES, chat_template="other")
 
 
-# Time and memory.
-
-
 BOMBS: dict[str, tuple[str, dict[str, Any]]] = {
     "emb_neighbor_num": ("longcat_flash_ngram", {"emb_neighbor_num": 3000, "emb_split_num": 1}),
     "emb_split_num": ("longcat_flash_ngram", {"emb_neighbor_num": 2, "emb_split_num": 2**24 - 1}),
@@ -137,7 +134,6 @@ JUNK: list[Any] = [None, True, 0, -1, 3, 2**24, 2**70, 0.5, float("nan"), float(
 
 
 def test_any_settings_of_a_bridged_config(tmp_path: Path) -> None:
-    """Values of config.json put in place of others: a model, or one line."""
     rng = random.Random(0)
     folders = [copy_folder("gpt-oss", tmp_path), write_mlx_lm(tmp_path / "quantized", "qwen3_next", 4)]
     originals = [(folder / "config.json").read_text() for folder in folders]
@@ -156,9 +152,6 @@ def test_any_settings_of_a_bridged_config(tmp_path: Path) -> None:
         except ModelError as error:
             assert "\n" not in str(error)  # noqa: PT017
     assert loaded
-
-
-# From the command line.
 
 
 SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")

@@ -21,7 +21,6 @@ from kvant.models.parameters import matrices, vectors
 # What becomes of a file: other keys of its JSON, its content, or a function of its path.
 Spoil = dict[str, Any] | str | bytes | Callable[[Path], object]
 Harm = tuple[str, Spoil, str]  # and what is said
-
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TWO = tensor(2)
 ONE = json.dumps(TWO).encode()
@@ -207,7 +206,6 @@ SHARDS: list[Harm] = [
     *((INDEX, *harm) for harm in (*MAPS, *NO_JSON, DEEP)),
     (INDEX, lambda path: os.truncate(path, 10**12), "1000000000000 bytes; expected at most"),
 ]
-
 LAYER_NORM, DOWN = "model.layers.0.input_layernorm.weight", "model.layers.0.mlp.experts.down_proj_blocks"
 ROUTER = "model.layers.0.mlp.router.weight"
 BRIDGED_TENSORS: list[tuple[dict[str, mx.array | None], str]] = [

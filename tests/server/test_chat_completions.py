@@ -135,8 +135,6 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "expected texts"),
     ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs", "has regex, grammar"),
 ]
-
-
 REFUSED_PROMPTS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"suffix": "end"}, "suffix", "only continues text"),
     ({"best_of": 2}, "best_of", "is 2; expected 1, which is n"),

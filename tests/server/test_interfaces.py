@@ -74,7 +74,6 @@ def test_the_text_is_mlx_lms(exact: Running, pocket_mlx_lm: nn.Module, to: Inter
 
 
 def _said(event: dict[str, Any]) -> str:
-    """The answer's text in an event."""
     if event.get("choices"):
         choice = event["choices"][0]
         return str(choice.get("text") or choice.get("delta", {}).get("content") or "")

@@ -77,7 +77,6 @@ def test_an_engine_that_fails(pocket: Any, before: Any, stalls: bool, caplog: py
 
 
 def _end(found: Running) -> None:
-    """What the first signal does."""
     loop = found.server.servers[0].get_loop()
     asyncio.run_coroutine_threadsafe(found.server.end(), loop)
 

@@ -100,8 +100,6 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
     (MistralArgs(), "[TOOL_CALLS]weather[ARGS] 5", None),
     (MistralArgs(), '[TOOL_CALLS]weather[ARGS]{"city"', None),
 ]  # fmt: skip
-
-
 THINK = Marks(("<think>",), "</think>")
 CHANNEL = Marks(("<|channel>thought",), "<channel|>")
 # Marks, the end of the prompt, the model's text, its thinking, its answer.

@@ -55,8 +55,6 @@ HOSTILE = [
     ("{{ messages | tojson }}{{ 1 / 0 }}", "division by zero"),
     ("x" * (MAX_TEMPLATE + 1), "1048577 characters; expected at most 1048576"),
 ]
-
-
 HOSTILE += [(LOOP, ENDLESS), ("{{ 9 ** (9 ** (9 ** 9)) }}", ENDLESS)]
 
 
