@@ -1,7 +1,6 @@
 """LoRA and DoRA adapters against mlx-lm's own model with the adapter beside its weights, and each refusal."""
 
 import json
-import os
 import shutil
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -211,9 +210,7 @@ HARMS: list[tuple[Spoil, str]] = [
     *((_hold(tensors), message) for tensors, message in TENSORS),
     *((_zero(part), ZERO) for part in ("lora_a", "lora_b")),
     (_tied_head, "the model has no matrix lm_head of its own"),
-    (lambda folder: os.truncate(folder / "adapters.safetensors", 999), "not a whole safetensors file"),
     (lambda folder: (folder / "adapters.safetensors").unlink(), r"no adapters\.safetensors"),
-    (lambda folder: (folder / "adapter_config.json").write_text("[1]"), "a JSON list; expected an object"),
     (lambda folder: (folder / "adapter_config.json").unlink(), r"no adapter_config\.json"),
 ]
 

@@ -162,12 +162,7 @@ GENERATE = ["generate", "Hello!", "-q", "--model", "."]
 SAID: list[tuple[str, list[str], Callable[[Path], object], str]] = [
     ("native", GENERATE, lambda folder: sparse(folder, {"a": (2**40,)}), "unexpected tensor a"),
     ("native", GENERATE, lambda folder: change(folder / "config.json", model_file="evil.py"), "model_file names code"),
-    (
-        "native",
-        GENERATE,
-        lambda folder: change(folder / "config.json", **ABSURD),
-        "no context fits, whatever the cache",
-    ),
+    ("native", GENERATE, lambda folder: change(folder / "config.json", **ABSURD), "no context fits"),
     *(
         ("bridged", way, lambda folder: change(folder / "config.json", num_attention_heads=0), "does not take it")
         for way in (GENERATE, ["plan", "."])
@@ -187,27 +182,10 @@ def test_the_command_says_one_line(
     assert said in done.stderr
 
 
-def _python(program: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    paths = [str(Path(kvant.__file__).parents[1]), str(Path(__file__).parents[2] / "scripts")]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-P", "-c", program, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, **options)
-
-
-def test_its_processes_import_nothing_from_the_current_folder(folder: Path) -> None:
-    """The one that reads text, and the engines of a benchmark."""
-    program = "import sys; from kvant.cli import main; sys.exit(main())"
+def test_the_engines_of_a_benchmark_import_nothing_from_the_current_folder(folder: Path) -> None:
     options = ["--kv-bits", "8", "--repeats", "1", "--max-tokens", "2", "--prompt-tokens", "8", "--model", "."]
-    done = _python(program, "bench", "--engine", "kvant", *options, cwd=folder)
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(kvant.__file__).parents[1])}
+    program = "import sys; from kvant.cli import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", program, "bench", "--engine", "kvant", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr
-    (folder / "chat_template.jinja").write_text("{{ 'a' * 10**10 }}")
-    done = _python(program, *GENERATE, cwd=folder)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert "the chat template failed: it needs too much memory" in done.stderr
-
-
-def test_the_fuzzer_finds_nothing_in_a_few_folders() -> None:
-    """tests/cli/test_hostile_kinds.py has what it would see."""
-    done = _python("import fuzz; raise SystemExit(fuzz.main())", "--seconds", "100", "--count", "2")
-    assert done.stdout.splitlines()[-1].startswith("seeds 0 to 1: ")
-    assert done.returncode == 0, done.stdout

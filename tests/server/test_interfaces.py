@@ -101,13 +101,11 @@ def test_stop_texts(server: Running, to: Interface) -> None:
     name = "stop_sequences" if to is MESSAGES else "stop"
     whole = text_of(to.ask(server, tokens=40))
     first, second = whole[10:14], whole[20:23]
-    for stop in ([first], [second, "never there"], [second, first]):
+    for stop in ([second, "never there"], [second, first]):
         answer = to.ask(server, tokens=40, **{name: stop})
         ends = {at: text for text in stop if (at := whole.find(text)) >= 0}
         assert (text_of(answer), reason_of(answer)) == (whole[: min(ends)], STOPPED[to])
         assert to is not MESSAGES or answer["stop_sequence"] == ends[min(ends)]
-        streamed = sse_events(server, to.path, to.body(tokens=40, **{name: stop}))
-        assert "".join(map(_said, streamed)) == text_of(answer)
     assert to is MESSAGES or text_of(to.ask(server, tokens=40, stop=first)) == whole[: whole.find(first)]
 
 

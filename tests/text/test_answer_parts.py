@@ -268,7 +268,6 @@ def test_without_marks_of_thinking(pocket: tuple[object, Tokenizer]) -> None:
         ("qwen3", Hermes(), ["<tool_call>", "</tool_call>", "<think>", "</think>"]),
         ("llama3", Llama3(), ["<|python_tag|>"]),
         ("mistral", Mistral(), ["[TOOL_CALLS]"]),
-        ("unigram", Mistral(), ["[TOOL_CALLS]"]),
     ],
 )
 def test_marks_that_are_special_tokens(tmp_path: Path, family: str, form: ToolFormat, tokens: list[str]) -> None:

@@ -99,8 +99,6 @@ def by_runs(pieces: list[str]) -> tuple[str, bool]:
     ("family", "reference"),
     [
         (POCKET, BPEStreamingDetokenizer),
-        ("qwen2", BPEStreamingDetokenizer),
-        ("llama3", NaiveStreamingDetokenizer),
         ("mistral", SPMStreamingDetokenizer),
         ("wordpiece", NaiveStreamingDetokenizer),
     ],
