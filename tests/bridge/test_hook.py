@@ -1,7 +1,6 @@
 """The hook on mlx-lm's attention: what it takes, what it leaves, and the fused kernel under mlx-lm's models."""
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
@@ -12,7 +11,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from support import attend_stand_in
 from support.bridged import OWN_ATTENTION, PROMPT, feed
 from support.counts import count
-from support.numbers import relative_error
+from support.numbers import peak_bytes, relative_error
 from support.tiny_models import SERVED, build
 
 from kvant.bridge import hook, make_model_cache
@@ -235,23 +234,17 @@ def test_the_kernel_serves_chunks(bits: int, launches: list[Any]) -> None:
         assert any(name == "attend" for name, _ in launches) == (new <= 8)
 
 
-def _peak(ready: list[mx.array], compute: Callable[[], mx.array]) -> tuple[int, mx.array]:
-    """The most bytes that something takes, and what it is."""
-    mx.eval(ready)
-    mx.synchronize()
-    resting = mx.get_active_memory()
-    mx.reset_peak_memory()
-    found = compute()
-    mx.eval(found)
-    return mx.get_peak_memory() - resting, found
-
-
 def test_rows_that_the_kernel_serves_are_not_computed(launches: list[Any]) -> None:
     layer = BridgedKVCache(4096, 2, 64)
     mx.eval(_fetched(layer, 4000)[0].shape, layer.arrays)
     key, value = _fetched(layer, 1)
     query = _normal(3, 1, 6, 1, 64)
-    used, given = _peak([query], lambda: hook.attention(query, key, value, cache=layer, scale=0.125, mask=None))
+    mx.eval(query)
+
+    def attended() -> mx.array:
+        return hook.attention(query, key, value, cache=layer, scale=0.125, mask=None)
+
+    used, given = peak_bytes(lambda: mx.eval(attended())), attended()
     assert launches[-1][0] == "combine"
     assert used < key.nbytes / 2
     expected = mx.fast.scaled_dot_product_attention(query, mx.array(key), mx.array(value), scale=0.125)
@@ -264,8 +257,7 @@ def test_a_prefill_makes_no_score_matrix() -> None:
     _fetched(layer, 7680)
     key, value = _fetched(layer, 512)
     query = _normal(3, 1, 8, 512, 64)
-    used, _ = _peak(
-        [query, *layer.arrays], lambda: hook.attention(query, key, value, cache=layer, scale=0.1, mask="causal")
-    )
+    mx.eval(query, layer.arrays)
+    used = peak_bytes(lambda: mx.eval(hook.attention(query, key, value, cache=layer, scale=0.1, mask="causal")))
     assert key.nbytes < used < 8 * 512 * 8192 * 4 / 2  # the bytes of one score matrix
     assert layer.nbytes == 2 * 2 * 8192 * (64 + 2 * 2)

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models import cache as mlx_lm_cache
 from support.bridged import OWN_ATTENTION, bridged
 from support.counts import count
-from support.numbers import relative_error
+from support.numbers import peak_bytes, relative_error
 
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.pool import BridgedPool
@@ -271,12 +271,7 @@ def test_bytes_are_those_of_rows_and_of_the_states_that_fit(name: str, bits: int
 
 
 def _step_bytes(model: BridgedModel, pool: BridgedPool, sequences: list[Any]) -> int:
-    """The most that a step of one token each takes, beside what rests."""
-    mx.synchronize()
-    resting = mx.get_active_memory()
-    mx.reset_peak_memory()
-    _fed(model, pool, sequences, [[3]] * len(sequences))
-    return mx.get_peak_memory() - resting
+    return peak_bytes(lambda: _fed(model, pool, sequences, [[3]] * len(sequences)))
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v32", "qwen3_next"])

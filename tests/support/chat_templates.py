@@ -1,6 +1,7 @@
 """Chat templates that write messages, tools and calls as the published families do, and little else."""
 
-QWEN2 = """
+TEMPLATES = {
+    "qwen2": """
 {%- if tools %}
     {{- '<|im_start|>system\\n<tools>' }}{%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
     {{- '\\n</tools><|im_end|>\\n' }}
@@ -15,9 +16,8 @@ QWEN2 = """
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
-
-QWEN3 = """
+""",
+    "qwen3": """
 {%- if tools %}
     {{- '<|im_start|>system\\n# Tools\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{- '<|im_end|>\\n' }}
 {%- endif %}
@@ -34,9 +34,8 @@ QWEN3 = """
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}
-"""
-
-LLAMA3 = """
+""",
+    "llama3": """
 {{- bos_token }}
 {{- "<|start_header_id|>system<|end_header_id|>\\n\\nDate: " + date_string | default("26 Jul 2024") + "<|eot_id|>" }}
 {%- if tools %}
@@ -55,9 +54,8 @@ LLAMA3 = """
     {{- "<|eot_id|>" }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
-"""
-
-MISTRAL = """
+""",
+    "mistral": """
 {{- bos_token }}
 {%- for message in messages %}
     {%- if message.role == "user" %}
@@ -75,16 +73,8 @@ MISTRAL = """
         {{- ' [TOOL_RESULTS] {"content": ' + message.content + ', "call_id": "' + message.tool_call_id + '"}' }}
     {%- endif %}
 {%- endfor %}
-"""
-
-SMOLLM2 = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nBe small.<|im_end|>\n' }}{% endif %}"
-    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] | default('') + '<|im_end|>' + '\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-QWEN3_CODER = """
+""",
+    "qwen3_coder": """
 {%- for tool in tools or [] %}
     {{- '<|im_start|>system\\n<function>\\n<name>' ~ tool.function.name ~ '</name>\\n</function><|im_end|>\\n' }}
 {%- endfor %}
@@ -101,9 +91,8 @@ QWEN3_CODER = """
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
-
-MISTRAL_ARGS = """
+""",
+    "mistral_args": """
 {{- bos_token }}
 {%- if tools %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
 {%- for message in messages %}
@@ -118,16 +107,7 @@ MISTRAL_ARGS = """
     {%- else %}{{- raise_exception('who is ' + message['role'] + '?') }}
     {%- endif %}
 {%- endfor %}
-"""
-
-TEMPLATES = {
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-    "qwen3_coder": QWEN3_CODER,
-    "llama3": LLAMA3,
-    "mistral": MISTRAL,
-    "mistral_args": MISTRAL_ARGS,
-    "smollm2": SMOLLM2,
+""",
 }
 # The tokenizer of support.tokenizers_made, where its name is another.
 TOKENIZERS = {"qwen3_coder": "qwen3", "mistral_args": "mistral"}
