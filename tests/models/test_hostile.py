@@ -26,6 +26,7 @@ from kvant.models import load_decoder
 from kvant.text.tokenizer import load_tokenizer
 from kvant.tools.bench.adapters import MLXLM, Kvant
 from kvant.tools.bench.engines import EngineSpec
+from kvant.tools.plan import read_folder
 
 CLASSES = ("tokenization_evil.Tokenizer", "Tokenizer", "Qwen2TokenizerFast")
 GOOD: list[tuple[str, dict[str, Any]]] = [
@@ -121,6 +122,8 @@ def test_configs_that_would_take_all_memory(tmp_path: Path, name: str) -> None:
     raw = {"model_type": kind, **CONFIGS[kind]}
     write_config(tmp_path, raw | ({"text_config": raw["text_config"] | changes} if "text_config" in raw else changes))
     refused(tmp_path, ModelError, rf"config\.json: {name} (is|has)")
+    with one_line(ModelError, name):
+        read_folder(tmp_path)  # as a plan does
 
 
 def test_no_size_is_allocated_by_asking_a_class() -> None:
