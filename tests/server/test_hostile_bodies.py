@@ -37,6 +37,7 @@ def _tool(parameters: Any, **fields: Any) -> dict[str, Any]:
 
 
 FREEZING: dict[str, dict[str, Any]] = {
+    "newlines": {"structured_outputs": {"grammar": "\n" * 1_000_000}},
     "newlines of the largest grammar": {"structured_outputs": {"grammar": "\n" * 60_000}},
     "brackets": {"structured_outputs": {"grammar": "a[\n" * 20_000}},
     "a temperature behind a text": {"structured_outputs": {"grammar": 'start[stop="]", temperature=1.5]: "a"'}},
@@ -44,6 +45,7 @@ FREEZING: dict[str, dict[str, Any]] = {
     "choices": {"structured_outputs": {"choice": ["("] * 190_000}},
     "a long choice": {"structured_outputs": {"choice": ["(" * 4_000_000]}},
     "required": {"structured_outputs": {"json": WIDE}},
+    "required of a format": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": WIDE}}},
     "required of a strict tool": _tool(WIDE, strict=True),
     "a tool of any call": _tool(WIDE),
     "references": _tool(REFERENCES),
