@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
@@ -34,6 +36,34 @@ def test_every_keyword_of_mlx_lm_is_there_in_its_order() -> None:
     assert len(steps) > 15
     assert steps <= {*ours}
     assert list(signature(generate).parameters)[:4] == list(signature(mlx_lm.generate).parameters)[:4]
+
+
+LIBRARY = """
+from kvant import generate, load, make_prompt_cache, sample_utils
+model, tokenizer = load("pocket")
+cache = make_prompt_cache(model, 64)
+sampler, processors = sample_utils.make_sampler(0.7), sample_utils.make_logits_processors({1: 2.0}, 1.1)
+generate(model, tokenizer, "Once", max_tokens=2, sampler=sampler, logits_processors=processors, prompt_cache=cache)
+"""
+COMMAND = """
+from kvant.cli import main
+sys.argv = ["kvant", "chat", "-q", "-m", "5", "--temp", "0.8", "--seed", "3"]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code
+"""
+IMPORTED = """
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"mlx_lm", "transformers", "tokenizers", "numpy"}))
+"""
+
+
+@pytest.mark.parametrize("program", [LIBRARY, COMMAND])
+def test_no_other_library_comes_along(program: str) -> None:
+    command = [sys.executable, "-c", f"import sys{program}{IMPORTED}"]
+    done = subprocess.run(command, input="Hello!\n", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 REFUSED_BY_LOAD: list[tuple[dict[str, Any], str]] = [
