@@ -198,14 +198,3 @@ def test_what_the_split_is_for(make_checkpoint: Make) -> None:
         error[split] = mx.abs(model(IDS, cache=cache) - expected).mean().item()
     assert largest[True] < 30 < 250 < largest[False]
     assert error[True] < 0.3 * error[False]
-
-
-def test_the_tables_are_counted(make_checkpoint: Make) -> None:
-    model, _ = _with_large_key_bias(make_checkpoint, 300.0, (31, 63))
-    tokens = 100
-    for layer, cache in zip(model.layers, model.make_cache(tokens), strict=True):
-        pairs = len(layer.self_attn.qkv_bias.pairs)
-        levels_and_scales = 2 * 2 * tokens * (64 + 2 * 2)
-        assert cache.nbytes == levels_and_scales + 4 * (2 * pairs * tokens + 2 * 2 * pairs + 2 * 64)
-    plain = model.make_cache(tokens, bias_split=False)
-    assert [cache.nbytes for cache in plain] == [levels_and_scales] * len(plain)

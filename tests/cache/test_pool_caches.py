@@ -108,19 +108,6 @@ def test_a_page_whose_first_rows_a_ring_has_lost_is_not_shared(tmp_path: Path) -
     assert not sequence.can_trim_to(810)
 
 
-def test_pages_that_others_share_are_not_loaded_into(windows: Decoder) -> None:
-    pool, prompt = _pool(windows, 0), TEXT[500:800]
-    first = pool.sequence(400)
-    prefill(windows, pool, first, prompt)
-    first.share_prefix()
-    first.trim_to(0)
-    first.load(_fed(windows, 0, 300))
-    second = pool.sequence(400, prompt)
-    assert second.length == 256
-    assert close(prefill(windows, pool, second, prompt[256:]), next_logits(windows, prompt))
-    check_pages(pool, [first, second])
-
-
 def test_a_load_that_is_interrupted_leaves_an_empty_sequence(windows: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, cache = _pool(windows, 0), _fed(windows, 0, 500)
     sequence = pool.sequence(900)

@@ -94,39 +94,6 @@ def test_random_schemas(pocket: Pocket, grammars: Grammars, random_model: Decode
                     assert ids_of(told[request]) == alone(model, request)
 
 
-def test_deterministic_company(pocket: Pocket, grammars: Grammars, person: Grammar) -> None:
-    """Alone and in company the same tokens and log-probabilities, to the last bit."""
-    tokenizer = pocket[1]
-    other = grammars.compile("regex", "[a-z ]{5,30}")
-
-    def requests() -> list[Request]:
-        made = [_request(tokenizer, person, answers=2, sampler=make_sampler(1.2, seed=3), top_logprobs=4)]
-        made.append(_request(tokenizer, other, "The bear", sampler=make_sampler(0.8, 0.9, seed=4)))
-        return [*made, Request(tokenizer.encode("A duck"), max_tokens=40, sampler=make_sampler(1.0, seed=5))]
-
-    def told(some: list[Request]) -> list[Any]:
-        scheduler, _ = scheduler_of(pocket[0], 8, deterministic=True, max_batch=6)
-        found = run_all(scheduler, some)
-        return [[(t.answer, t.token, t.logprob, t.top_logprobs, t.finish_reason) for t in found[each]] for each in some]
-
-    together = told(requests())
-    for number, each in enumerate(requests()):
-        assert told([each]) == [together[number]]
-
-
-def test_one_prompt_after_another(pocket: Pocket, person: Grammar) -> None:
-    """A grammar has an answer's place in no request but its own; shared prefixes change nothing."""
-    tokenizer = pocket[1]
-    scheduler, _ = scheduler_of(pocket[0])
-    prompt = "The fox went to the river and looked at the water. " * 12
-    first, second = (_request(tokenizer, person, prompt, sampler=make_sampler(1.0, seed=7)) for _ in range(2))
-    tokens = run_all(scheduler, [first])[first]
-    again = run_all(scheduler, [second])[second]
-    assert again[0].cached_tokens >= 128
-    assert ids_of(again) == ids_of(tokens)
-    assert _check(tokenizer, again, PERSON) == 1
-
-
 def test_log_probabilities_are_those_of_allowed_tokens(pocket: Pocket, grammars: Grammars) -> None:
     tokenizer = pocket[1]
     grammar = grammars.compile("regex", "a|b")

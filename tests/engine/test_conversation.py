@@ -183,16 +183,3 @@ def test_a_stop_string_at_the_last_token_of_a_full_context(pocket: Pocket) -> No
     assert (responses[-1].finish_reason, len(responses)) == ("stop", room)
     assert (copy.forgotten, copy.num_tokens) == (0, 90)
     assert copy.messages[-1]["content"] == "".join(answer[:room])[:-12]
-
-
-def test_seeds_count_positions(pocket: Pocket) -> None:
-    """A turn's draws are those of its positions: the same conversation twice gives the same, a forgetting and all."""
-    sampler = make_sampler(temp=1.0, seed=11)
-    texts: list[list[str]] = [[], []]
-    for run in texts:
-        conversation = _make(pocket, 120, overflow="forget")
-        for question in QUESTIONS:
-            run.append(text_of(conversation.send(question, sampler=sampler, max_tokens=60)))
-        assert len(conversation.messages) < 2 * len(QUESTIONS)
-    assert texts[0] == texts[1]
-    assert len(set(texts[0])) == len(QUESTIONS)

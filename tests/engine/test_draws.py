@@ -4,7 +4,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -162,24 +161,6 @@ def test_a_seed_is_the_whole_state(pocket: Pocket) -> None:
     assert len({tuple(_tokens(pocket, None)) for _ in range(3)}) == 3
     bias = make_logits_processors({0: -1.0})
     assert _tokens(pocket, 5, logits_processors=bias) == _tokens(pocket, 5, logits_processors=bias)
-
-
-def test_runs_that_take_turns_draw_what_each_draws_alone(pocket: Pocket) -> None:
-    model, tokenizer = pocket
-
-    def run(seed: int) -> Iterator[Any]:
-        sampler = make_sampler(1.4, 0.99, 0.001, top_k=200, xtc_probability=0.3, seed=seed)
-        return stream_generate(model, tokenizer, QUESTION, max_tokens=25, sampler=sampler)
-
-    alone = [[response.token for response in run(seed)] for seed in (1, 2)]
-    together: list[list[int]] = [[], []]
-    runs = [run(1), run(2)]
-    for _ in range(25):
-        for tokens, responses in zip(together, runs, strict=True):
-            tokens += [response.token for response in [next(responses, None)] if response is not None]
-            mx.random.uniform()  # somebody else's numbers
-    assert together == alone
-    assert alone[0] != alone[1]
 
 
 def test_a_run_that_goes_on_draws_as_one_that_was_not_cut(pocket: Pocket) -> None:

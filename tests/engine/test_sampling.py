@@ -266,21 +266,3 @@ def test_what_a_vocabulary_is_too_small_for(sampler: Any, processors: Any, words
     if isinstance(sampler, SeededSampler):  # in a loop of mlx-lm's nobody else could say so
         with pytest.raises(ValueError, match=words):
             sampler(mx.zeros((1, 20)))
-
-
-def test_a_users_functions_see_their_own_row() -> None:
-    seen: list[tuple[list[int], list[list[float]]]] = []
-
-    def watching(tokens: mx.array, logits: mx.array) -> mx.array:
-        seen.append((tokens.tolist(), logits.tolist()))  # type: ignore[arg-type]
-        return logits
-
-    logits = mx.arange(12).reshape(3, 4).astype(mx.float32)
-    bias = make_logits_processors({0: 100.0})
-    rows = [
-        Row(greedy, (watching,), 2, [1, 2]),
-        Row(greedy, bias, 0, []),
-        Row(lambda logprobs: mx.argmin(logprobs, axis=-1), (*bias, watching), 1, [3]),
-    ]
-    assert sample_rows(logits, rows)[0].tolist() == [3, 0, 1]
-    assert sorted(seen) == [([1, 2], [[0.0, 1, 2, 3]]), ([3], [[108.0, 9, 10, 11]])]

@@ -247,29 +247,6 @@ def test_answers_that_are_cancelled_before_they_begin(pocket: Pocket, heldout_id
     assert pool.num_free == PAGES
 
 
-def test_from_a_cache_to_a_cache(pocket: Pocket, heldout_ids: list[int]) -> None:
-    """As stream_generate does with a prompt_cache, which holds every generated token afterwards."""
-
-    def alone(cache: Any, prompt: Sequence[int], **options: Any) -> list[int]:
-        return [r.token for r in stream_generate(*pocket, prompt, prompt_cache=cache, **options)]
-
-    own = pocket[0].make_cache(400, kv_bits=8)
-    alone(own, heldout_ids[:150], max_tokens=5)
-    held, prompt = own.ids[0], heldout_ids[400:440]
-    options: dict[str, Any] = {"max_tokens": 12, "sampler": make_sampler(1.0, seed=2)}
-    options["logits_processors"] = make_logits_processors(None, 1.4, 200)
-    request = Request(prompt, cache=own, keep_cache=True, **options)
-    scheduler, pool = scheduler_of(pocket[0], 8)
-    told = run_all(scheduler, [Request([5, 6], max_tokens=20), request])[request]
-    assert own.ids[0] == held
-    assert ids_of(told) == alone(own, prompt, **options)
-    kept = told[-1].cache
-    assert kept is not None
-    assert kept.ids == own.ids
-    assert alone(kept, [9], max_tokens=8) == alone(own, [9], max_tokens=8)
-    assert pool.num_free == PAGES
-
-
 def test_a_cache_that_was_changed_since(pocket: Pocket) -> None:
     scheduler, pool = scheduler_of(pocket[0])
     cache = pocket[0].make_cache(100, kv_bits=0)

@@ -177,31 +177,6 @@ def test_memory_of_the_attention_does_not_grow_with_the_sequences() -> None:
     assert peaks[most] < peaks[4] + 2 * floats
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("quant_bit", [0, 8, 4])
-def test_the_packed_call_with_one_run_is_the_static_one(quant_bit: int, dtype: str) -> None:
-    """In the same bits, step after step in one cache."""
-    stored = getattr(mx, {8: "int8", 4: "uint8"}.get(quant_bit, dtype))
-    options = {"quant_bit": quant_bit, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "is_causal": True}
-    arrays = [mx.zeros((1, 1, 2, 2, 12, 8 if quant_bit == 4 else 16), stored)]
-    arrays += [mx.zeros((1, 1, 2, 2, 12, 2), mx.float16)] if quant_bit else []
-    packed = [mx.zeros(x.shape[1:], x.dtype) for x in arrays]
-    start = 0
-    for S in (5, 1, 3, 1):
-        drawn = (
-            mx.random.normal((S, heads, 16), key=mx.random.key(10 * start + i)) for i, heads in enumerate((4, 2, 2))
-        )
-        new, end = [x.astype(getattr(mx, dtype)) for x in drawn], start + S
-        one = operators.multi_head_cache_attention(
-            *(x[None] for x in new), start, *arrays, **options, cache_layout=1, kernels="unfused"
-        )
-        index = ([0, S], [0, end], [0], [start], 0, S, end)
-        other = dynamic_batching.multi_head_cache_attention(*new, *index, *packed, **options, cache_layout=3)
-        assert same_bits(to_numpy(one[0]), to_numpy(other))
-        assert all(same_bits(to_numpy(a[0]), to_numpy(b)) for a, b in zip(arrays, packed, strict=True))
-        start = end
-
-
 # ---- what is no number keeps to its own token, head and group --------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ from support.oracle import Array, Spec
 
 MOST_WORK = count(40_000, 100_000)  # elements of queries times tokens; 100,000 take about 0.2 s
 FORMATS = [(bits, group) for bits in (8, 4) for group in GROUPS] + [(0, 0)]
+STEPS = (8, 32)  # rows that threadgroups read between two updates of the maximum
 WIDTHS = [(width, width) for width in HEAD_DIMS] + [(192, 128), (64, 128)]
 
 
@@ -108,16 +109,6 @@ class KernelCase:
     def shape(self) -> tuple[int, int, int, int]:
         width = max(self.head_dim, self.values)
         return threadgroup_shape(self.ratio * self.new_tokens, self.pairs or 0, self.backend, width)
-
-    @property
-    def step(self) -> int:
-        """Rows that a threadgroup reads between two updates of the maximum."""
-        _, _, simdgroups, queries = self.shape
-        lanes = next(x for x in (8, 16, 32) if max(self.head_dim, self.values) // 8 <= x or x == 32)  # share a row
-        bits = self.quant_bit or {"float32": 32}.get(self.cache_dtype, 16)
-        words = -(-self.head_dim // 8 // lanes) * bits // 4
-        unroll = 1 if words > 8 else 2 if words > 4 or queries > 4 else 4
-        return simdgroups * (32 // lanes) * unroll
 
     def row(self, b: int, position: int) -> int:
         """The row of a position of sequence b; below 0: there is none."""
@@ -446,7 +437,7 @@ def runs(case: KernelCase) -> list[KernelCase]:
     rng = np.random.default_rng(case.seed)
     is_ring, splits = not case.max_tokens, case.splits or 1
     ring = case.keep + (case.window or 0) + case.new_tokens + int(rng.integers(4))
-    edges = {SPLIT_ROWS, 2 * SPLIT_ROWS, splits * SPLIT_ROWS, case.step} | ({ring, 2 * ring} if is_ring else set())
+    edges = {SPLIT_ROWS, 2 * SPLIT_ROWS, splits * SPLIT_ROWS, *STEPS} | ({ring, 2 * ring} if is_ring else set())
     num_keys = {edge + beside for edge in edges for beside in (-1, 0, 1)}
     offsets = sorted(n - case.new_tokens for n in num_keys if n >= case.new_tokens)
     cases = []

@@ -62,24 +62,6 @@ def test_a_kernel_has_what_mlx_gives_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_elementwise_arithmetic_rounds_as_the_dtype(dtype: mx.Dtype) -> None:
-    x, y = normal(64, dtype=dtype), normal(64, dtype=dtype, seed=1)
-    source = "T a = x[i], b = y[i]; out[i] = (a * b + a) - b * T(0.3f);"
-    same(launch(source, x, y, template=[("T", dtype)], dtype=dtype), (x * y + x) - y * mx.array(0.3, dtype))
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_every_conversion_from_float(dtype: mx.Dtype) -> None:
-    halves = np.arange(65536, dtype=np.uint32)
-    beside = [halves << 16, halves << 16 | 0x8000, halves << 16 | 0x8001, halves << 13, halves << 13 | 0x1000]
-    x = mx.array(np.concatenate(beside)).view(mx.float32)
-    options: dict[str, Any] = {"grid": (x.size, 1, 1), "shape": x.shape, "dtype": dtype}
-    given, number = launch("out[i] = T(x[i]);", x, template=[("T", dtype)], **options), ~mx.isnan(x)
-    same(mx.isnan(given), mx.isnan(x))
-    same(mx.where(number, given, 0), mx.where(number, x.astype(dtype), 0))
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_simd_functions_match_numpy(dtype: mx.Dtype) -> None:
     source = """
       uint lane = thread_index_in_simdgroup;

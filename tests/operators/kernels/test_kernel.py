@@ -91,19 +91,6 @@ def test_a_threadgroup_fits_metal() -> None:
             assert 4 * (sharers * each * (D + 2) + (BIAS_WEIGHTS if pairs else 0)) <= 32 * 1024
 
 
-def test_a_nan_is_not_hidden() -> None:
-    """A NaN in the cache gives NaN, as in the unfused operator, and only where its token counts."""
-    case = KernelCase(batch=2, offset=30, max_tokens=32, dtype="float32")
-    drawn = draw(case)
-    right = expected(case, drawn)
-    assert drawn.scale is not None
-    drawn.scale[0, 1, 0, 1, 12] = np.nan  # a key of sequence 1, kv head 1
-    output = np.array(run(case, drawn))
-    assert np.isnan(output[1, 4:]).all()
-    output[1, 4:] = right[1, 4:]
-    check_output(mx.array(output), right, "float32")
-
-
 @pytest.mark.parametrize("mask", ["none", "bool", "float"])
 @pytest.mark.parametrize("side", [0, 1], ids=["key", "value"])
 def test_a_nan_that_counts_for_one_query_alone(side: int, mask: str) -> None:
