@@ -62,7 +62,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"prompt": []}, PromptError, "empty"),
     ({"prompt": [5, 99_999]}, PromptError, "token id 99999"),
     ({"max_tokens": 0}, ValueError, "max_tokens is 0"),
-    ({"answers": 0}, ValueError, "answers is 0"),
     ({"answers": 9}, ValueError, "answers is 9; the batch has room for 8"),
     ({"top_logprobs": -1}, ValueError, "top_logprobs is -1"),
     ({"salt": "me"}, ValueError, "salt is 'me'"),
@@ -73,7 +72,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"stop_tokens": ["</s>"]}, ValueError, "stop_tokens is"),
     ({"prompt": [5] * 3000}, ContextError, "the prompt has 3000 tokens"),
     ({"prompt": [5] * 500, "max_tokens": 600}, ContextError, "1 answers of up to 600 need 9 pages .*; the pool has 8"),
-    ({"prompt": [5] * 300, "max_tokens": 200, "answers": 5}, ContextError, "5 answers .* need 12 pages"),
 ]
 
 

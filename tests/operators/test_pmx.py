@@ -15,7 +15,7 @@ from support import oracle
 from support.counts import count
 from support.operator_cases import FLOATS, QuantizedTally, check_output, same_bits, to_numpy
 from support.oracle import Array
-from support.pmx_cases import FORMS, MASKS, PAGE_SIZES, START_FORMS, Call, check_cases, draw_case, plain_case
+from support.pmx_cases import FORMS, MASKS, START_FORMS, Call, check_cases, draw_case, plain_case
 from support.pmx_errors import good_call
 
 from kvant import operators
@@ -31,7 +31,7 @@ def test_against_the_oracle(first: int) -> None:
 
 
 def test_the_cases_cover_the_parameter_space() -> None:
-    """Every value of every parameter is among the cases, and so are the awkward combinations."""
+    """The values that depend on others, and the awkward combinations."""
     cases = [draw_case(seed) for seed in range(CASES)]
     for packed, layouts, forms in ((False, 2, START_FORMS), (True, 4, FORMS)):
         cache, attention = ([c for c in cases if (c.packed, c.attends) == (packed, x)] for x in (False, True))
@@ -39,26 +39,18 @@ def test_the_cases_cover_the_parameter_space() -> None:
             formats = {(c.spec.quant_bit, c.spec.dtype, c.spec.cache_layout) for c in part}
             assert formats >= {(b, d, x) for b in (0, 8, 4) for d in FLOATS for x in range(layouts)}
             assert {(c.spec.dtype, c.spec.cache_dtype) for c in part} >= {(a, b) for a in FLOATS for b in FLOATS}
-            assert {c.spec.scale_dtype for c in part if c.spec.quant_bit} == {"float32", "float16"}
-            assert {c.spec.layer_idx for c in part} == {0, 1, 2}
             assert {form for c in part for form in c.forms} == set(forms)
-            assert {c.num_kv_heads for c in part} == {1, 2, 3}
             assert any(min(c.sequences.earlier) > 0 and len(c.sequences.new) > 1 for c in part)
             assert packed or any(c.max_rows[0] > len(c.sequences.new) for c in part)
             assert not packed or any(0 in c.sequences.new for c in part), "no sequence without new tokens"
             for paged in (True, False) if packed else ():
                 own = [c for c in part if (c.page_size is not None) == paged]
                 assert {(c.spec.quant_bit, c.spec.cache_layout) for c in own} == {f[::2] for f in formats}
-                assert {c.page_size for c in own} == (set(PAGE_SIZES) if paged else {None})
                 rows = [[row for each in c.sequences.rows or [] for row in each] for c in own]
                 assert any(len(set(each)) < len(each) for each in rows), "no rows are shared"
         assert any(c.data == "int8" for c in cache)
-        assert {c.num_repeat for c in cache} == {1, 2, 3}
         masks = {(c.mask, c.mask_rank, c.mask_padding > 0) for c in attention if c.mask in MASKS[2:]}
         assert len(masks) == (8 if packed else 12)
-        assert {c.mask for c in attention} == set(MASKS)
-        assert {c.mask_dtype for c in attention if c.mask == "float"} == set(FLOATS)
-        assert {(c.is_causal, c.is_alibi) for c in attention} == {(a, b) for a in (True, False) for b in (True, False)}
         assert {c.num_heads for c in attention if c.is_alibi} >= {1, 2, 3, 4, 6, 8, 9, 12}
 
 
