@@ -107,19 +107,12 @@ def test_a_seed_of_mlx_is_heeded(pocket: Pocket, prompts: list[list[int]]) -> No
 
 
 def test_deterministic_alone_and_in_company(pocket: Pocket, prompts: list[list[int]]) -> None:
-    """Quantized values flip by the rounding of other rows; not here. The shared beginning is found by some only."""
-    prompts = [*prompts, prompts[2] + prompts[0]]
-    sampler = make_sampler(temp=0.9, seed=1)
-    given: dict[str, Any] = {"deterministic": True, "max_tokens": 16, "return_token_ids": True}
-    given |= {"completion_batch_size": 4, "prefill_batch_size": 1, "return_logprobs": True}
-    together, backwards, *single = (
-        batch_generate(*pocket, each, samplers=[sampler] * len(each), **given)
-        for each in (prompts, prompts[::-1], prompts[2:3], prompts[6:])
-    )
-    for name in ("token_ids", "logprobs"):
-        expected = getattr(together, name)
-        assert getattr(backwards, name) == expected[::-1]
-        assert [getattr(each, name)[0] for each in single] == [expected[2], expected[6]]
+    """Quantized values flip by the rounding of other rows; not here."""
+    given: dict[str, Any] = {"deterministic": True, "max_tokens": 16, "return_logprobs": True}
+    given |= {"completion_batch_size": 4, "prefill_batch_size": 1}
+    together, alone = (batch_generate(*pocket, each, **given).logprobs for each in (prompts, prompts[2:3]))
+    assert together is not None
+    assert together[2:3] == alone
 
 
 def test_what_ends_an_answer(pocket: Pocket, prompts: list[list[int]]) -> None:

@@ -186,30 +186,6 @@ def test_a_pool_of_small_chunks(pocket: Pocket, heldout_ids: list[int]) -> None:
         scheduler_of(pocket[0], pool=options, deterministic=True)
 
 
-def test_cancelled_requests_leave_at_once(pocket: Pocket, heldout_ids: list[int]) -> None:
-    scheduler, pool = scheduler_of(pocket[0], max_batch=2)
-    running, fed, waiting = Request([5], max_tokens=50), Request(heldout_ids, max_tokens=50), Request([6], max_tokens=5)
-    other = Request([7], max_tokens=30)
-    for request in (other, running, fed, waiting):
-        scheduler.submit(request)
-    told = list(scheduler.step())
-    told += scheduler.step()
-    scheduler.cancel(running)
-    told += scheduler.step()
-    assert scheduler.counts[:3] == (1, 1, 1)
-    for request in (waiting, fed):
-        scheduler.cancel(request)
-        scheduler.cancel(request)
-    assert scheduler.counts == (0, 0, 1, PAGES - 1)
-    told += [token for tokens in run_all(scheduler).values() for token in tokens]
-    for request in (running, fed, waiting):
-        assert [t.finish_reason for t in told if t.request is request and t.finish_reason] == ["cancelled"]
-    assert [t.token for t in told if t.request is other] == alone(pocket[0], other)
-    assert pool.num_free == PAGES
-    scheduler.cancel(other)
-    assert scheduler.idle
-
-
 @pytest.mark.parametrize("length", [5, 128, 200])
 def test_several_answers_of_one_prompt(pocket: Pocket, heldout_ids: list[int], length: int) -> None:
     """Each is that of a single request with the next seed; the prompt is fed once, and its whole pages are shared."""
