@@ -59,7 +59,6 @@ class _Layer:
         self.tolerance = 8 * FLOAT32_EPSILON * max(1.0, np.abs(scores).max()) * largest_value
 
     def rows(self, split: bool) -> list[mx.array]:
-        """Query, key and value as a cache with or without the split takes them."""
         return [mx.array(x.astype(np.float32)) for x in (self.query, *(self.stored if split else self.whole))]
 
     def attend(self, bounds: list[int], split: bool) -> np.ndarray:
@@ -145,7 +144,6 @@ def _with_large_key_bias(make: Make, size: float, elements: tuple[int, ...], **c
 
 
 def _check_model(model: Decoder, reference: Any, ids: mx.array, size: float) -> None:
-    """mlx-lm's logits, for prefill, chunks and decode."""
     expected = reference(ids)
     for split, bounds in product((True, False), STEPS.values()):
         cache = model.make_cache(64, kv_bits=0, bias_split=split)

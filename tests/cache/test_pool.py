@@ -28,7 +28,6 @@ on_a_cpu = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="the sa
 
 @pytest.mark.parametrize("bits", [8, 0])
 def test_a_step_changes_a_pool_in_place_whatever_its_size(pocket: Pocket, bits: int) -> None:
-    """A step, a chunk and a fork each take the memory they take in a pool of a hundredth."""
     model, _ = pocket
     peaks = []
     for tokens in (1024, 102400):

@@ -25,7 +25,6 @@ def _fed(model: Decoder, bits: int, length: int, reserved: int = 1000) -> ModelC
 
 
 def _check_next(model: Decoder, pool: Pool, sequence: PoolSequence, cache: ModelCache, steps: int = 1) -> None:
-    """More tokens through both have the same logits."""
     for token in TEXT[sequence.length : sequence.length + steps]:
         given = decode(model, pool, [sequence], [token])
         assert close(given, model(mx.array([[token]]), cache=cache)[:, -1])
@@ -122,7 +121,6 @@ def test_a_load_that_is_interrupted_leaves_an_empty_sequence(windows: Decoder, m
 
 
 def test_nothing_holds_the_arrays_afterwards(windows: Decoder) -> None:
-    """A step after it takes what one before it took, not another pool."""
     pool = windows.make_pool(200 * 128, sequences=4, kv_bits=8, kv_group_size=16, max_seq_len=900)
     sequence = pool.sequence(900)
     prefill(windows, pool, sequence, TEXT[:300])

@@ -9,7 +9,6 @@ from kvant.models import Decoder
 
 
 def test_how_far_it_goes_back(windows: Decoder) -> None:
-    """To every length whose window is still there, exactly; other lengths are refused."""
     pool = windows.make_pool(4096, sequences=4, kv_bits=0, prefill_step_size=128)
     sequence = pool.sequence(1000)
     prefill(windows, pool, sequence, TEXT[:700])

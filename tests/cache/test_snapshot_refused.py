@@ -47,7 +47,6 @@ def _cache(
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A small snapshot."""
     _cache(fill=True).save(tmp_path / "saved", {"title": "x"})
     return tmp_path / "saved"
 

@@ -56,7 +56,6 @@ def test_names_are_mlx_lms() -> None:
 def test_tokens_are_mlx_lms(
     pocket: Pocket, pocket_mlx_lm: Any, pocket_folder: Path, prompts: list[list[int]], at_once: int
 ) -> None:
-    """At full precision; more prompts than run at once, each with its own number of tokens."""
     _, their_tokenizer = mlx_lm.load(str(pocket_folder), lazy=True)
     given: dict[str, Any] = {"max_tokens": [40, 7, 20, 1, 30, 12], "return_token_ids": True, "return_logprobs": True}
     given |= {"completion_batch_size": at_once, "prefill_batch_size": 1}
@@ -86,7 +85,6 @@ def _alone(pocket: Pocket, prompt: Any, max_tokens: int, **options: Any) -> list
 
 
 def test_each_prompt_gives_what_it_gives_alone(pocket: Pocket, prompts: list[list[int]]) -> None:
-    """At full precision, with seeds, penalties and text that is encoded here."""
     texts: list[Any] = [*prompts[:3], "Once upon a time", mx.array(prompts[0])]
     listed = [None, *[make_sampler(temp=1, seed=5)] * 4]
     given: dict[str, Any] = {"kv_bits": 0, "logits_processors": make_logits_processors(repetition_penalty=1.2)}

@@ -69,7 +69,6 @@ def _check(tokenizer: Tokenizer, tokens: list[Token], schema: Any, answers: int 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])
 def test_random_schemas(pocket: Pocket, grammars: Grammars, random_model: Decoder, bits: int) -> None:
-    """Of pocket and of a random model whose vocabulary is longer than the tokenizer's; at any temperature."""
     tokenizer = pocket[1]
     rng = random.Random(bits)
     for model, compiler in ((pocket[0], grammars), (random_model, Grammars(tokenizer, PADDED))):
@@ -106,7 +105,6 @@ def test_log_probabilities_are_those_of_allowed_tokens(pocket: Pocket, grammars:
 
 
 def test_alone(pocket: Pocket, person: Grammar) -> None:
-    """``generate`` and its relatives take a grammar among the logits processors, each call from its beginning."""
     model, tokenizer = pocket
     penalized: dict[str, Any] = {"logits_processors": [person, *make_logits_processors(repetition_penalty=1.1)]}
     options: dict[str, Any] = {"max_tokens": 120, "logits_processors": [person]}
@@ -121,7 +119,6 @@ def test_alone(pocket: Pocket, person: Grammar) -> None:
 
 
 def test_a_conversation_that_forgets_in_the_middle_of_an_answer(pocket: Pocket, grammars: Grammars) -> None:
-    """The answer goes on where it was, with fewer turns before it."""
     model, tokenizer = pocket
     talk = Conversation(model, tokenizer, model.make_cache(110), overflow="forget")
     for _ in range(2):
@@ -174,7 +171,6 @@ def test_an_answer_that_cannot_go_on_fails_alone(pocket: Pocket, grammars: Gramm
 
 
 def test_a_grammar_without_the_library(pocket: Pocket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is an extra: what is missing is said."""
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(GrammarError, match="kvant\\[serve\\]"):
         Grammars(pocket[1], len(pocket[1])).compile("json_object")

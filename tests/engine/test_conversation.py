@@ -166,7 +166,6 @@ def test_a_full_context_that_forgets_nothing_loses_nothing(pocket: Pocket) -> No
 
 
 def test_a_stop_string_at_the_last_token_of_a_full_context(pocket: Pocket) -> None:
-    """It ends the answer, and nothing is forgotten for a token that nobody wants."""
     _, tokenizer = pocket
     conversation = _make(pocket, 90, overflow="forget")
     text_of(conversation.send(QUESTIONS[0], **ANSWERED))

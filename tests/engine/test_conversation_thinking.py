@@ -69,7 +69,6 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Lang
 
 
 def _say(conversation: Conversation, tokenizer: Tokenizer, question: str, text: str) -> list[GenerationResponse]:
-    """A turn whose answer is this text."""
     script, end = iter(tokenizer.encode(text, add_special_tokens=False)), tokenizer.eos_token_id
     return list(conversation.send(question, sampler=lambda _: mx.array([next(script, end)]), max_tokens=200))
 

@@ -38,7 +38,6 @@ def _theirs_without_a_compiler() -> Iterator[None]:
 
 
 def _logits(kind: str, vocab_size: int, seed: int = 0, rows: int = 2) -> mx.array:
-    """(rows, vocab) float32."""
     normal = mx.random.normal((rows, vocab_size), key=mx.random.key(seed))
     kinds = {
         "normal": normal * 3,
@@ -152,7 +151,6 @@ def _flattened(tokens: mx.array, logits: mx.array) -> mx.array:
 
 
 def _row(random: Random, vocab_size: int) -> Row:
-    """A request with options of its own."""
     some = random.sample(range(vocab_size), 3)
     sampler: Any = random.choice([greedy, _second_likeliest, *[None] * 6])
     if sampler is None:
@@ -202,7 +200,6 @@ def _alone(logits: mx.array, row: Row) -> tuple[int, mx.array]:
     ("vocab_size", "batches"), [*((size, count(12, 400)) for size in (13, 300, 1283)), (151_936, count(1, 10))]
 )
 def test_every_row_is_what_it_is_alone(vocab_size: int, batches: int) -> None:
-    """In random company and order, with rows of padding behind: the same token, and the same bits."""
     random = Random(vocab_size)
     for _ in range(batches):
         size = random.choice([1, 2, 5, 16])

@@ -34,7 +34,6 @@ def _requests(pocket: Pocket, prompts: Sequence[Sequence[int]], **options: Any) 
 
 @pytest.fixture(scope="module")
 def prompts(pocket: Pocket, heldout_ids: list[int]) -> list[list[int]]:
-    """Of 1 to 300 tokens."""
     texts = [pocket[1].encode(text) for text in TEXTS]
     return [*texts, heldout_ids[:300], heldout_ids[300:428], heldout_ids[500:501]]
 
@@ -188,7 +187,6 @@ def test_a_pool_of_small_chunks(pocket: Pocket, heldout_ids: list[int]) -> None:
 
 @pytest.mark.parametrize("length", [5, 128, 200])
 def test_several_answers_of_one_prompt(pocket: Pocket, heldout_ids: list[int], length: int) -> None:
-    """Each is that of a single request with the next seed; the prompt is fed once, and its whole pages are shared."""
     scheduler, pool = scheduler_of(pocket[0], pages=7)
     request = Request(heldout_ids[:length], max_tokens=12, sampler=make_sampler(1.2, seed=6), answers=4)
     scheduler.submit(request)
@@ -262,7 +260,6 @@ def test_a_second_turn_feeds_what_is_new(pocket: Pocket, heldout_ids: list[int],
 
 
 def test_prompts_that_part_share_a_window(tmp_path: Path) -> None:
-    """At the ends of chunks, where its pages are still there."""
     config = mistral_config(sliding_window=160)
     save_checkpoint(tmp_path / "model", config, reference_model(config))
     model = load_model(tmp_path / "model")

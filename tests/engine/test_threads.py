@@ -61,13 +61,11 @@ def _printed(program: str) -> list[str]:
 
 
 def _apart(work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What a thread of its own, which ends, makes of it."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(work, *arguments, **options).result()
 
 
 def test_two_threads_at_once(pocket: Pocket) -> None:
-    """On one cache, which was a segmentation fault in most runs, and with a cache each."""
     expected = generate(*pocket, PROMPT, max_tokens=8)
     shared = "".join(f"cache = model.make_cache(1000)\nrace(lambda: ({use}))\n" for use in USES)
     own = f"def use(): assert kvant.generate(model, tokenizer, {PROMPT!r}, max_tokens=8) == {expected!r}\nrace(use)\n"
@@ -125,7 +123,6 @@ ATTEMPTS: dict[str, Callable[[Pocket, Any], Any]] = {
 
 @pytest.mark.parametrize("grows", [False, True])
 def test_another_thread_during_a_step(pocket: Pocket, grows: bool) -> None:
-    """Refused, and the run goes on as if nothing had been."""
     cache: Any = [FullKVCache() for _ in pocket[0].layers] if grows else pocket[0].make_cache(100)
     expected = generate(*pocket, PROMPT, max_tokens=5, prompt_cache=copy.deepcopy(cache))
     refused = []
@@ -153,7 +150,6 @@ def test_a_run_that_another_thread_ended_says_so(pocket: Pocket) -> None:
 
 
 def test_one_thread_after_the_other(pocket: Pocket) -> None:
-    """Each of which ends: a run and a conversation go on."""
     model, _ = pocket
     expected = [r.token for r in stream_generate(*pocket, PROMPT, max_tokens=10)]
     run = stream_generate(*pocket, PROMPT, max_tokens=10, prompt_cache=model.make_cache(100))

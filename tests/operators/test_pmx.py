@@ -120,7 +120,6 @@ def test_inputs_are_left_alone(packed: bool) -> None:
 
 
 def peak_of(call: Callable[[], Any], arrays: list[mx.array]) -> int:
-    """Bytes that a call takes beside what is there."""
     mx.eval(arrays)
     before = mx.get_active_memory()
     mx.reset_peak_memory()

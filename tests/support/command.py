@@ -94,7 +94,6 @@ def refusal(code: int, *arguments: str) -> str:
 
 
 def children(process: int) -> list[int]:
-    """Those that a process started."""
     listed = subprocess.run(["ps", "-Ao", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
     return [int(line.split()[0]) for line in listed.splitlines() if int(line.split()[1]) == process]
 

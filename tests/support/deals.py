@@ -5,6 +5,5 @@ from itertools import combinations, pairwise
 
 
 def every_deal(layers: int, ranks: int) -> Iterator[list[range]]:
-    """All ways to cut ``layers`` into contiguous parts that are not empty."""
     for cuts in combinations(range(1, layers), ranks - 1):
         yield [range(*bounds) for bounds in pairwise((0, *cuts, layers))]

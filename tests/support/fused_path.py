@@ -44,7 +44,6 @@ def checked_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def launches(checked_gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[mx.array]]]:
-    """Every launch's name and inputs."""
     seen: list[tuple[str, list[mx.array]]] = []
     run = attend.launch
 

@@ -68,7 +68,6 @@ class Hub:
         return commit
 
     def fetched(self, name: str) -> list[Request]:
-        """The downloads of a file."""
         place = "cdn" if name.endswith(LARGE) else "resolve"
         return [r for r in self.requests if r.method == "GET" and r.path.endswith(f"/{name}") and place in r.path]
 
@@ -84,7 +83,6 @@ def sha256(data: bytes) -> str:
 
 @contextmanager
 def serve(hub: Hub) -> Iterator[Hub]:
-    """The hub, answering on a port of its own."""
     handler = type("Handler", (_Handler,), {"hub": hub})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True

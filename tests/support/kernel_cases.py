@@ -85,7 +85,6 @@ class KernelCase:
 
     @property
     def offsets(self) -> list[int]:
-        """Cached tokens of each sequence."""
         return [max(0, self.offset - self.shorter * b) for b in range(self.batch)]
 
     @property
@@ -274,7 +273,6 @@ def kernels_on_host(
     """
 
     def plain(file: str) -> str:
-        """A file's text without what a compiler is told of loops."""
         own = (texts or {}).get(file) or text(file)
         return re.sub(r"(#define KVANT_UNROLL\w*) .*", r"\1", own)
 

@@ -44,7 +44,6 @@ class Sequences(NamedTuple):
         return [a + b for a, b in zip(self.earlier, self.new, strict=True)]
 
     def places(self, only_new: bool) -> list[tuple[int, int]]:
-        """(sequence, token) of all tokens, or of the new ones, in order."""
         first = self.earlier if only_new else [0] * len(self.new)
         return [(b, t) for b, end in enumerate(self.tokens) for t in range(first[b], end)]
 
@@ -68,7 +67,6 @@ def cast(x: Array, dtype: str) -> Array:
 
 
 def max_quantized(quant_bit: int) -> int:
-    """127 for 8 bits, 7 for 4."""
     return int(2 ** (quant_bit - 1) - 1)
 
 

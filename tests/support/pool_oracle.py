@@ -87,7 +87,6 @@ class OracleLayer:
         del self.values[length:], self.scales[length:]
 
     def page(self, number: int) -> tuple[list[Array], list[Array]]:
-        """The tokens of a whole page."""
         part = slice(number * PAGE, number * PAGE + PAGE)
         return self.values[part], self.scales[part]
 
@@ -101,7 +100,6 @@ class OracleSequence:
         self.layers = [OracleLayer(layer.format, layer.bias_split, frequencies) for layer in pool.layers]
 
     def fork(self) -> "OracleSequence":
-        """Another with the same tokens."""
         made = object.__new__(OracleSequence)
         made.ids = list(self.ids)
         made.layers = [
@@ -118,7 +116,6 @@ class OracleSequence:
         return model.logits(model.states(mx.array([ids]), start, self.layers))[0]
 
     def trim_to(self, length: int) -> None:
-        """Forget the tokens past so many."""
         del self.ids[length:]
         for layer in self.layers:
             layer.cut(length)

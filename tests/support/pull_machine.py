@@ -141,7 +141,6 @@ class Machine:
 
     @property
     def blobs(self) -> Path:
-        """Of the repository, in huggingface_hub's cache."""
         return self.home / "hf" / "hub" / f"models--{REPOSITORY.replace('/', '--')}" / "blobs"
 
     @property
@@ -170,7 +169,6 @@ def pulling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 @pytest.fixture
 def hub(pulling: Machine, files: dict[str, bytes]) -> Hub:
-    """The hub, with the repository alone."""
     hub, new = pulling.hub, Hub(port=pulling.hub.port)
     hub.release.set()
     for each in fields(Hub):
@@ -181,6 +179,5 @@ def hub(pulling: Machine, files: dict[str, bytes]) -> Hub:
 
 @pytest.fixture
 def machine(pulling: Machine, hub: Hub) -> Machine:
-    """The machine, with an empty home."""
     pulling.empty()
     return pulling

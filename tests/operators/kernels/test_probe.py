@@ -37,7 +37,6 @@ class Launches(list[tuple[str, dict[str, Any]]]):
     def __call__(
         self, name: str, backend: str, inputs: Sequence[mx.array], *, template: Any, outputs: Any, **sizes: Any
     ) -> list[mx.array]:
-        """A launch that computes nothing."""
         seen: dict[str, Any] = {**template, **sizes}
         for each, x in zip(launch.INPUTS[name], inputs, strict=True):
             seen |= {f"{each} small": x.size < 8, f"{each} dtype": x.dtype}
@@ -47,7 +46,6 @@ class Launches(list[tuple[str, dict[str, Any]]]):
         return [mx.zeros(shape, dtype) for shape, dtype in outputs]
 
     def of(self, name: str, *constants: str) -> set[Any]:
-        """What a kernel's launches have at some constants."""
         return {tuple(seen[constant] for constant in constants) for own, seen in self if own == name}
 
 

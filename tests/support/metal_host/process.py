@@ -82,7 +82,6 @@ class Worker:
             self.close()
 
     def close(self) -> None:
-        """Ends the process."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -110,7 +109,6 @@ def _sanitizer_error(call: KernelCall, complaints: str, status: int) -> HostErro
 
 
 def _line_of(library: Path, offset: int) -> int:
-    """The line of an address in the library; 0 where no tool on this machine can say."""
     tool = shutil.which("llvm-symbolizer") or shutil.which("addr2line")
     if not offset or tool is None:
         return 0

@@ -22,7 +22,6 @@ MAX_THREADS = 1024  # of a threadgroup
 
 @cache
 def worker() -> Worker:
-    """The process that runs this session's kernels."""
     return Worker(find_compiler())
 
 
