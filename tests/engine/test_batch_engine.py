@@ -18,7 +18,7 @@ from kvant.engine import batch_engine
 from kvant.engine.batch_engine import BatchEngine
 from kvant.engine.request import Request, Token
 from kvant.engine.scheduler import Scheduler
-from kvant.errors import EngineError, QueueFullError
+from kvant.errors import EngineError
 from kvant.models import Decoder
 from kvant.sample_utils import make_logits_processors, make_sampler
 

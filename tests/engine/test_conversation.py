@@ -9,14 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.conversations import (
-    QUESTIONS,
-    asking,
-    check_consistent,
-    count_fed,
-    prompt_ids,
-    text_of,
-)
+from support.conversations import QUESTIONS, asking, check_consistent, count_fed, prompt_ids, text_of
 from support.counts import count
 
 from kvant.engine.conversation import Conversation
