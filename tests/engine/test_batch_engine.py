@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 from support.batches import alone
 from support.counts import count
+from support.server import SOON, wait
 
 from kvant.engine import batch_engine
 from kvant.engine.batch_engine import BatchEngine
@@ -24,7 +25,6 @@ from kvant.sample_utils import make_logits_processors, make_sampler
 
 Pocket = tuple[Decoder, Any]
 PAGES = 32
-SOON = 30  # seconds until which a test waits for what should be immediate
 
 
 @pytest.fixture
@@ -41,13 +41,6 @@ def make(pocket: Pocket) -> Iterator[Callable[..., BatchEngine]]:
         assert each.close(drain=False, timeout=SOON)
         if each.alive or each.counts.free_pages != PAGES:
             raise AssertionError(f"{each.counts} are left")
-
-
-def _wait(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_requests_from_many_threads(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
@@ -90,7 +83,7 @@ def test_readers(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
     engine = make()
     slow, fast = engine.submit(Request([5], max_tokens=60)), engine.submit(Request([6], max_tokens=20))
     assert [token.token for token in fast] == alone(pocket[0], fast.request)
-    _wait(lambda: engine.counts.running == 0)
+    wait(lambda: engine.counts.running == 0)
     assert [token.token for token in slow] == alone(pocket[0], slow.request)
     answers = engine.submit(Request([5, 6], max_tokens=12, answers=3, sampler=make_sampler(1.5, seed=1)))
     told: list[list[int | None]] = [[], [], []]
@@ -115,7 +108,7 @@ def test_cancelling_from_another_thread(pocket: Pocket, make: Callable[..., Batc
     assert 1 < len(tokens) < 900
     with engine.submit(Request([7], max_tokens=900)) as left:
         next(left)
-    _wait(lambda: engine.counts == (0, 0, 0, PAGES))
+    wait(lambda: engine.counts == (0, 0, 0, PAGES))
     running.cancel()
 
 
@@ -133,7 +126,7 @@ def test_a_callback_for_every_token(pocket: Pocket, make: Callable[..., BatchEng
 
     engine.submit_to(failing, fail)
     engine.submit_to(request, told.append)
-    _wait(lambda: engine.counts == (0, 0, 0, PAGES) and bool(told) and told[-1].finish_reason is not None)
+    wait(lambda: engine.counts == (0, 0, 0, PAGES) and bool(told) and told[-1].finish_reason is not None)
     assert [token.token for token in told] == alone(pocket[0], request)
     assert calls < 20
 
@@ -229,7 +222,7 @@ def test_many_short_requests_leave_nothing_behind(pocket: Pocket, make: Callable
                 list(answers.pop(0))
         for each in answers:
             list(each)
-        _wait(lambda: engine.age == 0.0)
+        wait(lambda: engine.age == 0.0)
 
     def held() -> tuple[int, int]:
         gc.collect()

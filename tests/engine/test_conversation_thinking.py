@@ -18,8 +18,8 @@ from kvant.engine.generate import GenerationResponse
 from kvant.models import LanguageModel
 from kvant.text.tokenizer import Tokenizer
 
-# Qwen3 drops what was thought before the last question. Written for this test: in the manner of DeepSeek R1, whose prompt
-# begins the thinking; and one that keeps it all.
+# Qwen3 drops what was thought before the last question. These are in the manner of DeepSeek R1, whose prompt begins the
+# thinking; and one that keeps it all.
 OPENS = """
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content.split('</think>')[-1] + '<|im_end|>\\n' }}
 {%- endfor %}
