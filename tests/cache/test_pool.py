@@ -1,7 +1,7 @@
 """The pool: sequences in it against mlx-lm, PMX's operator and each alone; what it refuses."""
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -229,17 +229,7 @@ def test_one_thread_at_a_time(pocket: Pocket) -> None:
         lambda: pool.sequence(1), lambda: batch.begin(ids), batch.commit, lambda: sequence.trim(0), sequence.fork,
         sequence.share_prefix, sequence.release, sequence.to_cache,
     ]  # fmt: skip
-    refused = []
-
-    def elsewhere() -> None:
+    with pool.turn, ThreadPoolExecutor(1) as thread:
         for use in uses:
-            try:
-                use()
-            except RuntimeError as error:
-                refused.append("in use by another thread" in str(error))
-
-    with pool.turn:
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-    assert refused == [True] * len(uses)
+            with pytest.raises(RuntimeError, match="in use by another thread"):
+                thread.submit(use).result()

@@ -1,7 +1,4 @@
-"""Turns taken back, asked again and edited; a history that outgrows its context, in memory that does not grow.
-
-Ids are compared with the template's own rendering, and logits with the model fed at once from an empty cache.
-"""
+"""Turns taken back, asked again and edited; a history that outgrows its context, in memory that does not grow."""
 
 import gc
 import os

@@ -124,9 +124,6 @@ def test_a_draw_goes_by_its_own_seed_and_position() -> None:
     assert len({tokens.pop() for tokens in drawn.values()}) > len(keys) / 2 - 5
 
 
-# Runs
-
-
 def _tokens(pocket: Pocket, seed: int | None, **settings: Any) -> list[int]:
     model, _ = pocket
     cache = model.make_cache(128, kv_bits=8)

@@ -134,9 +134,6 @@ def test_processors_are_mlx_lms_and_leave_their_argument(kind: str, vocab_size: 
             assert mx.array_equal(logits, before).item()
 
 
-# Rows of a batch
-
-
 def _second_likeliest(logprobs: mx.array) -> mx.array:
     return mx.argsort(logprobs, axis=-1)[:, -2].astype(mx.int32)
 

@@ -98,18 +98,9 @@ def test_options_reach_sampler_and_processors() -> None:
     assert mx.random.state[0].tolist() == state  # type: ignore[index]
     assert isinstance(sampler, SeededSampler)
     assert replace(sampler, follows_mlx=True) == make_sampler(0.5, 0.9, 0.1, 2, 7, 0.2, 0.1, [4, 299], seed=3)
-    _, processors = (
-        SamplingOptions(
-            repetition_penalty=2.0,
-            presence_penalty=1.0,
-            frequency_penalty=0.5,
-            frequency_context_size=2,
-            logit_bias={1: 1},
-        )
-        .filled()
-        .build(300)
-    )
-    assert processors == make_logits_processors({1: 1}, 2.0, 20, 1.0, 20, 0.5, 2)
+    penalties = {"repetition_penalty": 2.0, "presence_penalty": 1.0, "frequency_penalty": 0.5}
+    options = SamplingOptions(**penalties, frequency_context_size=2, logit_bias={1: 1})  # type: ignore[arg-type]
+    assert options.filled().build(300)[1] == make_logits_processors({1: 1}, 2.0, 20, 1.0, 20, 0.5, 2)
     assert make_logits_processors({}, 0, 20, 0.0, 20, 0.0) == []
     assert SamplingOptions().filled().build(300) == (greedy, [])
 
@@ -123,9 +114,6 @@ def test_each_option_has_one_definition() -> None:
         flags = signature(command).parameters
         assert wanted.keys() <= flags.keys()
         assert all(flags[name].default == wanted[name].default for name in wanted.keys() - {"logit_bias"})
-
-
-# generation_config.json
 
 
 def _read(folder: Path, given: tuple[str, ...] = (), **settings: Any) -> dict[str, float]:

@@ -27,11 +27,6 @@ TEXTS = [
 ]
 
 
-def _requests(pocket: Pocket, prompts: Sequence[Sequence[int]], **options: Any) -> list[Request]:
-    stop = {"stop_tokens": pocket[1].eos_token_ids}
-    return [Request(prompt, **({"max_tokens": 12} | stop | options)) for prompt in prompts]
-
-
 @pytest.fixture(scope="module")
 def prompts(pocket: Pocket, heldout_ids: list[int]) -> list[list[int]]:
     texts = [pocket[1].encode(text) for text in TEXTS]
@@ -40,7 +35,8 @@ def prompts(pocket: Pocket, heldout_ids: list[int]) -> list[list[int]]:
 
 def test_every_request_as_alone(pocket: Pocket, prompts: list[list[int]]) -> None:
     scheduler, pool = scheduler_of(pocket[0])
-    requests = [_requests(pocket, [p], **o)[0] for p, o in zip(prompts, OPTIONS, strict=True)]
+    given = {"max_tokens": 12, "stop_tokens": pocket[1].eos_token_ids}
+    requests = [Request(prompt, **given | options) for prompt, options in zip(prompts, OPTIONS, strict=True)]
     told = run_all(scheduler, requests)
     for request in requests:
         tokens = told[request]

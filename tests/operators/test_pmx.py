@@ -103,9 +103,6 @@ def test_one_changed_scale_fails_the_comparison(attends: bool) -> None:
         call.check_result(result)
 
 
-# ---- the caller's arrays ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_inputs_are_left_alone(packed: bool) -> None:
     """Cache and scale are in-out; all else is not."""
@@ -166,9 +163,6 @@ def test_memory_of_the_attention_does_not_grow_with_the_sequences() -> None:
         peaks[B] = min(peak_of(call, [new, *arrays]), peaks.get(B, sys.maxsize))
     assert floats < peaks[most] < most / 2 * floats
     assert peaks[most] < peaks[4] + 2 * floats
-
-
-# ---- what is no number keeps to its own token, head and group --------------------------------------------------------
 
 
 def spoilt_call(packed: bool, quant_bit: int, which: str, bad: float) -> tuple[Array, list[Array]]:

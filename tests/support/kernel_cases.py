@@ -256,9 +256,6 @@ def expected(case: KernelCase, drawn: Drawn) -> Array:
     return np.concatenate(output).swapaxes(1, 2)
 
 
-# ---- running ---------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def kernels_on_host(
     forbidden: Mapping[str, Array] | None = None,
@@ -353,8 +350,6 @@ def check_append(
     quantized, scale = stored
     return quantized, scale
 
-
-# ---- cases -----------------------------------------------------------------------------------------------------------
 
 # What a compiled instance depends on. Every two values of two options meet in one of the instances.
 OPTIONS: dict[str, tuple[Any, ...]] = {

@@ -48,9 +48,6 @@ class Sequences(NamedTuple):
         return [(b, t) for b, end in enumerate(self.tokens) for t in range(first[b], end)]
 
 
-# ---- dtypes ----------------------------------------------------------------------------------------------------------
-
-
 def cast(x: Array, dtype: str) -> Array:
     """x rounded to the nearest value of a dtype, ties to even."""
     if dtype != "bfloat16":
@@ -61,9 +58,6 @@ def cast(x: Array, dtype: str) -> Array:
     word = narrow.view(np.uint32)
     rounded = (word + np.uint32(0x7FFF) + ((word >> 16) & 1)) & np.uint32(0xFFFF0000)
     return np.where(np.isnan(narrow), narrow, rounded.view(np.float32))
-
-
-# ---- quantization ----------------------------------------------------------------------------------------------------
 
 
 def max_quantized(quant_bit: int) -> int:
@@ -111,9 +105,6 @@ def dequantize(stored: Array, scale: Array, spec: Spec) -> Array:
     return cast(product.reshape(quantized.shape), spec.dtype)
 
 
-# ---- the cache -------------------------------------------------------------------------------------------------------
-
-
 def token(x: Array, kind: int, b: int, t: int, sequences: Sequences, spec: Spec) -> Array:
     """The writable view (K, last) of a token's key or value in a cache, or of its scale."""
     layer, every = spec.layer_idx, slice(None)
@@ -153,9 +144,6 @@ def fetch(sequences: Sequences, cache: Array, scale: Array | None, spec: Spec) -
         return dequantize(stored, scales, spec)
 
     return one(KEY), one(VALUE)
-
-
-# ---- attention -------------------------------------------------------------------------------------------------------
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -114,9 +114,6 @@ def in_form(values: list[Any], form: str) -> Any:
     return mx.array(table.astype(form if fits else np.int64))
 
 
-# ---- drawing ---------------------------------------------------------------------------------------------------------
-
-
 def draw_case(seed: int) -> Case:
     """The seed's lower bits are the operator, static or packed, the layout and the mode; the rest is drawn."""
     rng = np.random.default_rng((seed, 30))
@@ -230,9 +227,6 @@ def draw_values(rng: np.random.Generator, shape: tuple[int, ...], data: str, spe
     elif data == "large":
         x = np.clip(x * 1e4, -5e4, 5e4)
     return oracle.cast(x, spec.dtype)
-
-
-# ---- a call ----------------------------------------------------------------------------------------------------------
 
 
 class Call:

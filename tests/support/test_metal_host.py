@@ -49,9 +49,6 @@ def same(given: mx.array, expected: mx.array) -> None:
     assert mx.array_equal(given, expected).item(), (given, expected)
 
 
-# ---- right kernels ---------------------------------------------------------------------------------------------------
-
-
 def test_a_kernel_has_what_mlx_gives_it() -> None:
     """Template arguments, a header, and the shape, strides and rank of an input; a scalar is a reference."""
     source = "if (B) out[i] = T(x[i] * y + N * z[0] * x_strides[0] + x_shape[1] * x_ndim);"
@@ -78,8 +75,6 @@ def test_what_nobody_writes_is_not_zero() -> None:
     given = launch("if (i > 0) out[i] = x[0];", normal(64))
     assert mx.isnan(given).tolist() == [True, *[False] * 63]
 
-
-# ---- mistakes --------------------------------------------------------------------------------------------------------
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 SUMS = f"""

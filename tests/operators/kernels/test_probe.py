@@ -73,9 +73,6 @@ def small(tried: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(probe, name, few)
 
 
-# ---- what is launched ------------------------------------------------------------------------------------------------
-
-
 def test_every_shape_of_a_threadgroup_is_tried(launched: Launches) -> None:
     shapes = {heads: {threadgroup_shape(heads * S, 0, "metal", 64)[3] for S in range(1, 9)} for heads in (1, 7)}
     assert QuantizedKVCache(4, 2, 64, num_heads=14).backend == "metal"
@@ -134,9 +131,6 @@ def test_what_is_not_fused_is_not_tried(launched: Launches, monkeypatch: pytest.
     assert not launched
 
 
-# ---- what does not run -----------------------------------------------------------------------------------------------
-
-
 def _too_large(name: str, template: dict[str, Any]) -> BaseException | None:
     if name == "attend" and template["QUERIES"] == 2 and template["BITS"]:
         return ValueError("Thread group size (256) is greater than  the maximum\nallowed (224).")
@@ -182,8 +176,6 @@ def test_a_gpu_that_cannot_run_it_is_told_of(gpu: None, monkeypatch: pytest.Monk
     with pytest.warns(RuntimeWarning, match="fails here: .*No Metal back-end"):
         assert QuantizedKVCache(4, 2, 64).backend is None
 
-
-# ---- what is wrong ---------------------------------------------------------------------------------------------------
 
 PLAIN = KernelUse(64, 64, mx.float16, 8, 32, heads=2)
 USES = {
