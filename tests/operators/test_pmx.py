@@ -58,10 +58,7 @@ def test_the_cases_cover_the_parameter_space() -> None:
 @pytest.mark.parametrize("quant_bit", [0, 4])
 @pytest.mark.parametrize(("past", "new_tokens"), [(2500, 1), (900, 1100)])
 def test_long_contexts(past: int, new_tokens: int, quant_bit: int, how: dict[str, Any]) -> None:
-    """Long enough for an implementation to split queries or keys into blocks, of which the last is not full.
-
-    A fused kernel elsewhere attends the unquantized new tokens in prefill, and forgets the past.
-    """
+    """Long enough to be split into blocks, of which the last is not full."""
     call = Call(plain_case(quant_bit, past, new_tokens, **how))
     result = call.run()
     call.check_stored(QuantizedTally())
@@ -71,10 +68,7 @@ def test_long_contexts(past: int, new_tokens: int, quant_bit: int, how: dict[str
 @pytest.mark.parametrize("new_tokens", [1, 4])
 @pytest.mark.parametrize("size", [4.0, 16.0])
 def test_large_float16_keys(new_tokens: int, size: float) -> None:
-    """q.k of 512,000 must not become infinity in float16, nor lose the half that tells two keys apart.
-
-    At 16 it is past float16 after scaling, at 4 before.
-    """
+    """q.k is past float16, at 16 after scaling too; keys differ by a half."""
     query = np.full((1, new_tokens, 1, 64), size, np.float16)
     key = np.full((1, new_tokens + 4, 1, 64), 2000.0, np.float16)
     key[0, :, 0, 0] += np.arange(new_tokens + 4) % 3  # scores differ by 1/2 or 2: exact in float32

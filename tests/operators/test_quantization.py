@@ -20,10 +20,7 @@ def _quantized(x: mx.array, quant_bit: int, quant_group: int) -> Array:
 
 @pytest.mark.parametrize("quant_bit", BITS)
 def test_float32_needs_no_clip(quant_bit: int) -> None:
-    """A value past the top would wrap to the negative end.
-
-    Of groups of any size, and of groups of one, whose quotient is the top value but for rounding: every fraction.
-    """
+    """A value past the top would wrap. In a group of one the quotient is the top value but for rounding."""
     rng, top = np.random.default_rng(quant_bit), oracle.max_quantized(quant_bit)
     x = rng.standard_normal((100_000, 8)) * 10.0 ** rng.uniform(-8, 30, (100_000, 1))
     quantized = _quantized(mx.array(x.astype(np.float32)), quant_bit, 8)

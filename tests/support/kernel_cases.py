@@ -423,10 +423,7 @@ def case_of(values: Mapping[str, Any], seed: int) -> KernelCase:
 
 
 def runs(case: KernelCase) -> list[KernelCase]:
-    """Calls of one instance: one at offset 0 or 1 and two about the boundaries of splits and steps; of other sizes.
-
-    Sequences are of one length in one of them, of several in the others.
-    """
+    """Calls of one instance: at offset 0 or 1, and two about the boundaries of splits and steps; of other sizes."""
     rng = np.random.default_rng(case.seed)
     is_ring, splits = not case.max_tokens, case.splits or 1
     ring = case.keep + (case.window or 0) + case.new_tokens + int(rng.integers(4))

@@ -89,10 +89,9 @@ def test_a_threadgroup_fits_metal() -> None:
 @pytest.mark.parametrize("mask", ["none", "bool", "float"])
 @pytest.mark.parametrize("side", [0, 1], ids=["key", "value"])
 def test_a_nan_that_counts_for_one_query_alone(side: int, mask: str) -> None:
-    """A query is NaN where the unfused operator's is. The first of two does not see the second, or by a mask the third.
+    """A query is NaN where the unfused operator's is, which takes the two behind 8 others.
 
     A key that is not seen yet does no harm. One that a mask leaves out does, and so does a value: 0 times NaN is NaN.
-    The unfused operator takes the two behind 8 others: of fewer each reads nothing that it does not see.
     """
     case = KernelCase(
         ratio=1, num_kv_heads=1, offset=13, max_tokens=17, new_tokens=2, quant_bit=0, cache_dtype="float32", mask=mask
