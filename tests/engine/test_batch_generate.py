@@ -177,9 +177,6 @@ def test_what_is_printed(pocket: Pocket, prompts: list[list[int]], capsys: pytes
     printed = capsys.readouterr().out
     assert "for 3 sequences at once" in printed
     assert "3/3" in printed
-    # A step has as many rows for any number of prompts.
-    batch_generate(*pocket, prompts[:2], max_tokens=1, verbose=True, deterministic=True, completion_batch_size=9)
-    assert "for 9 sequences at once" in capsys.readouterr().out
 
 
 def test_no_prompt_is_no_work(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:

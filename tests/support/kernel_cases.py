@@ -262,11 +262,9 @@ def kernels_on_host(
     texts: Mapping[str, str] | None = None,
     orders: Sequence[int] = (FORWARD, REVERSE),
 ) -> Iterator[None]:
-    """In this context launches are host runs of Metal's text, in these thread orders.
+    """Launches are host runs of Metal's text, whose loops are not unrolled: that takes a compiler twice the time.
 
-    forbidden: for an input of the first pass, where it must not be read. The second finds poison in empty splits.
-    texts: a file's text in place of its own, by name. Loops are not unrolled: that takes a compiler twice the time, and
-    changes no number.
+    forbidden: for an input of the first pass, where it must not be read. texts: in place of a file's own, by name.
     """
 
     def plain(file: str) -> str:

@@ -190,7 +190,7 @@ def draw_tables(
 ) -> tuple[list[list[int]], int]:
     """A page table for each sequence, and the end of their rows; without a page size one page each.
 
-    Pages begin at any row, and whole pages that are only read may be shared. Entries behind the last token are noise.
+    Whole pages that are only read may be shared. Entries behind the last token are noise.
     """
     tokens = [a + b for a, b in zip(earlier, new, strict=True)]
     page = page_size or max(1, *tokens)

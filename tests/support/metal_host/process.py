@@ -22,10 +22,7 @@ ENVIRONMENT = {"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory a kernel sees: bytes are given to an input and to an output that starts with values.
-
-    unreadable is empty, or holds a byte for each byte of an input: not 0 where it must not be read.
-    """
+    """Memory a kernel sees. unreadable: for each byte of an input another, not 0 where it must not be read."""
 
     name: str
     writable: bool
