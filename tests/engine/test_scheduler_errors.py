@@ -26,7 +26,10 @@ def _fails(*arguments: mx.array) -> mx.array:
 FAILING: dict[str, tuple[dict[str, Any], str]] = {
     "a sampler": ({"sampler": _fails}, "mine"),
     "a processor": ({"logits_processors": [_fails]}, "mine"),
+    "two tokens": ({"sampler": lambda logprobs: mx.array([3, 4])}, "expected"),
     "an unknown token": ({"sampler": lambda logprobs: mx.array([99_999])}, "picked token 99999"),
+    "logits of another shape": ({"logits_processors": [lambda tokens, logits: logits[:, :5]]}, "expected"),
+    "no array": ({"sampler": lambda logprobs: 5}, ""),
 }
 
 
