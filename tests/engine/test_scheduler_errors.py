@@ -36,7 +36,6 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize(("options", "message"), FAILING.values(), ids=FAILING)
 def test_a_request_that_fails_fails_alone(pocket: Pocket, options: dict[str, Any], message: str, later: bool) -> None:
-    """At its first token, or in the batch."""
     (name, given), calls = next(iter(options.items())), []
     fails = given if callable(given) else given[0]
 

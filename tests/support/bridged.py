@@ -43,7 +43,6 @@ def copy_folder(name: str, place: Path, *, tokenizer: bool = False, **changes: A
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
-    """config.json."""
     (folder / "config.json").write_text(json.dumps(config))
 
 

@@ -30,7 +30,6 @@ def fail(how: str) -> None:
 
 
 def main() -> None:
-    """Answer until the input ends."""
     script = json.loads(sys.argv[1])
     label, runs = "", 0
     rounds: dict[tuple[int, ...], int] = {}  # by lengths; -1 is the warm-up

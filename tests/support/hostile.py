@@ -68,7 +68,6 @@ def said(key: str, value: object) -> str:
 
 
 def change(path: Path, **changes: Any) -> None:
-    """Set keys of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 

@@ -57,7 +57,6 @@ def record(
     contexts: Sequence[int] = (8,),
     tokens: int = 6,
 ) -> Recording:
-    """A whole recording with the latencies that the function gives."""
     recording = empty(engines)
     for run in range(rounds):
         for context in contexts:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,6 @@ from support.checkpoints import (
     save_checkpoint,
 )
 from support.counts import count
-from support.deals import every_deal
 from support.ranks import run_script
 
 from kvant.cache import CacheOptions
@@ -167,7 +167,9 @@ def test_no_other_deal_is_better(name: str, sequences: int | None) -> None:
             parts = [checkpoint.stage(rank, own) for rank, own in enumerate(dealt)]
             return [plan(part, max_kv_size=500, settings=settings, device="cpu").total for part in parts]
 
-        least = min(fullest(totals(dealt)) for dealt in every_deal(checkpoint.num_layers, len(given)))
+        layers, cuts = checkpoint.num_layers, combinations(range(1, checkpoint.num_layers), len(given) - 1)
+        deals = ([range(*bounds) for bounds in pairwise((0, *cut, layers))] for cut in cuts)
+        least = min(fullest(totals(dealt)) for dealt in deals)
         assert totals(made.layers) == [own.total for own in made.plans]
         assert fullest(totals(made.layers)) == least
         assert made.fits == (least <= 1)
