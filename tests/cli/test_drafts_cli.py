@@ -8,18 +8,17 @@ from pathlib import Path
 import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 import pytest
-from kvant.engine.drafted_run import DraftedRun
 from support.command import QUESTION, call, refusal
-from support.draft_models import save_draft_model
-from support.drafts import draft_by_chance
+from support.drafts import draft_by_chance, save_draft_model
 from support.kinds import load_kind
 
 from kvant.cache import CacheOptions
 from kvant.cache.pool import Pool
 from kvant.cli.options import RunOptions
 from kvant.cli.session import open_session
-from kvant.engine.drafting.choice import StepCosts
 from kvant.engine.model_drafts import ModelDrafts
+from kvant.engine.pooled_drafts import PooledDrafts
+from kvant.engine.run import Run
 from kvant.tools.plan import DraftModel, Settings, plan, read_folder, split_pairs
 
 TWICE = "Say it twice: a red ball, a red ball, a red ball, a red ball."
@@ -28,9 +27,7 @@ STORY = [TWICE, "--temp", "0.5", "--seed", "3", "-m", "40"]
 
 @pytest.fixture
 def paying(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every draft seems to pay."""
-    monkeypatch.setattr(StepCosts, "is_known", True)
-    monkeypatch.setattr(StepCosts, "get", lambda costs, num_tokens: 1.0)
+    draft_by_chance(monkeypatch, 1)
 
 
 @pytest.fixture
@@ -78,9 +75,9 @@ def test_from_a_model(small: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert (said.returncode, said.stdout) == (0, plain.stdout)
 
 
-def test_side_by_side(prompts: str, small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("paying")
+def test_side_by_side(prompts: str, small: str) -> None:
     """Drafts are counted for all answers: once, behind what else is said of all."""
-    draft_by_chance(monkeypatch, 1)
     for flags in (["--prompts-file", prompts, *STORY[1:]], [*STORY, "--n", "2"]):
         plain, drafted, by_model = (
             call("generate", *flags, "--kv-bits", "0", *more)
@@ -127,21 +124,20 @@ def test_a_default_counts_for_nothing_beside(
     assert "draft" not in done.stderr
 
 
+@pytest.mark.usefixtures("paying")
 def test_what_is_planned_is_reserved(small: str) -> None:
     base = mx.get_active_memory()
     mx.reset_peak_memory()
     session = open_session(RunOptions(draft_model=small, kv_bits=4, quiet=True))
     made, drafts = session.plan(None), session.drafts
     assert session.draft_model is not None
-    assert isinstance(drafts, ModelDrafts)
-    assert drafts.cache is not None
-    assert (made.draft_weights, made.draft_cache) == (session.draft_model.nbytes, drafts.cache.nbytes)
-    assert {layer.kv_bits for layer in drafts.cache.layers} == {4}  # type: ignore[attr-defined]
-    assert drafts.cache.groups == [16]
+    assert isinstance(drafts, PooledDrafts)
+    assert (made.draft_weights, made.draft_cache) == (session.draft_model.nbytes, drafts.pool.nbytes)
+    assert {(layer.format.kv_bits, layer.format.kv_group_size) for layer in drafts.pool.layers} == {(4, 16)}
     ids = [n % 900 + 30 for n in range(190)]
-    list(DraftedRun(session.model, ids, session.cache, drafts=drafts, max_tokens=12))
+    list(Run(session.model, ids, session.cache, drafts=drafts, max_tokens=12))
     assert mx.get_peak_memory() - base <= made.arrays
-    assert drafts.cache.nbytes == made.draft_cache
+    assert drafts.pool.nbytes == made.draft_cache
 
 
 def test_the_plan(small: str, pocket_folder: Path) -> None:
@@ -154,7 +150,7 @@ def test_the_plan(small: str, pocket_folder: Path) -> None:
     assert made.arrays >= alone.arrays + own.weights + own.cache
     loaded = kvant.load(small)[0]
     beside = kvant.load("pocket")[0].make_pool(4 * 512, sequences=4, max_seq_len=512)
-    reserved = ModelDrafts(model=loaded, vocab_size=1280).beside_pool(beside).pool.nbytes
+    reserved = ModelDrafts(model=loaded, vocab_size=1280).beside(beside).pool.nbytes
     guessed, known = (
         plan(model, max_kv_size=512, settings=replace(settings, sequences=4, draft_model=each), device="cpu")
         for each in (DraftModel(draft), DraftModel(draft, tuple(split_pairs(loaded))))

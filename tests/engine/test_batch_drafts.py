@@ -12,32 +12,17 @@ from support.counts import count
 from support.drafts import KnownDrafts, draft_by_chance
 from support.pools import check_pages, tiny_model
 
-from kvant import batch_generate
+from kvant.cache.pool import Pool
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.engine.model_drafts import ModelDrafts
-from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import Request, Token
+from kvant.engine.run import CacheScheduler
 from kvant.engine.scheduler import Scheduler
-from kvant.models import Decoder, LanguageModel
+from kvant.models import Decoder
 from kvant.sample_utils import make_sampler
 
 Pocket = tuple[Decoder, Any]
 Told = dict[Request, list[Token]]
-
-
-def _beside(pool: Any, model: LanguageModel, draft_model: LanguageModel, most: int = 7) -> PooledDrafts:
-    made = ModelDrafts(model=draft_model, vocab_size=model.config.vocab_size, num_draft_tokens=most)
-    return made.beside_pool(pool)
-
-
-def _with_known(model: Decoder, requests: Sequence[Request], bits: int = 0, mistakes: float = 0.2) -> list[Request]:
-    """The requests, three of four with drafts of what each gives alone."""
-    made = list(requests)
-    for number, request in enumerate(requests):
-        if number % 4:
-            text = [*request.prompt, *alone(model, replace(request, answers=1), bits), 1, 2, 3]
-            made[number] = replace(request, drafts=KnownDrafts(text=text, seed=number, mistakes=mistakes))
-    return made
 
 
 def _answered(scheduler: Scheduler, requests: Sequence[Request], gone: Sequence[Request], rng: Random) -> Told:
@@ -57,65 +42,91 @@ def _answered(scheduler: Scheduler, requests: Sequence[Request], gone: Sequence[
     return told
 
 
-def _check(scheduler: Scheduler, told: Told, plain: dict[Request, list[int]], gone: Sequence[Request] = ()) -> None:
-    """Tokens as alone, reasons, and what the counts say of drafts."""
+def _check(scheduler: Scheduler, told: Told, plain: dict[Request, list[int]]) -> None:
+    """Tokens as alone, caches, reasons, and what the counts say of drafts."""
+    gone = 0
     for request, answer in plain.items():
-        tokens = [token for token in told[request] if token.answer == 0]
-        assert ids_of(tokens) == (answer[: len(ids_of(tokens))] if request in gone else answer)
-        assert [token.finish_reason for token in tokens[:-1]] == [None] * (len(tokens) - 1)
-        ended = "stop" if request.stop_tokens else "length"
-        assert tokens[-1].finish_reason == ("cancelled" if request in gone else ended)
-        assert (request.drafts is not None) or not any(token.from_draft for token in tokens)
-        assert {len(token.top_logprobs) for token in tokens if token.token is not None} == {request.top_logprobs}
+        for number, expected in enumerate([answer, *([None] * (request.answers - 1))]):
+            tokens = [token for token in told[request] if token.answer == number]
+            *others, last = tokens
+            ids = ids_of(tokens, number)
+            assert expected is None or ids == expected[: len(ids)]
+            ended = "cancelled" if last.token is None else "stop" if last.token in request.stop_tokens else "length"
+            assert [token.finish_reason for token in tokens] == [None] * len(others) + [ended]
+            assert last.token is None or expected is None or ids == expected
+            assert (last.cache is not None) == request.keep_cache
+            assert last.cache is None or last.cache.ids[0] == [*request.prompt, *ids]
+            assert (request.drafts is not None) or not any(token.from_draft for token in tokens)
+            assert {len(token.top_logprobs) for token in tokens if token.token is not None} == {request.top_logprobs}
+            gone += last.token is None
     counts, answers = scheduler.drafts, sum(request.answers for request in plain)
     given = [token for tokens in told.values() for token in tokens if token.token is not None]
     assert counts.accepted == sum(token.from_draft for token in given)
-    assert 0 <= counts.steps - (len(given) - answers - counts.accepted) <= len(gone)
+    assert counts.accepted < counts.tokens <= len(given) - answers  # an answer's first is none
+    assert 0 <= counts.steps - (counts.tokens - counts.accepted) <= gone
+
+
+def _draft(
+    kind: str, models: Sequence[Decoder], requests: list[Request], gone: int, bits: int = 0, **options: Any
+) -> Told:
+    """Answer all, most of them with drafts of what each gives alone or of the second model; the last may be cancelled.
+
+    Returns what the requests were told, in their order.
+    """
+    model, draft_model = models
+    scheduler, pool = scheduler_of(model, bits, **options)
+    vocab_size = model.config.vocab_size
+    drafts = ModelDrafts(model=draft_model, vocab_size=vocab_size, num_draft_tokens=7).beside(pool)
+    plain: dict[Request, list[int]] = {}
+    for number, request in enumerate(requests):
+        answer = alone(model, replace(request, answers=1), bits)
+        known = KnownDrafts(text=[*request.prompt, *answer, 1, 2, 3], seed=number)
+        plain[replace(request, drafts=None if number % 4 == 0 else known if kind == "known" else drafts)] = answer
+    cancelled = [*plain][len(plain) - gone :]
+    told = _answered(scheduler, [*plain], cancelled, Random(kind))
+    if bits:  # rounding may flip a stored value, and so a text
+        alike = [ids_of(told[each]) == answer for each, answer in plain.items() if each not in cancelled]
+        assert sum(alike) >= 0.97 * len(plain) - 1
+    else:
+        _check(scheduler, told, plain)
+    assert {request for request in plain if told[request][-1].finish_reason == "cancelled"} <= {*cancelled}
+    assert scheduler.drafts.drafted > 40
+    assert kind != "known" or 0.4 * scheduler.drafts.drafted < scheduler.drafts.accepted
+    for each in (pool, drafts.pool):
+        assert isinstance(each, Pool)
+        check_pages(each, [])
+    assert not drafts.drafters
+    return {request: told[each] for request, each in zip(requests, plain, strict=True)}
 
 
 @pytest.mark.parametrize(
     ("kind", "bits"), [("known", 0), ("known", 8), ("own", 0), ("small", 0), *count([], [("own", 8)])]
 )
 def test_every_answer_as_alone(
-    pocket: Pocket, small: LanguageModel, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, kind: str, bits: int
+    pocket: Pocket, small: Decoder, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, kind: str, bits: int
 ) -> None:
     """They come, go and are cancelled; some share a prompt, some are past the draft model's context."""
     draft_by_chance(monkeypatch, bits)
-    model, rng = pocket[0], Random(kind)
-    scheduler, pool = scheduler_of(model, bits, max_batch=6, pool={"max_seq_len": 400})
+    model = pocket[0]
     requests = [
         Request(heldout_ids[43 * n % 700 :][: 5 + 37 * n % 150], **{"max_tokens": 12 + n % 5} | options)
         for n, options in enumerate(OPTIONS * count(1, 10))
     ]
     stop = alone(model, requests[0], bits)[6]
+    forked = Request(heldout_ids[:140], 12, make_sampler(1.0, seed=3), answers=3, keep_cache=True)
     requests += [
-        replace(requests[0], stop_tokens={stop}),
-        Request(heldout_ids[:140], 12, make_sampler(1.0, seed=3), answers=3),
         Request(heldout_ids[:130], 20),
+        replace(requests[0], stop_tokens={stop}),
+        forked,
         Request(heldout_ids[500:540], 60),
     ]
-    drafts = None
-    if kind == "known":
-        made = _with_known(model, requests, bits)
-    else:
-        drafts = _beside(pool, model, model if kind == "own" else small)
-        made = [replace(request, drafts=drafts if n % 7 else None) for n, request in enumerate(requests)]
-    plain = {each: alone(model, replace(each, answers=1, drafts=None), bits) for each in made}
-    told = _answered(scheduler, made, made[-1:], rng)
-    if bits:  # rounding may flip a stored value, and so a text
-        alike = [ids_of(told[each]) == answer for each, answer in plain.items() if each is not made[-1]]
-        assert sum(alike) >= 0.97 * len(made) - 1
-    else:
-        _check(scheduler, told, plain, made[-1:])
-        third = replace(requests[-3], answers=1, sampler=make_sampler(1.0, seed=5))
-        assert ids_of(told[made[-3]], 2) == alone(model, third)
-    counts = scheduler.drafts
-    assert counts.drafted > 40
-    assert kind == "small" or 0.4 * counts.drafted < counts.accepted
-    check_pages(pool, [])
-    if drafts is not None:
-        assert not drafts.drafters
-        check_pages(drafts.pool, [])
+    models = model, model if kind == "own" else small
+    told = _draft(kind, models, requests, 1, bits, max_batch=6, pool={"max_seq_len": 400})
+    if not bits:
+        third = replace(forked, answers=1, sampler=make_sampler(1.0, seed=5))
+        assert ids_of(told[forked], 2) == alone(model, third)
+    assert told[requests[-1]][-1].finish_reason == "cancelled"
+    assert kind == "small" or sum(token.from_draft for tokens in told.values() for token in tokens) > 20
 
 
 @pytest.mark.parametrize("kind", ["known", "own"])
@@ -126,149 +137,46 @@ def test_windows_and_whoever_comes_and_goes(tmp_path: Any, monkeypatch: pytest.M
     rng, back = Random(4), []
     can_trim_to = PoolSequence.can_trim_to
     monkeypatch.setattr(PoolSequence, "can_trim_to", lambda own, n: back.append(can_trim_to(own, n)) or back[-1])
-    scheduler, pool = scheduler_of(model, 0, 7, max_batch=4, pool={"max_seq_len": 512, "prefill_step_size": 64})
-    drafts, hot = _beside(pool, model, model), make_sampler(6.0, seed=3)  # most of a model's drafts are wrong
+    hot = make_sampler(6.0, seed=3)  # most of a model's drafts are wrong
     ids = [(7 + 31 * i) % 290 for i in range(600)]
-    requests = [
-        Request(
-            ids[(s := rng.randrange(300)) : s + rng.randrange(1, 190)], rng.choice([3, 20, 60]), hot if n % 2 else None
-        )
-        for n in range(6)
-    ]
-    requests += [Request(ids[:n], 40, hot) for n in (140, 150, 160)]  # a page leaves the window while they draft
-    if kind == "known":
-        made = _with_known(model, requests, mistakes=0.1)
-    else:
-        made = [replace(request, drafts=drafts) for request in requests]
-    plain = {each: alone(model, replace(each, drafts=None)) for each in made}
-    gone = made[2:4]
-    told = _answered(scheduler, made, gone, rng)
-    _check(scheduler, told, plain, [each for each in gone if told[each][-1].finish_reason == "cancelled"])
-    assert scheduler.drafts.drafted > 40
+    requests = [Request(ids[:n], 40, hot) for n in (140, 150, 160)]  # a page leaves the window while they draft
+    for n in range(6):
+        start, tokens, most = rng.randrange(300), rng.randrange(1, 190), rng.choice([3, 20, 60])
+        requests.append(Request(ids[start : start + tokens], most, hot if n % 2 else None))
+    _draft(kind, (model, model), requests, 2, pages=7, max_batch=4, pool={"max_seq_len": 512, "prefill_step_size": 64})
     assert kind == "known" or not all(back)
-    for each in (pool, drafts.pool):
-        check_pages(each, [])
 
 
-def _greedy(model: LanguageModel, text: list[int], count: int) -> list[int]:
-    """The continuation of a text, without a cache."""
-    found: list[int] = []
-    for _ in range(count):
-        found.append(int(mx.argmax(model(mx.array([text + found]))[0, -1]).item()))  # type: ignore[arg-type]
-    return found
-
-
-def test_each_sequence_is_continued_greedily(pocket: Pocket) -> None:
-    """After tokens that it drafted and others, as many as it is asked for, beside others of any length."""
-    model, rng = pocket[0], Random(1)
-    pool = model.make_pool(1024, sequences=3, kv_bits=0, max_seq_len=300)
-    drafts = _beside(pool, model, model)
-    texts = [[rng.randrange(20, 900) for _ in range(length)] for length in (3, 150, 40)]
-    drafters = [drafts.for_answer(b"", 300) for _ in texts]
-    for drafter, text in zip(drafters, texts, strict=True):
-        drafter.extend(text)
-    assert drafts.pool.num_free == drafts.pool.num_pages  # nothing before a draft is asked for
-    for _ in range(count(4, 60)):
-        some = rng.sample(range(3), rng.randint(1, 3))
-        for n in some:
-            while drafters[n].is_behind:
-                drafts.feed(drafters[n])
-        counts = [rng.choice((1, 3, 5)) for _ in some]
-        for n, wanted, draft in zip(some, counts, drafts.propose([drafters[n] for n in some], counts), strict=True):
-            assert draft == _greedy(model, texts[n], wanted)
-            new = [*draft[: rng.randint(0, wanted)], rng.randrange(20, 900)]
-            drafters[n].extend(new)
-            texts[n] += new
-    drafters.pop().release()
-    again = drafts.for_answer(b"", 300)
-    again.extend(texts[1][:200])
-    assert again.opened()
-    assert again.sequence.length >= 128  # what another one has read is not read again
-    for drafter in (*drafters, again):
-        drafter.release()
-    assert not drafts.drafters
-    check_pages(drafts.pool, [])
-
-
-def test_forks_and_caches(pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several answers of a prompt share its pages; a cache that is kept has what the answer has."""
-    draft_by_chance(monkeypatch, 5)
-    scheduler, _ = scheduler_of(pocket[0])
-    sampler = make_sampler(1.0, seed=2)
-    single = Request(heldout_ids[:70], 24, sampler)
-    text = [*single.prompt, *alone(pocket[0], single)]
-    # It ends in the middle of what is drafted.
-    drafts = KnownDrafts(text=text, mistakes=0.0)
-    request = replace(single, answers=3, keep_cache=True, stop_tokens={text[70 + 17]}, drafts=drafts)
-    (told,) = run_all(scheduler, [request]).values()
-    plain, _ = scheduler_of(pocket[0])
-    (expected,) = run_all(plain, [replace(request, drafts=None)]).values()
-    for answer in range(3):
-        assert ids_of(told, answer) == ids_of(expected, answer)
-        (cache,) = [token.cache for token in told if token.answer == answer and token.cache is not None]
-        assert cache.ids[0] == [*request.prompt, *ids_of(told, answer)]
-    assert any(token.from_draft for token in told)
-
-
-def test_an_error_of_one(pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor fails in the middle of a draft: the others go on, and its own tokens before it came."""
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_whoever_samples_sees_every_token_in_order(
+    pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, is_alone: bool
+) -> None:
+    """What keeps state is called as without drafts, until it fails: the tokens before came, and the others go on."""
     draft_by_chance(monkeypatch, 6)
-    scheduler, pool = scheduler_of(pocket[0])
-    seen: list[list[int]] = []
+    model, seen, cache = pocket[0], list[list[int]](), pocket[0].make_cache(64, kv_bits=0)
 
-    def fails(tokens: mx.array, logits: mx.array) -> mx.array:
+    def seeing(tokens: mx.array, logits: mx.array) -> mx.array:
         seen.append(tokens.tolist())  # type: ignore[arg-type]
         if len(tokens) == 25:
             raise ZeroDivisionError("by zero")
-        return logits
+        return logits + 0.5 * (len(seen) % 3) * (mx.arange(logits.shape[-1]) % 2)
 
-    requests = [Request(heldout_ids[s : s + 10], 30) for s in (0, 20, 40)]
-    plain = [alone(pocket[0], request) for request in requests]
-    made = _with_known(pocket[0], requests, mistakes=0.0)
-    made[1] = replace(made[1], logits_processors=(fails,))
-    told = run_all(scheduler, made)
-    assert isinstance(told[made[1]][-1].error, ZeroDivisionError)
-    assert ids_of(told[made[1]]) == plain[1][:15]
-    assert seen == [[*made[1].prompt, *plain[1][:n]] for n in range(16)]
-    assert [ids_of(told[made[n]]) for n in (0, 2)] == [plain[0], plain[2]]
-    assert pool.num_free == PAGES
-
-
-def test_an_error_of_the_draft_model(pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers under way go on without drafts; later ones draft again."""
-    draft_by_chance(monkeypatch, 3)
-    model = pocket[0]
-    scheduler, pool = scheduler_of(model, max_batch=3)
-    drafts = _beside(pool, model, model)
-    append, calls = PooledDrafts._append, []
-
-    def fails(self: PooledDrafts, *arguments: Any) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise MemoryError("no room on the device")
-        append(self, *arguments)
-
-    monkeypatch.setattr(PooledDrafts, "_append", fails)
-    requests = [Request(heldout_ids[s : s + 60], 20, drafts=drafts) for s in (0, 70)]
-    told = run_all(scheduler, requests)
-    for request in requests:
-        assert ids_of(told[request]) == alone(model, replace(request, drafts=None))
-    assert scheduler.drafts.off == "the draft model failed: no room on the device"
-    before = scheduler.drafts.accepted
-    later = Request(heldout_ids[:60], 20, drafts=drafts)
-    assert ids_of(run_all(scheduler, [later])[later]) == ids_of(told[requests[0]])
-    assert scheduler.drafts.accepted > before
-    assert not drafts.drafters
-    check_pages(drafts.pool, [])
-
-
-def test_bytes_of_both_pools(pocket: Pocket, small: LanguageModel) -> None:
-    options: dict[str, Any] = {"max_tokens": [12, 6, 20], "kv_bits": 0}
-    made = [
-        batch_generate(*pocket, ["Once upon a time", "1 2 3 1 2 3", "The dog"], **options, **more)
-        for more in ({}, {"draft_model": small, "num_draft_tokens": 2})
-    ]
-    layers = small.make_pool(128, sequences=1, kv_bits=0).layers
-    row = 4 * sum(2 * layer.format.num_kv_heads * layer.format.head_dim for layer in layers)
-    more = made[1].stats.reserved_bytes - made[0].stats.reserved_bytes
-    assert 3 * 128 * row <= more < 1.01 * 3 * 128 * row  # and tables of biases
+    plain = [Request(heldout_ids[s : s + 10], 30) for s in (20, 0, 40)][: 1 if is_alone else 3]
+    plain[0] = replace(plain[0], sampler=mx.random.categorical, logits_processors=[seeing])
+    requests = plain
+    for drafting in (False, True):
+        seen.clear()
+        mx.random.seed(5)
+        scheduler = CacheScheduler(model, cache) if is_alone else scheduler_of(model)[0]
+        told = run_all(scheduler, requests)
+        error, found = told[requests[0]][-1].error, [ids_of(told[request]) for request in requests]
+        if not drafting:
+            texts = [[*request.prompt, *answer, 1, 2] for request, answer in zip(plain, found, strict=True)]
+            requests = [replace(plain[n], drafts=KnownDrafts(text=text, seed=n)) for n, text in enumerate(texts)]
+        assert found == [text[10:-2] for text in texts]
+        assert seen == [texts[0][: 10 + n] for n in range(16)]
+        assert isinstance(error, ZeroDivisionError)
+        assert [len(answer) for answer in found] == [15, 30, 30][: len(found)]
+        assert scheduler.counts.free_pages == (1 if is_alone else PAGES)
+        assert cache.ids[0] == (texts[0][:24] if is_alone else [])
+    assert scheduler.drafts.accepted > 5

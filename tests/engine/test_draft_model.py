@@ -1,61 +1,93 @@
 """A draft model: what it proposes, what it reads, when it stops, and which one is refused."""
 
-import random
 from pathlib import Path
-from types import SimpleNamespace
+from random import Random
 from typing import Any
 
 import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 import pytest
-from kvant.engine.drafted_run import DraftedRun
-from kvant.engine.model_drafter import ModelDrafter
+from support.batches import alone, ids_of, run_all
 from support.conversations import count_fed
+from support.counts import count
+from support.drafts import draft_by_chance
 from support.kinds import load_kind
+from support.pools import check_pages
 
-from kvant.engine import model_drafter
-from kvant.engine.drafting.choice import StepCosts
-from kvant.engine.model_drafts import ModelChoice, ModelDrafts
-from kvant.engine.run import Run
+from kvant import batch_generate
+from kvant.cache.pool import Pool
+from kvant.cache.single import SinglePool
+from kvant.engine.model_drafts import ModelDrafts
+from kvant.engine.pooled_drafts import PooledDrafts
+from kvant.engine.request import Request
+from kvant.engine.run import CacheScheduler, Run
+from kvant.engine.scheduler import Scheduler
 from kvant.errors import ModelError
 from kvant.models import Decoder, LanguageModel
 from kvant.text.tokenizer import Tokenizer
 
 Pocket = tuple[Decoder, Tokenizer]
 PROMPT = [(7 * i) % 1000 + 20 for i in range(40)]
-TOKENS = 16
+ONE_AND_MANY = pytest.mark.parametrize("sequences", [1, 3])
 
 
-@pytest.mark.usefixtures("without_compilation")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_what_it_proposes_and_takes_back(pocket: Pocket, monkeypatch: pytest.MonkeyPatch, *, compiled: bool) -> None:
-    """After any tokens, those it drafted and others, the model's greedy continuation without a cache."""
-    monkeypatch.setattr(model_drafter, "should_compile", lambda: compiled)
-    model, _ = pocket
-    rng = random.Random(4)
-    cache = model.make_cache(64, kv_bits=0)
-    drafter = ModelDrafter(model, cache, model.config.vocab_size, prefill_step_size=4)
-    text: list[int] = []
-    drafter.extend([])
-    new = PROMPT[:11]
-    for _ in range(6):
-        drafter.extend(new)
-        text += new
-        wanted = rng.randint(1, 7)
-        drafted = drafter.propose(wanted)
-        assert len(drafted) == wanted
-        logits = model(mx.array([text + drafted[:-1]]))[0, len(text) - 1 :]
-        assert drafted == mx.argmax(logits, axis=-1).tolist()
-        assert cache.ids[0] == text + drafted[:-1]
-        kept = rng.randint(0, min(wanted, 3))
-        new = [*drafted[:kept], *rng.choices(range(20, 1000), k=rng.randint(0 if kept else 1, 2))]
-    assert len(text) > 18
-    assert (drafter._compiled is not None) == compiled
+def _pool(model: LanguageModel, sequences: int, prefill_step_size: int = 512) -> Pool | SinglePool:
+    """A cache of one sequence, or a pool of more."""
+    if sequences == 1:
+        return SinglePool(model.make_cache(300, kv_bits=0), prefill_step_size)
+    return model.make_pool(1024, sequences=sequences, kv_bits=0, max_seq_len=300, prefill_step_size=prefill_step_size)
+
+
+def _drafts(model: LanguageModel, pool: Pool | SinglePool, vocab_size: int | None = None) -> PooledDrafts:
+    size = vocab_size or model.config.vocab_size
+    return ModelDrafts(model=model, vocab_size=size, num_draft_tokens=7).beside(pool)
+
+
+def _greedy(model: LanguageModel, text: list[int], count: int) -> list[int]:
+    """The continuation of a text, without a cache."""
+    found: list[int] = []
+    for _ in range(count):
+        found.append(int(mx.argmax(model(mx.array([text + found]))[0, -1]).item()))  # type: ignore[arg-type]
+    return found
+
+
+@ONE_AND_MANY
+def test_each_sequence_is_continued_greedily(pocket: Pocket, sequences: int) -> None:
+    """After tokens that it drafted and others, as many as it is asked for, beside others of any length."""
+    model, rng = pocket[0], Random(1)
+    drafts = _drafts(model, _pool(model, sequences))
+    texts = [[rng.randrange(20, 900) for _ in range(length)] for length in (150, 3, 40)[:sequences]]
+    drafters = [drafts.for_answer(b"", 300) for _ in texts]
+    for drafter, text in zip(drafters, texts, strict=True):
+        drafter.extend(text)
+    if isinstance(drafts.pool, Pool):
+        assert drafts.pool.num_free == drafts.pool.num_pages  # nothing before a draft is asked for
+    for _ in range(count(4, 60)):
+        some = rng.sample(range(sequences), rng.randint(1, sequences))
+        for n in some:
+            while drafters[n].is_behind:
+                drafts.feed(drafters[n])
+        counts = [rng.choice((1, 3, 5)) for _ in some]
+        for n, wanted, draft in zip(some, counts, drafts.propose([drafters[n] for n in some], counts), strict=True):
+            assert draft == _greedy(model, texts[n], wanted)
+            new = [*draft[: rng.randint(0, wanted)], rng.randrange(20, 900)]
+            drafters[n].extend(new)
+            texts[n] += new
+    drafters.pop(0).release()
+    again = drafts.for_answer(b"", 300)
+    again.extend(texts[0][:200])
+    assert again.opened()
+    assert again.sequence.length >= 128  # what another one has read is not read again
+    for drafter in (*drafters, again):
+        drafter.release()
+    assert not drafts.drafters
+    if isinstance(drafts.pool, Pool):
+        check_pages(drafts.pool, [])
 
 
 def test_it_feeds_only_what_it_has_not_seen(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
     model, fed = pocket[0], count_fed(monkeypatch)
-    drafter = ModelDrafter(model, model.make_cache(64), model.config.vocab_size, prefill_step_size=16)
+    drafter = _drafts(model, _pool(model, 1, prefill_step_size=16)).for_answer(b"", 64)
     drafter.extend(PROMPT)
     assert not fed
     first = drafter.propose(4)
@@ -69,66 +101,80 @@ def test_it_feeds_only_what_it_has_not_seen(pocket: Pocket, monkeypatch: pytest.
 
 def test_no_id_that_the_model_does_not_have(small: LanguageModel) -> None:
     size = small.config.vocab_size // 2  # so that many ids are beyond it
-    whole = ModelDrafter(small, small.make_cache(64, kv_bits=0), small.config.vocab_size)
-    cut = ModelDrafter(small, small.make_cache(64, kv_bits=0), size)
+    drafters = [_drafts(small, _pool(small, 1), vocab_size).for_answer(b"", 64) for vocab_size in (None, size)]
     beyond = 0
     for start in range(12):
-        tokens = [(37 * start + 11 * n) % size for n in range(3)]
-        proposals = []
-        for drafter in (whole, cut):
-            drafter.extend(tokens)
-            proposals.append(drafter.propose(4))
-        known = next((n for n, token in enumerate(proposals[0]) if token >= size), 4)
-        assert proposals[1] == proposals[0][:known]
+        for drafter in drafters:
+            drafter.extend([(37 * start + 11 * n) % size for n in range(3)])
+        whole, cut = (drafter.propose(4) for drafter in drafters)
+        known = next((n for n, token in enumerate(whole) if token >= size), 4)
+        assert cut == whole[:known]
         beyond += known < 4
     assert 0 < beyond < 12
-    cut.extend([small.config.vocab_size])
-    assert cut.propose(3) == []
-    assert cut.ended == f"token {small.config.vocab_size} is not in the draft model's vocabulary"
+    drafters[1].extend([small.config.vocab_size])
+    assert drafters[1].propose(3) == []
+    assert drafters[1].ended == f"token {small.config.vocab_size} is not in the draft model's vocabulary"
 
 
-def test_its_context_ends_before_the_models(pocket: Pocket, small: LanguageModel) -> None:
-    model, _ = pocket
-    prompt, options = PROMPT * 4, {"max_tokens": TOKENS}
+def test_its_context_ends_before_the_models(
+    pocket: Pocket, small: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = pocket[0], (PROMPT * 4)[:135]
+    draft_by_chance(monkeypatch, 2)
     drafts = ModelDrafts(model=small, vocab_size=model.config.vocab_size)
-    run = DraftedRun(model, prompt[:140], model.make_cache(256), drafts=drafts, **options)
-    plain = [token for token, _ in Run(model, prompt[:140], model.make_cache(256), **options)]
-    assert [token for token, _ in run] == plain
-    made = ModelDrafter(small, small.make_cache(146), model.config.vocab_size)
-    made.extend(prompt[:147])
-    assert made.propose(3) == []
-    choice = drafts.choice(StepCosts(), made)
-    assert not choice.may_draft(1)
-    assert choice.counts.off == "the draft model's context, 146 tokens, is full"
+    plain, drafted = (Run(model, prompt, model.make_cache(256), max_tokens=24, drafts=each) for each in (None, drafts))
+    assert [token for token, _ in drafted] == [token for token, _ in plain]
+    assert drafted.drafts is not None
+    assert drafted.drafts.drafted
+    assert drafted.drafts.off == "the draft model's context, 146 tokens, is full"
 
 
-@pytest.mark.parametrize(
-    ("each", "accepted", "size", "off"),
-    [
-        (0.1, 5, 5, None),
-        (0.1, 1, 1, None),
-        (1.2, 5, 0, "a step with one drafted token took 2.2 plain ones, "),
-        (0.2, 0, 0, "a step with one drafted token took 1.2 plain ones, 0 of "),
-    ],
-)
-def test_the_choice(each: float, accepted: int, size: int, off: str | None) -> None:
-    """It drafts what pays and says why nothing does. ``each``: a drafted token's cost in plain steps."""
-    costs = StepCosts()
-    for _ in range(3):
-        costs.add_single(1.0)
-    drafter: Any = SimpleNamespace(ended=None)
-    made = ModelChoice(costs, (1, 3, 5), drafter)
-    for _ in range(20):
-        if not made.may_draft(1):
-            break
-        drafted = made.count(0, 7)
-        made.counts.drafted += drafted
-        made.counts.accepted += min(drafted, accepted)
-        made.verified(drafted, min(drafted, accepted), 1.0 + each * drafted)
-    assert made.count(0, 7) == size
-    assert made.count(0, 2) == min(size, 1)
-    assert made.counts.off is None if off is None else str(made.counts.off).startswith(off)
-    assert off is None or made.counts.drafted < 20
+@ONE_AND_MANY
+def test_an_error(pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, sequences: int) -> None:
+    """The answers under way go on without drafts; later ones draft again."""
+    draft_by_chance(monkeypatch, 3)
+    model = pocket[0]
+    pool = _pool(model, sequences, prefill_step_size=16)
+    scheduler: Scheduler
+    if isinstance(pool, SinglePool):
+        scheduler = CacheScheduler(model, pool.cache, prefill_step_size=16)
+    else:
+        scheduler = Scheduler(model, pool, max_batch=sequences)
+    drafts = _drafts(model, pool)
+    append, calls = PooledDrafts._append, []
+
+    def fails(self: PooledDrafts, *arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError("no room on the device")
+        append(self, *arguments)
+
+    monkeypatch.setattr(PooledDrafts, "_append", fails)
+    requests = [Request(heldout_ids[s : s + 60], 20, drafts=drafts) for s in (0, 70)[:sequences]]
+    told = run_all(scheduler, requests)
+    for request in requests:
+        assert ids_of(told[request]) == alone(model, request)
+    assert scheduler.drafts.off == "the draft model failed: no room on the device"
+    before = scheduler.drafts.accepted
+    later = Request(heldout_ids[:60], 20, drafts=drafts)
+    assert ids_of(run_all(scheduler, [later])[later]) == ids_of(told[requests[0]])
+    assert scheduler.drafts.accepted > before
+    assert scheduler.drafts.off is None
+    assert not drafts.drafters
+    if isinstance(drafts.pool, Pool):
+        check_pages(drafts.pool, [])
+
+
+def test_bytes_of_both_pools(pocket: Pocket, small: LanguageModel) -> None:
+    options: dict[str, Any] = {"max_tokens": [12, 6, 20], "kv_bits": 0}
+    made = [
+        batch_generate(*pocket, ["Once upon a time", "1 2 3 1 2 3", "The dog"], **options, **more)
+        for more in ({}, {"draft_model": small, "num_draft_tokens": 2})
+    ]
+    layers = small.make_pool(128, sequences=1, kv_bits=0).layers
+    row = 4 * sum(2 * layer.format.num_kv_heads * layer.format.head_dim for layer in layers)
+    more = made[1].stats.reserved_bytes - made[0].stats.reserved_bytes
+    assert 3 * 128 * row <= more < 1.01 * 3 * 128 * row  # and tables of biases
 
 
 def test_another_tokenizer_is_refused(pocket: Pocket, tmp_path: Path) -> None:

@@ -2,16 +2,19 @@
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from kvant.engine.drafting.batch_choice import BatchChoice, StepKind
+from support.drafts import KnownDrafts
 
-from kvant.engine.drafting.choice import Choice, StepCosts, costs_of
+from kvant.engine import batch_drafts
+from kvant.engine.batch_drafts import BatchDrafter
+from kvant.engine.decoding import Step
+from kvant.engine.drafting.choice import LOSS, DraftChoice
 from kvant.engine.drafting.suffix import SuffixDrafter
-
-
-class Model:
-    pass
+from kvant.engine.run import Run
+from kvant.models import Decoder
 
 
 def _longest_match(text: Sequence[int]) -> int:
@@ -72,121 +75,113 @@ def test_one_token_repeated_takes_linear_time() -> None:
     assert drafter.propose(3) == [7, 7, 7]
 
 
-def _costs(costs: dict[int, float]) -> StepCosts:
-    known = StepCosts()
-    for _ in range(9):
-        known.add_single(0.01)
-    for size, ratio in costs.items():
-        for _ in range(5):
-            known.add(size, 0.01 * ratio)
-    return known
+class Proposer:
+    """Proposes nothing: what a choice asks of it."""
+
+    def __init__(self, match: int = 0) -> None:
+        self.is_free, self.match = match > 0, match
+
+    def extend(self, tokens: Sequence[int]) -> None: ...
+
+    def propose(self, count: int) -> list[int]:
+        return []
 
 
-def _with_rate(choice: Choice, match: int, rate: float) -> None:
-    rng = random.Random(5)
-    for _ in range(300):
-        choice.saw(match, hit=rng.random() < rate)
+MODEL = Proposer()
 
 
-@pytest.mark.parametrize(
-    ("rate", "costs", "expected"),
-    [
-        (0.0, {2: 1.1, 4: 1.2, 8: 1.4}, 0),
-        (1.0, {2: 1.1, 4: 1.2, 8: 1.4}, 7),
-        (1.0, {2: 2.0, 4: 3.9, 8: 4.3}, 7),  # MLX's quantized product on a CPU: only the longest pays
-        (0.6, {2: 1.1, 4: 1.2, 8: 9.0}, 3),
-        (0.2, {2: 1.3, 4: 1.6, 8: 1.9}, 0),
-        (1.0, {2: 2.2, 4: 4.4, 8: 8.8}, 0),
-        (1.0, {}, 1),  # the first steps are the measurement, the smallest first
-        (1.0, {2: 1.1}, 3),
-        (1.0, {2: 1.1, 4: 9.0}, 1),
-    ],
-)
-def test_as_many_as_pay(rate: float, costs: dict[int, float], expected: int) -> None:
-    choice = Choice(_costs(costs))
-    _with_rate(choice, 4, rate)
-    assert choice.count(4, 7) == expected
-    assert choice.count(4, 2) == min(expected, 1)
-    assert choice.may_draft(4) == bool(expected)
-
-
-def test_what_was_seen_of_matches() -> None:
-    """Nothing is drafted before plain steps are measured. Longer matches go by their own record."""
-    choice = Choice(StepCosts())
-    _with_rate(choice, 4, 1.0)
-    assert choice.count(4, 7) == 0
-    choice = Choice(_costs({2: 1.2, 4: 1.4, 8: 1.8}))
-    _with_rate(choice, 1, 0.05)
-    _with_rate(choice, 10, 0.95)
-    assert [choice.count(match, 7) for match in (1, 10, 40)] == [0, 7, 7]  # 40 as the next shorter ones
-    assert [choice.may_draft(match) for match in (1, 10)] == [False, True]
-
-
-def test_a_free_drafter_is_judged_without_drafting() -> None:
-    choice, drafter = Choice(_costs({2: 1.2, 4: 1.4, 8: 1.8})), SuffixDrafter()
-    rng = random.Random(3)
-    text = [rng.randrange(1000) for _ in range(50)]
-    choice.learn(drafter, text)
-    assert choice.count(drafter.match, 7) == 0
-    choice.learn(drafter, text[:40])
-    assert choice.count(drafter.match, 7) == 7
-    assert choice.counts.drafted == 0
-
-
-def test_drafts_that_do_not_pay_are_switched_off() -> None:
-    choice = Choice(_costs({2: 1.5, 4: 2.0, 8: 3.0}))
-    _with_rate(choice, 4, 1.0)
-    tried = 0
-    while choice.count(4, 7):
-        choice.verified(7, 0, 0.03)
-        tried += 1
-        assert tried < 4
-    assert choice.counts.off is not None
-    assert "cost the time of" in choice.counts.off
-    assert not choice.may_draft(1000)
-    drafter = SuffixDrafter()
-    choice.learn(drafter, [1, 2, 1, 2])  # nobody asks it any more
-    assert not drafter.propose(1)
-
-
-def test_waiting_for_drafts_that_never_come_is_switched_off() -> None:
-    """A step that waits for the token before it costs time too, where nothing is drafted after all."""
-    choice = Choice(_costs({0: 1.5, 2: 1.5, 4: 2.0, 8: 3.0}))
-    _with_rate(choice, 4, 1.0)
-    _with_rate(choice, 1, 0.0)
-    waited = 0
-    while choice.may_draft(4):
-        assert choice.count(1, 7) == 0
-        choice.stepped(0.015, alone=True)
-        waited += 1
-        assert waited < 10
-    assert choice.counts.off is not None
-
-
-def test_costs_stay_with_the_model_and_grow_old() -> None:
-    model = Model()
-    costs = costs_of(model, "kind")
-    assert costs_of(model, "kind") is costs
-    assert costs_of(model, "another") is not costs
-    assert costs_of(Model(), "kind") is not costs
+def _measured() -> DraftChoice:
+    """Plain steps take a second."""
+    choice = DraftChoice()
     for _ in range(2):
-        costs.add_single(0.01)
-    for _ in range(3):
-        costs.add(8, 0.5)  # a machine that was busy just then
-    assert costs.get(8) == 50
-    for _ in range(1000):
-        costs.add_single(0.01)
-    assert costs.get(8) is None
+        assert choice.count(Proposer(30), 7) == choice.count(MODEL, 3) == 0
+        choice.stepped(1.0, ahead=True)
+    return choice
 
 
-def test_later_answers_draft_where_earlier_ones_were_switched_off() -> None:
-    """The counts do not say that drafts are off while tokens are drafted."""
+def _counts(choice: DraftChoice) -> list[int]:
+    return [choice.count(Proposer(match), 7) for match in (3, 4, 6, 8, 16, 32, 1000)]
 
-    choice, kind = BatchChoice(Model(), "pool"), StepKind(at_once=True)
-    for _ in range(3):
-        choice.stepped(2, 0.01, kind=kind, ahead=True)
-    while choice.verified(2, 7, 2, 0.09, kind=kind) is None:
-        pass
-    assert "cost the time of" in str(choice.counts.off)
-    assert choice.verified(2, 7, 16, 0.09, kind=kind) is None
+
+def test_a_draft_is_as_long_as_its_match() -> None:
+    choice = _measured()
+    assert _counts(choice) == [0, 4, 6, 7, 7, 7, 7]
+    assert [choice.count(Proposer(4), most) for most in (2, 0)] == [2, 0]
+    assert choice.count(Proposer(3), 7, longer=1) == 4
+    assert choice.count(MODEL, 3) == 3
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["verified", "waited for"])
+def test_what_does_not_pay_is_left_until_it_is_tried_again(waits: bool) -> None:
+    """After a loss of two plain steps a match has to be twice as long; after some time half of that is tried."""
+    choice = _measured()
+    choice.verified(1.0, 90.0)  # the first of a kind takes longer and does not count
+    choice.stepped(90.0, ahead=False)
+
+    def lose() -> float:
+        """Half a step at a time, until less is drafted. Returns what was lost."""
+        before, lost = _counts(choice), 0.0
+        while _counts(choice) == before:
+            lost += 0.5
+            if waits:
+                choice.stepped(1.5, ahead=False)
+            else:
+                choice.verified(1.5, 2.0)
+        return lost
+
+    levels = []
+    for _ in range(4):
+        assert choice.counts.off is None or levels
+        levels.append(_counts(choice))
+        assert lose() <= LOSS + 0.5
+        assert str(choice.counts.off).startswith("they took longer")
+        assert choice.count(MODEL, 3) == 0
+    assert levels[1:] == [[0, 0, 0, 7, 7, 7, 7], [0, 0, 0, 0, 7, 7, 7], [0, 0, 0, 0, 0, 7, 7]]
+    assert _counts(choice) == [0] * 7
+    for length, level in zip((64, 32, 16, 8), reversed(levels), strict=True):
+        for step in range(128 * length):
+            assert choice.counts.off is not None
+            assert _counts(choice) != level, step
+            choice.stepped(1.0, ahead=True)
+        assert _counts(choice) == level
     assert choice.counts.off is None
+    assert choice.count(MODEL, 3) == 3
+
+
+def test_what_pays_goes_on() -> None:
+    """Also where single steps take long."""
+    choice = _measured()
+    for number in range(200):
+        choice.verified(2.0, 50.0 if number % 9 == 0 else 1.5)
+        choice.stepped(3.0 if number % 9 == 0 else 1.0, ahead=False)
+        choice.verified(1.0, None)  # of which the time is not known
+        assert choice.count(MODEL, 3) == 3, number
+    assert choice.counts.off is None
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_run_drafts_while_it_pays(pocket: tuple[Decoder, Any], monkeypatch: pytest.MonkeyPatch, pays: bool) -> None:
+    """A step takes a second, or one for every token. A third of what is drafted is wrong."""
+    model, read = pocket[0], BatchDrafter.read
+    clock = 0.0
+
+    def took(self: BatchDrafter, step: Step, following: Step | None, *, is_counted: bool) -> None:
+        nonlocal clock
+        clock += 1 + (0 if pays or step.drafts is None else max(map(len, step.drafts)))
+        read(self, step, following, is_counted=is_counted)
+
+    monkeypatch.setattr(BatchDrafter, "read", took)
+    monkeypatch.setattr(batch_drafts, "time", SimpleNamespace(perf_counter=lambda: clock))
+    plain = [token for token, _ in Run(model, [5, 6, 7], model.make_cache(128), max_tokens=100)]
+    drafts = KnownDrafts(text=[5, 6, 7, *plain], mistakes=0.33)
+    run = Run(model, [5, 6, 7], model.make_cache(128), max_tokens=100, drafts=drafts)
+    from_draft = []
+    for token, _ in run:
+        assert token == plain[len(from_draft)]
+        from_draft.append(run.from_draft)
+    counts = run.drafts
+    assert counts is not None
+    assert not any(from_draft[:3])  # until plain steps are measured
+    assert counts.accepted == sum(from_draft)
+    assert (counts.tokens, counts.off is None) == (99, pays)
+    assert counts.tokens_a_step > 2 if pays else 0 < counts.drafted < 30

@@ -3,25 +3,19 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from support.conversations import count_fed, text_of
 from support.counts import count
-from support.drafts import ChanceModelDrafts, draft_by_chance
+from support.drafts import draft_by_chance
+from support.kinds import Loaded
 from support.openblas import has_small_products
-from support.tiny_models import build
 
 from kvant import batch_generate, stream_generate
-from kvant.bridge.config import BridgedConfig
-from kvant.bridge.model import BridgedModel
-from kvant.cache import FullKVCache, ModelCache
 from kvant.engine.conversation import Conversation
-from kvant.engine.drafting.choice import StepCosts
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Request
-from kvant.engine.response import GenerationResponse
-from kvant.engine.run import prefill
+from kvant.engine.run import Run
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import ArgumentError
 from kvant.models import Decoder, LanguageModel
@@ -64,11 +58,6 @@ DRAFTS: dict[str, Callable[[LanguageModel], dict[str, Any]]] = {
 @pytest.fixture
 def paying(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts seem to pay, whatever this machine is doing."""
-    monkeypatch.setattr(StepCosts, "is_known", True)
-    monkeypatch.setattr(StepCosts, "get", lambda costs, num_tokens: 1.0)
-    monkeypatch.setattr(StepCosts, "add", lambda costs, num_tokens, seconds: None)
-    monkeypatch.setattr(ModelDrafts, "choice", ChanceModelDrafts.choice)
-    monkeypatch.setattr(ModelDrafts, "seed", 1, raising=False)
     draft_by_chance(monkeypatch, 7)
 
 
@@ -120,51 +109,33 @@ def test_refused(pocket: Pocket, answer: Any, options: dict[str, Any], words: st
         answer(pocket, ["a"], **{name: pocket[0] if value is ... else value for name, value in options.items()})
 
 
-def test_refused_side_by_side(pocket: Pocket) -> None:
-    """With determinism, through states, and a model's drafts that are for one answer."""
-    model = pocket[0]
-    for drafts in DRAFTS.values():
-        with pytest.raises(ArgumentError, match=r"draft.* is .*deterministic"):
-            _many(pocket, ["a"], deterministic=True, **drafts(model))
-    bridged = BridgedModel(build("qwen3_next")[0], BridgedConfig("qwen3_next", 100_000, None), mx.float32)
+@pytest.mark.parametrize("loaded", ["falcon_h1"], indirect=True)
+def test_refused_by_the_model(pocket: Pocket, loaded: Loaded) -> None:
+    """States cannot go back; side by side, nor with determinism; ranks have no part of a draft model."""
+    (states, _), (model, _) = loaded, pocket
     own = ModelDrafts(model=model, vocab_size=model.config.vocab_size)
-    for each, given, deterministic, words in (
-        (bridged, Drafts(), False, "models that kvant computes"),
+    for target, drafts, words in (
+        (model, ModelDrafts(model=states, vocab_size=128), "draft_model has falcon_h1's layers; .* its states cannot"),
+        (states, own, "draft_model is given; .* convolution layers have states"),
+        (states, Drafts(), "draft is 'prompt'; .* linear or convolution layers have states"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            Run(target, [5], target.make_cache(64), drafts=drafts)
+    for target, given, deterministic, words in (
+        (states, Drafts(), False, "models that kvant computes"),
         (model, Drafts(), True, "deterministic"),
         (model, own, False, "draft_model is given for a single sequence"),
     ):
-        pool = each.make_pool(256, sequences=1, kv_bits=0)
-        scheduler = Scheduler(each, pool, max_batch=1, deterministic=deterministic)
+        pool = target.make_pool(256, sequences=1, kv_bits=0)
         with pytest.raises(ArgumentError, match=words):
-            scheduler.submit(Request([5], drafts=given))
-
-
-def test_a_draft_model_over_ranks_is_refused(pocket: Pocket) -> None:
-    cache = pocket[0].make_cache(64)
+            Scheduler(target, pool, max_batch=1, deterministic=deterministic).submit(Request([5], drafts=given))
+    for options in DRAFTS.values():
+        with pytest.raises(ArgumentError, match=r"draft.* is .*deterministic"):
+            _many(pocket, ["a"], deterministic=True, **options(model))
+    cache = model.make_cache(64)
     cache.divided = True
     with pytest.raises(ArgumentError, match="several ranks draft from prompt and answer alone"):
-        stream_generate(*pocket, "Hello", draft_model=pocket[0], prompt_cache=cache)
-
-
-@pytest.mark.usefixtures("paying")
-@pytest.mark.parametrize("bits", [None, 8])
-def test_a_cache_that_goes_on(pocket: Pocket, bits: int | None) -> None:
-    """What it held is drafted from, and what it holds afterwards is prompt and answer."""
-    model, tokenizer = pocket
-    texts = []
-    for draft in ("none", "prompt"):
-        cache = ModelCache([FullKVCache() for _ in model.layers]) if bits is None else model.make_cache(512)
-        held = tokenizer.encode(REPEATING)
-        prefill(model, held, cache)
-        responses: list[GenerationResponse] = []
-        for prompt in ("Tom had", "\nOnce upon a time there was a fox. Tom had a red"):
-            responses += list(stream_generate(model, tokenizer, prompt, max_tokens=30, prompt_cache=cache, draft=draft))
-            held += [*tokenizer.encode(prompt), *(r.token for r in responses[-30:])]
-            assert cache.ids[0] == held
-        texts.append([r.token for r in responses])
-        if draft == "prompt":
-            assert sum(r.from_draft for r in responses) > 4
-    assert texts[0] == texts[1]
+        stream_generate(*pocket, "Hello", draft_model=model, prompt_cache=cache)
 
 
 @pytest.mark.usefixtures("paying")
@@ -184,8 +155,7 @@ def test_a_conversation(pocket: Pocket) -> None:
         list(conversation.retry(**options))
         last = list(conversation.send("Tell me a story about a fox named Pip.", **options))
         said.append(conversation.messages)
-        counts = last[-1].drafts
-        assert (counts is None) == (draft == "none")
+        assert (last[-1].drafts is None) == (draft == "none")
     assert said[0] == said[1]
 
 

@@ -3,21 +3,19 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from kvant.engine.drafted_run import DraftedRun
 from support.counts import count
-from support.drafts import KnownDrafts
+from support.drafts import KnownDrafts, draft_by_chance
 from support.kinds import Loaded
 
-from kvant.engine import drafted_run
-from kvant.engine.drafting.choice import Choice, StepCosts
-from kvant.engine.drafting.drafter import Drafter
+from kvant.engine import row_sampling
 from kvant.engine.row_sampling import Row, sample_rows
+from kvant.engine.run import Run
 from kvant.models import LanguageModel
 from kvant.sample_utils import make_sampler
 
@@ -25,24 +23,6 @@ PROMPT = [9, 17, 30, 17]
 KEPT, TEMP, TOKENS = 3, 40.0, 3
 RUNS = count(150, 6000)
 Pick = Callable[[mx.array, Sequence[Row]], tuple[mx.array, mx.array]]
-
-
-class Always(Choice):
-    """Drafts three tokens wherever there is room."""
-
-    def count(self, match: int, most: int) -> int:
-        return max(size for size in (0, 1, 3) if size <= most)
-
-    def may_draft(self, longest: int) -> bool:
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class AlwaysDrafts(KnownDrafts):
-    """The same draft, whatever came before."""
-
-    def choice(self, costs: StepCosts, drafter: Drafter) -> Choice:
-        return Always(costs)
 
 
 def _probabilities(model: LanguageModel, tokens: list[int]) -> dict[int, float]:
@@ -83,6 +63,8 @@ def accepted_unseen(draft: Sequence[int]) -> Pick:
 
     def pick(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.array]:
         tokens, logprobs = sample_rows(logits, rows)
+        if len(rows) == 1:
+            return tokens, logprobs
         taken = [draft[row.position - len(PROMPT)] for row in rows[:-1]]
         return mx.concatenate([mx.array(taken), tokens[len(taken) :]]), logprobs
 
@@ -100,18 +82,19 @@ def test_exact_probabilities(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch, rule: Callable[[Sequence[int]], Pick] | None
 ) -> None:
     model, _ = loaded
+    draft_by_chance(monkeypatch, 1, sizes=[3])
     texts = _all_texts(model)
     draft = max(texts, key=lambda text: (texts[text], text))
     if rule is not None:
-        monkeypatch.setattr(drafted_run, "sample_rows", rule(draft))
+        monkeypatch.setattr(row_sampling, "sample_rows", rule(draft))
     cache = model.make_cache(16, kv_bits=0)
-    drafts = AlwaysDrafts(text=[*PROMPT, *draft], mistakes=0)
+    drafts = KnownDrafts(text=[*PROMPT, *draft], mistakes=0)
     seen: Counter[tuple[int, ...]] = Counter()
     accepted = 0
     for seed in random.Random(2).sample(range(2**40), RUNS):
         cache.reset()
         sampler = make_sampler(TEMP, top_k=KEPT, seed=seed)
-        run = DraftedRun(model, PROMPT, cache, max_tokens=TOKENS, sampler=sampler, drafts=drafts)
+        run = Run(model, PROMPT, cache, max_tokens=TOKENS, sampler=sampler, drafts=drafts)
         seen[tuple(token for token, _ in run)] += 1
         accepted += run.drafts.accepted if run.drafts is not None else 0
     assert accepted > 0.1 * RUNS

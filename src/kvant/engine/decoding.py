@@ -25,6 +25,7 @@ class Step:
         is_ahead: it was begun before the tokens that it feeds were read.
         drafts: what is fed of each answer behind its last token, to be verified; None: nothing of any. Logits are
             (rows, S, vocab) then, and ``sampled`` has the tokens behind each last one and its draft, answer by answer.
+        error: why it could not be begun.
     """
 
     answers: list[Answer]
@@ -33,6 +34,7 @@ class Step:
     sampled: Sampled | None
     is_ahead: bool = False
     drafts: list[list[int]] | None = None
+    error: Exception | None = None
 
 
 class BatchDecoder:

@@ -43,7 +43,7 @@ class CacheScheduler(Scheduler):
         self._later: deque[Token] = deque()  # of the last step
         self._keep = 0  # tokens that the cache holds for what was handed out
         self._last: int | None = None  # handed out last
-        self._found: tuple[mx.array | None, tuple[int, ...]] = None, ()  # the cache's step and length at the last look
+        self._found: tuple[mx.array | None, int, int] = None, 0, 0  # the cache's step and lengths at the last look
 
     @property
     def ids(self) -> list[int]:
@@ -70,9 +70,7 @@ class CacheScheduler(Scheduler):
         """Give the next token, if there is one yet."""
         with self._cache.turn:
             if not self._is_mine:
-                self._later.clear()
-                super().close()
-                self._ready.clear()
+                self._end_all()
                 raise RuntimeError("the run was ended: another run, a call or a trim changed its cache")
             keep = self._keep
             try:
@@ -82,8 +80,7 @@ class CacheScheduler(Scheduler):
                 self._look()
             except BaseException:
                 self._keep = keep
-                self._later.clear()
-                self._ready.clear()
+                self._end_all()
                 self._go_back()
                 self._look()
                 raise
@@ -94,8 +91,7 @@ class CacheScheduler(Scheduler):
         self._drop()
 
     def close(self, error: BaseException | None = None) -> None:
-        super().close(error)
-        self._ready.clear()
+        self._end_all(error)
         self._drop()
 
     def keep_last(self) -> None:
@@ -120,9 +116,14 @@ class CacheScheduler(Scheduler):
         if token.token is None:
             self._go_back()
         else:
-            self._keep = self._cache.offset - sum(each.token is not None for each in self._later)
+            self._keep = self._cache.offset - len(self._later)  # an error is behind a token that was fed
             self._last = token.token
         return token
+
+    def _end_all(self, error: BaseException | None = None) -> None:
+        super().close(error)
+        self._ready.clear()
+        self._later.clear()
 
     def _drop(self) -> None:
         """Forget what was computed and not handed out."""
@@ -139,12 +140,13 @@ class CacheScheduler(Scheduler):
     @property
     def _is_mine(self) -> bool:
         """Whether nobody else used the cache since the last look."""
-        return self._found[0] is self._cache.step and self._found[1] == self._cache.lengths
+        cache = self._cache
+        return self._found[0] is cache.step and self._found[1:] == (cache.offset, cache.ahead)
 
     def _look(self) -> None:
         cache = self._cache
-        self._found = cache.step, cache.lengths
         cache.ahead = max(0, cache.offset - self._keep)
+        self._found = cache.step, cache.offset, cache.ahead
 
 
 class Run:

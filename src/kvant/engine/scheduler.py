@@ -289,6 +289,8 @@ class Scheduler:
         The step is committed, unless drafts are verified in it.
         """
         step, self._queued = self._queued, None
+        if step is not None and step.error is not None:
+            raise step.error
         drafting = self._drafter.ready(self._running)
         if step is None and drafting:
             step = self._drafter.begin(self._running, drafting)
@@ -302,7 +304,7 @@ class Scheduler:
             step.batch.commit(ids=[answer.tokens[-1:] for answer in step.answers])
             # The answers of a prompt that is being fed are to be in the next step; a draft follows what is read.
             if self._prompt is None and not self._drafter.may_draft(drafting):
-                following = self._decoder.begin_after(step, self._running)
+                following = self._begin_after(step)
         if step.sampled is None:
             mx.eval(step.logits)
         else:
@@ -311,6 +313,13 @@ class Scheduler:
             mx.async_eval(following.sampled.arrays)
         self._drafter.read(step, following, is_counted=bool(drafting))
         return step, picked, following
+
+    def _begin_after(self, step: Step) -> Step | None:
+        """Begin the next step. Where it fails, it does when this one's tokens were handed out."""
+        try:
+            return self._decoder.begin_after(step, self._running)
+        except Exception as error:
+            return Step(list(self._running), step.batch, step.logits, None, error=error)
 
     def _take_drafted(self, answers: Sequence[Answer], drafts: Sequence[Sequence[int]], found: Found) -> None:
         """Hand out the next tokens of each answer of a step that verified drafts."""

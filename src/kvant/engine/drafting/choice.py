@@ -90,13 +90,15 @@ class DraftChoice:
 
     def verified(self, tokens: float, seconds: float | None) -> None:
         """A step with drafts gave so many tokens an answer, in so many seconds; None: they are not known."""
+        if self._level <= START:
+            self.counts.off = None
         if seconds is not None:
             self._count(tokens - self._cost(self._drafted, seconds))
 
     def _cost(self, times: deque[float], seconds: float) -> float:
-        """A step's time in steps of one token, by the last ones of its kind: first steps take longer, others wait."""
+        """A step's time in steps of one token, by the last ones of its kind: the first takes longer, others wait."""
         times.append(seconds)
-        return _quartile(times) / _quartile(self._plain) if self._plain else 1.0
+        return _quartile(times) / _quartile(self._plain) if self._plain and len(times) > 1 else 1.0
 
     def _count(self, gained: float) -> None:
         self._steps += 1
@@ -107,8 +109,8 @@ class DraftChoice:
             counts.off = f"they took longer; {counts.accepted} of {counts.drafted} were accepted"
         elif self._level > START and self._steps >= RETRY << self._level:
             self._level, self._steps, self._balance = self._level - 1, 0, 0.0
-        if self._level <= START:
-            counts.off = None
+            if self._level == START:
+                counts.off = None
 
 
 class AnswerDrafts:
