@@ -17,7 +17,7 @@ from support.counts import count
 import kvant
 from kvant import batch_generate
 from kvant.engine.batch_generate import BatchResponse, BatchStats
-from kvant.errors import ArgumentError, ContextError, PromptError
+from kvant.errors import ContextError, PromptError
 from kvant.models import Decoder
 from kvant.sample_utils import make_logits_processors, make_sampler
 from kvant.text.tokenizer import Tokenizer
@@ -225,11 +225,3 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_what_is_refused_by_name(pocket: Pocket, given: dict[str, Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         batch_generate(*pocket, **{"prompts": [[5, 6], [7]], **given})
-
-
-def test_an_error_of_a_sampler_leaves_nothing_behind(pocket: Pocket, prompts: list[list[int]]) -> None:
-    def failing(logprobs: mx.array) -> mx.array:
-        raise ArgumentError("sampler", "has had enough")
-
-    with pytest.raises(ArgumentError, match="sampler has had enough"):
-        batch_generate(*pocket, prompts, samplers=[None, failing, None, None, None, None])

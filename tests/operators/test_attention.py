@@ -3,7 +3,6 @@
 B batch, T cached tokens, H query heads, K kv heads, D head_dim.
 """
 
-import math
 from typing import Any
 
 import mlx.core as mx

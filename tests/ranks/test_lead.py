@@ -122,9 +122,7 @@ def test_a_cache_that_grows_and_goes_back(led: tuple[Lead, Loopback], bits: int)
 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])
-def test_drafts_and_their_interruption(
-    led: tuple[Lead, Loopback], bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_and_their_interruption(led: tuple[Lead, Loopback], bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is accepted is committed everywhere, also where a run is left, or broken off in the middle of a step."""
     lead, other = led
     draft_by_chance(monkeypatch, bits)

@@ -70,12 +70,6 @@ def fused_calls(gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
     return seen
 
 
-def pretend_gpu() -> None:
-    """For the rest of the process there is a GPU, whose kernels are MLX's operations: these can be part of a graph."""
-    dispatch.gpu_backend, dispatch.probe_failure = lambda: "metal", lambda use, backend: None
-    fused_attention.attend, attend.launch = attend_stand_in.attend, unfused_append
-
-
 def unfused_append(
     name: str, backend: str, inputs: Sequence[mx.array], *, template: dict[str, Any], **_: Any
 ) -> list[mx.array]:
