@@ -69,7 +69,6 @@ class Sampled:
 
     def read(self) -> list[Picked | Exception]:
         """Wait for it. A row that no token can be drawn from has a LogitsError; most probable tokens come first."""
-        mx.eval(self.arrays)
         tokens: list[int] = self.tokens.tolist()  # type: ignore[assignment]
         if self.logprobs.ndim == 1:
             logprobs: list[float] = self.logprobs.tolist()  # type: ignore[assignment]
@@ -78,7 +77,7 @@ class Sampled:
             every: Any = memoryview(self.logprobs)  # type: ignore[arg-type]
             check_tokens(tokens, every.shape[-1])
             logprobs = [every[place] for place in enumerate(tokens)]
-            kept = list(self.logprobs)
+            kept = [self.logprobs.squeeze(0)] if len(tokens) == 1 else list(self.logprobs)
         each = zip(self.rows, tokens, logprobs, self.tops, kept, strict=True)
         return [
             _no_token(row.sampler, row.processors, logprob) or Picked(token, logprob, _pairs(top), own)

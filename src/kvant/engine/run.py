@@ -16,6 +16,7 @@ from kvant.engine.processors import LogitsProcessor
 from kvant.engine.request import PREFILL_STEP_SIZE, CheckedRequest, FinishReason, PromptProgress, Request, Token
 from kvant.engine.scheduler import Scheduler
 from kvant.models import LanguageModel
+from kvant.models.language_model import context_limit
 
 
 class CacheScheduler(Scheduler):
@@ -58,7 +59,7 @@ class CacheScheduler(Scheduler):
             if cache.ahead:
                 cache.go_back(cache.offset - cache.ahead)
             self._keep, self._last = cache.offset, None
-            self.look()
+            self._look()
 
     @property
     def idle(self) -> bool:
@@ -68,20 +69,24 @@ class CacheScheduler(Scheduler):
     def step(self) -> list[Token]:
         """Give the next token, if there is one yet."""
         with self._cache.turn:
-            if not self._later:
-                if not self._is_mine:
-                    super().close()
-                    self._ready.clear()
-                    raise RuntimeError("the run was ended: another run, a call or a trim changed its cache")
-                try:
+            if not self._is_mine:
+                self._later.clear()
+                super().close()
+                self._ready.clear()
+                raise RuntimeError("the run was ended: another run, a call or a trim changed its cache")
+            keep = self._keep
+            try:
+                if not self._later:
                     self._later.extend(super().step())
-                except BaseException:
-                    self._ready.clear()
-                    self._go_back()
-                    self.look()
-                    raise
-            tokens = [self._handed_out()] if self._later else []
-            self.look()
+                tokens = [self._handed_out()] if self._later else []
+                self._look()
+            except BaseException:
+                self._keep = keep
+                self._later.clear()
+                self._ready.clear()
+                self._go_back()
+                self._look()
+                raise
             return tokens
 
     def cancel(self, request: Request, answer: int | None = None) -> None:
@@ -97,7 +102,8 @@ class CacheScheduler(Scheduler):
         """Count the last token of a request that has ended, if there is room, as mlx-lm's cache does."""
         cache = self._cache
         with cache.turn:
-            full = cache.max_seq_len is not None and cache.offset >= cache.max_seq_len
+            limit = context_limit(self._model, cache.max_seq_len)
+            full = limit is not None and cache.offset >= limit
             if self._last is None or full or not self._is_mine:
                 return
             ids = [[self._last]]
@@ -106,7 +112,7 @@ class CacheScheduler(Scheduler):
                     mx.eval(self._model.feed(mx.array(ids), cache))
             cache.commit(1, ids=ids)
             self._keep, self._last = cache.offset, None
-            self.look()
+            self._look()
 
     def _handed_out(self) -> Token:
         """Take a token of the last step; the cache keeps what comes before it."""
@@ -124,7 +130,7 @@ class CacheScheduler(Scheduler):
         with self._cache.turn:
             if self._is_mine:
                 self._go_back()
-                self.look()
+                self._look()
 
     def _go_back(self) -> None:
         if self._cache.offset > self._keep:
@@ -135,8 +141,7 @@ class CacheScheduler(Scheduler):
         """Whether nobody else used the cache since the last look."""
         return self._found[0] is self._cache.step and self._found[1] == self._cache.lengths
 
-    def look(self) -> None:
-        """Take the cache as it is: whoever calls has changed it."""
+    def _look(self) -> None:
         cache = self._cache
         self._found = cache.step, cache.lengths
         cache.ahead = max(0, cache.offset - self._keep)

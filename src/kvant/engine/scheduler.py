@@ -295,6 +295,8 @@ class Scheduler:
         if step is None:
             answers = list(self._running)
             step = self._decoder.begin(answers, mx.array([answer.tokens[-1] for answer in answers]))
+        if step.sampled is not None and not step.is_ahead:
+            mx.async_eval(step.sampled.arrays)
         following = picked = None
         if step.drafts is None:
             step.batch.commit(ids=[answer.tokens[-1:] for answer in step.answers])
