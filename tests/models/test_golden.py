@@ -78,18 +78,6 @@ def test_logits_are_transformers(case: str, load: Load) -> None:
     assert relative_error(_in_steps(model, STEPS["in chunks"], growing), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_step_for_any_offset_is_transformers(case: str, load: Load) -> None:
-    """The steps that a GPU compiles, uncompiled."""
-    model, expected = load(case), _expected(case)
-    layers = model.make_cache(len(IDS), kv_bits=0)
-    first = len(IDS) - 16
-    mx.eval(model(mx.array([IDS[:first]]), cache=layers))
-    for a, b in pairwise([first, first + 8, first + 9, first + 13, first + 15, len(IDS)]):
-        given = model.step_logits(mx.array(IDS[a:b]), mx.array(a), layers, min(b + 3, len(IDS)))
-        assert relative_error(given, expected[a:b]) < TOLERANCE
-
-
 @pytest.mark.parametrize(
     "case",
     ["qwen2 linear", "llama yarn", "qwen3 yarn", "llama llama3", "smollm3 yarn", "mistral old dynamic", "olmo2 linear"],
