@@ -6,7 +6,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.chat_templates import QWEN3
 from support.checkpoints import qwen3_config, reference_model, save_checkpoint
 from support.conversations import asking, check_consistent
 from support.tokenizers_made import write_tokenizer
@@ -18,8 +17,23 @@ from kvant.engine.generate import GenerationResponse
 from kvant.models import LanguageModel
 from kvant.text.tokenizer import Tokenizer
 
-# Qwen3 drops what was thought before the last question. These are in the manner of DeepSeek R1, whose prompt begins the
-# thinking; and one that keeps it all.
+# Written for this test: in the manner of Qwen3, which drops what was thought before the last question; of DeepSeek R1,
+# whose prompt begins the thinking; and one that keeps it all.
+DROPS = """
+{%- set ns = namespace(last=messages|length - 1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\n' }}
+    {%- if m.reasoning_content is string and loop.index0 > ns.last %}
+        {{- '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}
+    {%- endif %}
+    {{- m.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
+{%- endif %}
+"""
 OPENS = """
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content.split('</think>')[-1] + '<|im_end|>\\n' }}
 {%- endfor %}
@@ -62,9 +76,9 @@ def _say(conversation: Conversation, tokenizer: Tokenizer, question: str, text: 
 @pytest.mark.parametrize(
     ("template", "variables", "said", "thought", "reuses_all"),
     [
-        (QWEN3, {}, THOUGHT, "The user asks.\n\nI say yes.", False),
-        (QWEN3, {}, "<think>\n\n</think>\n\n", None, False),
-        (QWEN3, {"enable_thinking": False}, "", None, False),
+        (DROPS, {}, THOUGHT, "The user asks.\n\nI say yes.", False),
+        (DROPS, {}, "<think>\n\n</think>\n\n", None, False),
+        (DROPS, {"enable_thinking": False}, "", None, False),
         (OPENS, {}, THOUGHT.removeprefix("<think>\n"), "The user asks.\n\nI say yes.", False),
         (KEEPS, {}, THOUGHT, "The user asks.\n\nI say yes.", True),
         (KEEPS, {}, "", None, True),
@@ -96,7 +110,7 @@ def test_the_template_says_what_stays(
 
 
 def test_an_answer_that_is_stopped_while_it_thinks(load: Any) -> None:
-    model, tokenizer, reference = load(QWEN3)
+    model, tokenizer, reference = load(DROPS)
     conversation = Conversation(model, tokenizer, model.make_cache(512))
     script = iter(tokenizer.encode(THOUGHT, add_special_tokens=False))
     answer = conversation.send("Why?", sampler=lambda _: mx.array([next(script)]))
@@ -112,7 +126,7 @@ def test_an_answer_that_is_stopped_while_it_thinks(load: Any) -> None:
 
 
 def test_thinking_longer_than_the_context_forgets_turns_and_goes_on(load: Any) -> None:
-    model, tokenizer, reference = load(QWEN3)
+    model, tokenizer, reference = load(DROPS)
     conversation = Conversation(model, tokenizer, model.make_cache(180), overflow="forget")
     for turn in range(3):
         _say(conversation, tokenizer, f"Question {turn}?", "Yes, it is so.")
