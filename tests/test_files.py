@@ -2,8 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,30 +14,8 @@ INSIDE, OUTSIDE = b"inside" * 100, b"outside" * 100
 TRIES = 2000
 
 
-@contextmanager
-def _swapping(path: Path, *makers: Callable[[Path], object]) -> Iterator[None]:
-    """Another thread that puts what each function makes under the path in turn, at once, over and over."""
-    done = threading.Event()
-
-    def swap() -> None:
-        scratch = path.with_name("scratch")
-        while not done.is_set():
-            for make in makers:
-                make(scratch)
-                os.replace(scratch, path)
-
-    thread = threading.Thread(target=swap)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file of a folder, and another outside of it."""
     (tmp_path / "model").mkdir()
     (tmp_path / "outside").write_bytes(OUTSIDE)
     path = tmp_path / "model" / "config.json"
@@ -49,8 +26,18 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("evil", [lambda path: path.symlink_to(path.parents[1] / "outside"), os.mkfifo])
 def test_what_is_put_there_during_the_check_is_not_opened(path: Path, evil: Callable[[Path], object]) -> None:
     """A link is not followed, a pipe does not block."""
-    read, refused = 0, 0
-    with _swapping(path, lambda path: path.write_bytes(INSIDE), evil):
+    read, refused, done = 0, 0, threading.Event()
+
+    def swap() -> None:
+        scratch = path.with_name("scratch")
+        while not done.is_set():
+            for make in (lambda path: path.write_bytes(INSIDE), evil):
+                make(scratch)
+                os.replace(scratch, path)
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
         for tried in range(50 * TRIES):  # on a busy machine the other thread may get its turn late
             if tried >= TRIES and min(read, refused) > 10:
                 break
@@ -59,6 +46,9 @@ def test_what_is_put_there_during_the_check_is_not_opened(path: Path, evil: Call
                 read += 1
             except ModelError:
                 refused += 1
+    finally:
+        done.set()
+        thread.join()
     assert min(read, refused) > 10
 
 

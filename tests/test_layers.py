@@ -19,7 +19,6 @@ DATA = ["pocket"]  # files, no code
 
 
 def _modules() -> dict[str, Path]:
-    """Every module of kvant by its name; a package's name is its __init__'s."""
     found = {}
     for path in ROOT.rglob("*.py"):
         parts = ["kvant", *path.relative_to(ROOT).with_suffix("").parts]
@@ -32,7 +31,6 @@ MODULES = _modules()
 
 @cache
 def _imported(path: Path) -> set[str]:
-    """The modules of kvant that a file imports, in functions too."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []

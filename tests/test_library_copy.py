@@ -32,7 +32,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache(made: Path, tmp_path: Path) -> Path:
-    """A folder like that, for a test alone."""
     shutil.copytree(made / "kvant", tmp_path / "cache" / "kvant")
     return tmp_path / "cache"
 
@@ -53,7 +52,6 @@ def test_the_test_s_planted_file_does_end_a_process_that_loads_it(cache: Path, e
 OTHERS = {  # mode of the copy and of its folder, the copy's owner
     "a copy that the group can write to": (0o620, 0o700, 0),
     "a copy that anybody can write to": (0o602, 0o700, 0),
-    "a copy that everybody can run": (0o777, 0o700, 0),
     "a folder that the group can write to": (0o600, 0o775, 0),
     "a folder that anybody can write to": (0o600, 0o703, 0),
     "a folder as /tmp": (0o600, 0o1777, 0),
@@ -76,7 +74,6 @@ def test_what_others_can_write_is_made_again(
 
 
 def _loads_another(cache: Path, planted: os.stat_result) -> None:
-    """A run that makes the copy again and loads that."""
     blas, errors = report(cache)
     assert (blas.split(",")[0], errors) == ("OpenBLAS", "")
     state = only_copy(cache).stat()

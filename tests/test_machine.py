@@ -1,7 +1,6 @@
 """What a machine has: control groups, in files like the kernel's, and machines that are not here."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,30 +9,11 @@ import pytest
 from kvant import __version__, machine
 from kvant.machine import Machine, cgroup_limit, environment, machine_with, this_machine
 
-Kernel = Callable[[str, str, dict[str, str]], int | None]
 V1_NONE = "9223372036854771712"  # what version 1 says where nothing limits
 V2_MOUNT = "31 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
 V1_MOUNTS = """31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755
 32 31 0:29 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct
 33 31 0:30 / /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory"""
-
-
-@pytest.fixture
-def kernel(tmp_path: Path) -> Kernel:
-    """A function (cgroup, mountinfo, {file: text}) -> the limit found there."""
-
-    def make(cgroup: str, mountinfo: str, files: dict[str, str]) -> int | None:
-        proc = tmp_path / "proc"
-        proc.mkdir()
-        (proc / "cgroup").write_text(cgroup)
-        (proc / "mountinfo").write_text(mountinfo)
-        for name, text in files.items():
-            file = tmp_path / "sys/fs/cgroup" / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(f"{text}\n")
-        return cgroup_limit(proc, tmp_path)
-
-    return make
 
 
 SCOPE, V2 = "0::/user.slice/a.scope\n", V2_MOUNT
@@ -64,9 +44,16 @@ V1_FILES = {
     ],
 )
 def test_the_smallest_limit_on_the_path(
-    kernel: Kernel, cgroup: str, mounts: str, files: dict[str, str], expected: int | None
+    tmp_path: Path, cgroup: str, mounts: str, files: dict[str, str], expected: int | None
 ) -> None:
-    assert kernel(cgroup, mounts, files) == expected
+    (proc := tmp_path / "proc").mkdir()
+    (proc / "cgroup").write_text(cgroup)
+    (proc / "mountinfo").write_text(mounts)
+    for name, text in files.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+    assert cgroup_limit(proc, tmp_path) == expected
 
 
 def test_without_control_groups(tmp_path: Path) -> None:
@@ -111,7 +98,6 @@ def test_macs_that_are_not_here(gib: int, logged_mb: float) -> None:
 
 def test_the_environment_names_what_is_installed() -> None:
     here = environment()
-    assert here.versions.keys() == {"kvant", "mlx", "mlx_lm", "transformers", "python"}
     assert (here.versions["kvant"], here.versions["mlx"]) == (__version__, mx.__version__)
     assert here.device.startswith(str(mx.device_info()["device_name"]))
     assert here.device.endswith("(cpu)") == (mx.default_device().type == mx.cpu)

@@ -44,7 +44,6 @@ def _keys_values(cache: ModelCache) -> int:
 
 
 def test_logits_are_those_of_transformers(folder: Path, model: LanguageModel) -> None:
-    """Of a pass without a cache, in one chunk, in several, and of generation's own steps."""
     expected = np.load(folder / "logits.npy")
     limit = 1e-5 * max(1.0, float(np.abs(expected).max()))
     given = [model(mx.array([IDS]))]
@@ -150,7 +149,6 @@ def test_the_context_is_the_class_s_own_where_the_folder_has_none(tmp_path: Path
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_mlx_lm_s_own_folders(name: str, tmp_path: Path) -> None:
-    """Quantized to 4 bits: the tokens are mlx-lm's own."""
     folder = write_mlx_lm(tmp_path / name, name, bits=4)
     prompt = [token + 30 for token in IDS]
     theirs, _ = load_mlx_lm(folder)
@@ -161,7 +159,6 @@ def test_mlx_lm_s_own_folders(name: str, tmp_path: Path) -> None:
 
 
 def test_facts_without_tensors(tmp_path: Path) -> None:
-    """A plan of config.json alone, as the hub has it, is that of the folder."""
     for name, bits in (("qwen3_next", 0), ("gpt_oss", 4)):
         folder = write_mlx_lm(tmp_path / name, name, bits)
         known = read_facts(json.loads((folder / "config.json").read_text()))

@@ -1,19 +1,17 @@
 """The hook on mlx-lm's attention: what it takes, what it leaves, and the fused kernel under mlx-lm's models."""
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import architectures as table
 import mlx.core as mx
 import pytest
-from mlx_lm.models import base, llama, llama4_text
 from mlx_lm.models import cache as mlx_lm_cache
 from support import attend_stand_in
-from support.bridged import PROMPT, feed
+from support.bridged import OWN_ATTENTION, PROMPT, feed
 from support.counts import count
-from support.numbers import relative_error
+from support.numbers import peak_bytes, relative_error
 from support.tiny_models import SERVED, build
 
 from kvant.bridge import hook, make_model_cache
@@ -29,31 +27,6 @@ def _normal(seed: int, *shape: int) -> mx.array:
 
 def _fetched(layer: BridgedKVCache, tokens: int) -> tuple[mx.array, mx.array]:
     return layer.update_and_fetch(_normal(1, 1, 2, tokens, 64), _normal(2, 1, 2, tokens, 64))
-
-
-def test_it_is_in_every_model_s_module() -> None:
-    hook.install()
-    hook.install()
-    assert base.scaled_dot_product_attention is llama.scaled_dot_product_attention is hook.attention
-    assert hook.mlx_lm_attention is not hook.attention
-    assert llama4_text.mx.fast.scaled_dot_product_attention is mx.fast.scaled_dot_product_attention
-
-
-def test_other_arrays_are_mlx_lms_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr(hook, "mlx_lm_attention", lambda *given, **named: seen.append((given, named)))
-    layer = BridgedKVCache(16, 2, 64)
-    key, value = _fetched(layer, 4)
-    query, theirs = _normal(3, 1, 4, 1, 64), mlx_lm_cache.KVCache()
-    for keys, values in ((key[:], value), (key, value[:]), (value, key), (mx.array(key), mx.array(value))):
-        hook.attention(query, keys, values, cache=theirs, scale=0.5, mask=None)
-        ((given, named),) = seen
-        assert given[0] is query
-        assert given[1] is keys
-        assert named["cache"] is theirs
-        seen.clear()
-    assert hook.attention(query, key, value, cache=None, scale=0.5, mask=None) is not None
-    assert not seen
 
 
 def test_nothing_is_held() -> None:
@@ -183,18 +156,13 @@ def test_the_kernel_serves_architectures(name: str, bits: int, launches: list[An
 # Masks that the models make: of chunks, and of selected blocks.
 OWN_MASKS = {"llama4", "minimax_m3_vl"}
 # Attention of their own, or none at all.
-UNSEEN = {
-    *("bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "gemma2", "glm4_moe_lite", "glm_moe_dsa"),
-    *("kimi_k25", "kimi_k3", "kimi_linear", "kimi_vl", "longcat_flash", "longcat_flash_ngram", "mistral4", "plamo"),
-    *("plamo2", "stablelm", "mamba", "mamba2", "rwkv7"),
-}
+UNSEEN = OWN_ATTENTION | {"gemma2", "mamba", "mamba2", "rwkv7"}
 # Windows of layers that keep all tokens; rings and shared layers; rings alone; a mask one wider than mlx-lm's ring.
 SOME = ["mistral3", "gemma3n", "recurrent_gemma", "plamo3", "qwen3_next", "gemma2", *sorted(OWN_MASKS)]
 
 
 @pytest.mark.parametrize("name", count(SOME, table.measured()))
 def test_which_masks_reach_the_kernel(name: str, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for it takes any width."""
     masks = []
 
     def attend_anything(*arrays: Any, **options: Any) -> mx.array:
@@ -249,23 +217,17 @@ def test_the_kernel_serves_chunks(bits: int, launches: list[Any]) -> None:
         assert any(name == "attend" for name, _ in launches) == (new <= 8)
 
 
-def _peak(ready: list[mx.array], compute: Callable[[], mx.array]) -> tuple[int, mx.array]:
-    """The most bytes that something takes, and what it is."""
-    mx.eval(ready)
-    mx.synchronize()
-    resting = mx.get_active_memory()
-    mx.reset_peak_memory()
-    found = compute()
-    mx.eval(found)
-    return mx.get_peak_memory() - resting, found
-
-
 def test_rows_that_the_kernel_serves_are_not_computed(launches: list[Any]) -> None:
     layer = BridgedKVCache(4096, 2, 64)
     mx.eval(_fetched(layer, 4000)[0].shape, layer.arrays)
     key, value = _fetched(layer, 1)
     query = _normal(3, 1, 6, 1, 64)
-    used, given = _peak([query], lambda: hook.attention(query, key, value, cache=layer, scale=0.125, mask=None))
+    mx.eval(query)
+
+    def attended() -> mx.array:
+        return hook.attention(query, key, value, cache=layer, scale=0.125, mask=None)
+
+    used, given = peak_bytes(lambda: mx.eval(attended())), attended()
     assert launches[-1][0] == "combine"
     assert used < key.nbytes / 2
     expected = mx.fast.scaled_dot_product_attention(query, mx.array(key), mx.array(value), scale=0.125)
@@ -278,8 +240,7 @@ def test_a_prefill_makes_no_score_matrix() -> None:
     _fetched(layer, 7680)
     key, value = _fetched(layer, 512)
     query = _normal(3, 1, 8, 512, 64)
-    used, _ = _peak(
-        [query, *layer.arrays], lambda: hook.attention(query, key, value, cache=layer, scale=0.1, mask="causal")
-    )
+    mx.eval(query, layer.arrays)
+    used = peak_bytes(lambda: mx.eval(hook.attention(query, key, value, cache=layer, scale=0.1, mask="causal")))
     assert key.nbytes < used < 8 * 512 * 8192 * 4 / 2  # the bytes of one score matrix
     assert layer.nbytes == 2 * 2 * 8192 * (64 + 2 * 2)

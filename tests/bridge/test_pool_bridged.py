@@ -8,9 +8,9 @@ import architectures as table
 import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
-from support.bridged import bridged
+from support.bridged import OWN_ATTENTION, bridged
 from support.counts import count
-from support.numbers import relative_error
+from support.numbers import peak_bytes, relative_error
 
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.pool import BridgedPool
@@ -37,14 +37,6 @@ REFUSED = {
     "phi3small": "ValueError",  # a boolean mask that is added
     "gpt_bigcode": "convert",  # the offset as a Python number
     "internlm3": "convert",
-}
-
-
-# Every architecture that computes some attention in its own way, from padded rows.
-PADDED = {
-    *("bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25"),
-    *("kimi_k3", "kimi_linear", "kimi_vl", "longcat_flash", "longcat_flash_ngram", "mistral4", "plamo"),
-    *("plamo2", "stablelm"),
 }
 
 
@@ -120,7 +112,7 @@ def test_sequences_of_different_lengths_are_what_each_is_alone(name: str) -> Non
     texts = [tokens for tokens, _ in references]
     for bits in count((0, 4), (0, 8, 4)):
         pool = _pool(model, bits)
-        assert pool.attends_apart == (name not in PADDED)
+        assert pool.attends_apart == (name not in OWN_ATTENTION)  # that is from padded rows
         given = _in_company(model, pool, texts, prompts=prompts)
         for logits, prompt, (text, expected) in zip(given, prompts, references, strict=True):
             if bits == 0:
@@ -144,9 +136,9 @@ def test_a_model_without_such_a_step_is_refused(name: str) -> None:
 def test_the_page_names_them() -> None:
     page = (table.ROOT / "docs" / "models.md").read_text("utf-8")
     page = page.partition("## Many sequences")[2].partition("\n## ")[0]
-    assert all(name in page for name in PADDED | REFUSED.keys())
-    apart = len(table.measured()) - len(PADDED) - len(REFUSED)
-    assert [f"| {number} |" in page for number in (apart, len(PADDED), len(REFUSED))] == [True] * 3
+    assert all(name in page for name in OWN_ATTENTION | REFUSED.keys())
+    apart = len(table.measured()) - len(OWN_ATTENTION) - len(REFUSED)
+    assert [f"| {number} |" in page for number in (apart, len(OWN_ATTENTION), len(REFUSED))] == [True] * 3
 
 
 def test_windows_go_past_their_pages() -> None:
@@ -279,12 +271,7 @@ def test_bytes_are_those_of_rows_and_of_the_states_that_fit(name: str, bits: int
 
 
 def _step_bytes(model: BridgedModel, pool: BridgedPool, sequences: list[Any]) -> int:
-    """The most that a step of one token each takes, beside what rests."""
-    mx.synchronize()
-    resting = mx.get_active_memory()
-    mx.reset_peak_memory()
-    _fed(model, pool, sequences, [[3]] * len(sequences))
-    return mx.get_peak_memory() - resting
+    return peak_bytes(lambda: _fed(model, pool, sequences, [[3]] * len(sequences)))
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v32", "qwen3_next"])

@@ -22,7 +22,6 @@ from kvant.operators.paged_attention import PagedRows
 from kvant.operators.paged_kernel import step_pages
 
 pytestmark = host_pytest_skip
-
 PROMPTS = [[(7 + 31 * i + 5 * b) % 97 for i in range(length)] for b, length in enumerate((3, 126, 20))]
 TEXTS = [[(3 * i + 11 * b) % 97 for i in range(11)] for b in range(len(PROMPTS))]
 STEPS = (1, 3, 1, 1, 5)  # new tokens; one sequence comes to its second page

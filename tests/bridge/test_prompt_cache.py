@@ -9,14 +9,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm import generate, stream_generate
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from support.bridged import KINDS, PROMPT, bridged, feed
 from support.counts import at_widths, count
-from support.numbers import relative_error
+from support.numbers import peak_bytes, relative_error
 from support.tiny_models import build
 
 from kvant.bridge import make_model_cache
@@ -75,16 +73,6 @@ def test_tokens_are_written_in_place(name: str, bits: int) -> None:
     feed(model, cache, [1])
     assert _addresses(cache) != before  # whoever holds a slice has the buffers copied
     del kept
-
-
-def test_text_is_generated_through_it(pocket: tuple[Any, Any], pocket_mlx_lm: nn.Module) -> None:
-    wrapped = TokenizerWrapper(pocket[1])
-    options = {"prompt": "Once upon a time", "max_tokens": 25}
-    expected = generate(pocket_mlx_lm, wrapped, **options)
-    for bits in (0, 8):
-        cache = kvant.make_prompt_cache(pocket_mlx_lm, 64, kv_bits=bits)
-        pieces = stream_generate(pocket_mlx_lm, wrapped, prompt_cache=cache, **options)
-        assert "".join(piece.text for piece in pieces) == expected
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "deepseek_v3"])
@@ -154,12 +142,7 @@ def test_mlx_lms_prefill_leaves_the_buffers_alone() -> None:
     for start in range(0, 600, 60):
         tokens = [(7 + 31 * i) % 97 for i in range(start, start + 60)]
         assert relative_error(*(feed(model, one, tokens) for one in (cache, plain))) < 1e-5
-    mx.synchronize()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    for token in range(5):
-        feed(model, cache, [token])
-    assert mx.get_peak_memory() - before < cache[-1].nbytes
+    assert peak_bytes(lambda: [feed(model, cache, [token]) for token in range(5)]) < cache[-1].nbytes
 
 
 class _Odd:
@@ -177,8 +160,6 @@ def test_what_is_refused() -> None:
     assert isinstance(kvant.make_prompt_cache(own, 8), BridgedCache)
     bad: list[tuple[Callable[..., Any], Any, int, dict[str, int], str]] = [
         (kvant.make_prompt_cache, model, 0, {}, "max_kv_size is 0"),
-        (kvant.make_prompt_cache, model, 8, {"kv_bits": 3}, "kv_bits is 3"),
-        (kvant.make_prompt_cache, model, 8, {"kv_group_size": 0}, "kv_group_size is 0"),
         (kvant.make_prompt_cache, model, 8, {"kv_group_size": 7}, "kv_group_size is 7; expected a multiple of 8"),
         (kvant.make_prompt_cache, model, 2**45, {}, "a cache of 35184372088832 tokens needs"),
         (kvant.make_prompt_cache, "a folder", 8, {}, "model is a str; expected mlx-lm's own"),

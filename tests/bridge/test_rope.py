@@ -6,13 +6,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models import rope_utils
 from support.numbers import relative_error
-from support.tiny_models import build
 
-from kvant.bridge.rope import MatrixRoPE, _Matrices, rotate_by_matrices
+from kvant.bridge.rope import MatrixRoPE, _Matrices
 
 KINDS: dict[str, Any] = {
     "plain": lambda: nn.RoPE(64, base=10000.0),
@@ -43,22 +40,6 @@ def test_all_else_goes_through_the_models_own() -> None:
     one = x[:, :, :1]
     for given, offset in ((x, 3), (one, mx.array(3)), (one.astype(mx.float16), 3)):
         assert mx.array_equal(matrix(given, offset=offset), own(given, offset=offset))
-
-
-@pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="on a GPU nothing is replaced")
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi3", "gpt_oss"])
-def test_a_model_with_them_is_the_same(name: str) -> None:
-    model, plain = build(name)[0], build(name)[0]
-    assert rotate_by_matrices(model) > 0
-    assert rotate_by_matrices(model) == 0
-    assert [path for path, _ in tree_flatten(model.parameters())] == [
-        path for path, _ in tree_flatten(plain.parameters())
-    ]
-    assert {path for path, _ in plain.named_modules()} <= {path for path, _ in model.named_modules()}
-    caches = [mlx_lm_cache.make_prompt_cache(m) for m in (model, plain)]
-    for tokens in ([5, 6, 7, 8], [9], [10], [11, 12], [13]):
-        given, expected = (m(mx.array([tokens]), cache=c) for m, c in zip((model, plain), caches, strict=True))
-        assert relative_error(given, expected) < 1e-5
 
 
 def test_threads_share_no_matrix() -> None:

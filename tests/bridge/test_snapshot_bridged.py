@@ -34,7 +34,6 @@ class _Life:
         self.resized: set[int] = set()  # ids of those whose rows may lie in another order
 
     def feed(self) -> None:
-        """The same step to all."""
         new = self.rng.choice([1, 1, 2, 5, 20, 40])
         if self.alone.offset + new > RESERVED:
             self.reset()
@@ -130,7 +129,7 @@ def test_while_a_run_is_suspended(name: str, tmp_path: Path) -> None:
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
-    """By their digest, their layers, and windows of as many layers."""
+    """By their layers, and windows of as many layers. tests/cache/test_snapshot_refused.py has digests."""
     model, other, wide = bridged("gemma3_text"), bridged("qwen3_next"), bridged("gemma3_text", sliding_window=9)
     model.identity = other.identity = wide.identity = Identity("a" * 64, "b" * 64)
     cache = model.make_cache(64)
@@ -140,6 +139,3 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         other.make_cache(64).load(tmp_path / "saved")
     with pytest.raises(SnapshotError, match=r'its layout has .*"window": 8.*; expected .*"window": 9'):
         wide.make_cache(64).load(tmp_path / "saved")
-    model.identity = Identity("c" * 64, "b" * 64)
-    with pytest.raises(SnapshotError, match="the model's digest is aaaa"):
-        model.make_cache(64).load(tmp_path / "saved")

@@ -36,10 +36,5 @@ def test_where_rotary_positions_are_said() -> None:
 
 
 def test_facts_that_are_refused() -> None:
-    for facts, message in (
-        ({"model_type": "gpt_oss_2"}, "is not supported"),
-        ({"model_type": "gpt_oss", "auto_map": {"a": "b"}}, "names code"),
-        ({"model_type": "llama4_text", "vocab_size": 5}, r"missing .* required positional argument"),
-    ):
-        with pytest.raises(ModelError, match=message):
-            read_facts(facts)
+    with pytest.raises(ModelError, match=r"missing .* required positional argument"):
+        read_facts({"model_type": "llama4_text", "vocab_size": 5})

@@ -14,5 +14,4 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    """Two layers without a window."""
     return tiny_model(tmp_path_factory.mktemp("plain"), (None, None))

@@ -59,7 +59,6 @@ class _Layer:
         self.tolerance = 8 * FLOAT32_EPSILON * max(1.0, np.abs(scores).max()) * largest_value
 
     def rows(self, split: bool) -> list[mx.array]:
-        """Query, key and value as a cache with or without the split takes them."""
         return [mx.array(x.astype(np.float32)) for x in (self.query, *(self.stored if split else self.whole))]
 
     def attend(self, bounds: list[int], split: bool) -> np.ndarray:
@@ -145,7 +144,6 @@ def _with_large_key_bias(make: Make, size: float, elements: tuple[int, ...], **c
 
 
 def _check_model(model: Decoder, reference: Any, ids: mx.array, size: float) -> None:
-    """mlx-lm's logits, for prefill, chunks and decode."""
     expected = reference(ids)
     for split, bounds in product((True, False), STEPS.values()):
         cache = model.make_cache(64, kv_bits=0, bias_split=split)
@@ -198,14 +196,3 @@ def test_what_the_split_is_for(make_checkpoint: Make) -> None:
         error[split] = mx.abs(model(IDS, cache=cache) - expected).mean().item()
     assert largest[True] < 30 < 250 < largest[False]
     assert error[True] < 0.3 * error[False]
-
-
-def test_the_tables_are_counted(make_checkpoint: Make) -> None:
-    model, _ = _with_large_key_bias(make_checkpoint, 300.0, (31, 63))
-    tokens = 100
-    for layer, cache in zip(model.layers, model.make_cache(tokens), strict=True):
-        pairs = len(layer.self_attn.qkv_bias.pairs)
-        levels_and_scales = 2 * 2 * tokens * (64 + 2 * 2)
-        assert cache.nbytes == levels_and_scales + 4 * (2 * pairs * tokens + 2 * 2 * pairs + 2 * 64)
-    plain = model.make_cache(tokens, bias_split=False)
-    assert [cache.nbytes for cache in plain] == [levels_and_scales] * len(plain)

@@ -1,4 +1,4 @@
-"""One layer's cache: attention against the oracle, plain, static and fused; appends in place; bytes; refusals."""
+"""One layer's cache: attention against the oracle, plain and fused; appends in place; bytes; refusals."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ import pytest
 from support import oracle
 from support.numbers import peak_bytes, relative_error
 
-from kvant.cache import CompiledCacheView, FullKVCache, QuantizedKVCache, WindowKVCache
+from kvant.cache import FullKVCache, QuantizedKVCache, WindowKVCache
 from kvant.engine.run import Run
 from kvant.errors import ContextError
 from kvant.models import load_decoder
@@ -68,25 +68,6 @@ def test_attention_is_the_oracle_s(shape: tuple[int, int, int], offset: int, S: 
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("bits", [8, 4, 0])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_static_append_is_the_same_attention(shape: tuple[int, int, int], bits: int, split: bool) -> None:
-    H, K, D = shape
-    sinks = normal(7, H) if split else None
-    options = {"kv_bits": bits, "kv_group_size": 16, "bias_split": split_of(K, D) if split else None}
-    past = normal(1, 1, K, ROOM, D)
-    for offset, rows, S in ((0, 1, 1), (0, 16, 2), (9, 10, 1), (9, 20, 4), (19, 20, 1), (2, 10, 8), (19, ROOM, 1)):
-        query, key = normal(2, 1, H, S, D), normal(5, 1, K, S, D)
-        eager, static = (filled(K, D, past, offset, **options) for _ in range(2))
-        expected = eager.attend(query, key, key * 2, sinks=sinks)
-        given = CompiledCacheView(static, mx.array(offset), rows).attend(query, key, key * 2, sinks=sinks)
-        assert relative_error(given, expected) < 2e-5
-        assert static.offset == offset
-        for mine, theirs in zip(static.arrays, eager.arrays, strict=True):
-            assert mx.array_equal(mine, theirs, equal_nan=True).item()
-
-
-@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("S", [1, 3])
 @pytest.mark.parametrize("bits", [8, 4, 0])
 def test_the_fused_kernel_is_the_same_attention(checked_gpu: None, bits: int, S: int, split: bool) -> None:
@@ -94,17 +75,14 @@ def test_the_fused_kernel_is_the_same_attention(checked_gpu: None, bits: int, S:
     sinks = normal(7, H) if split else None
     options = {"kv_bits": bits, "bias_split": split_of(K, D) if split else None}
     past, query, key = normal(1, 1, K, ROOM, D), normal(2, 1, H, S, D), normal(5, 1, K, S, D)
-    caches = [filled(K, D, past, 9, kernels=kernels, **options) for kernels in ("unfused", "fused", "fused")]
-    expected, given = (cache.attend(query, key, key * 2, sinks=sinks) for cache in caches[:2])
+    caches = [filled(K, D, past, 9, kernels=kernels, **options) for kernels in ("unfused", "fused")]
+    expected, given = (cache.attend(query, key, key * 2, sinks=sinks) for cache in caches)
     assert relative_error(given, expected) < 2e-5
     for mine, theirs in zip(caches[1].arrays, caches[0].arrays, strict=True):
         assert mx.array_equal(mine, theirs, equal_nan=True).item()
-    if S == 1:
-        static = CompiledCacheView(caches[2], mx.array(9), 0).attend(query, key, key * 2, sinks=sinks)
-        assert relative_error(static, expected) < 2e-5
 
 
-def peak_of_appends(room: int, bits: int, *, static: bool, hold: bool = False) -> int:
+def peak_of_appends(room: int, bits: int, *, hold: bool = False) -> int:
     """Bytes above the resting state while 10 rows are appended."""
     cache = QuantizedKVCache(room, 2, 64, kv_bits=bits, dtype=mx.float32)
     query, rows = normal(1, 1, 4, 3, 64), normal(2, 1, 2, 3, 64)
@@ -114,23 +92,17 @@ def peak_of_appends(room: int, bits: int, *, static: bool, hold: bool = False) -
 
     def append() -> None:
         for _ in range(10):
-            if static:
-                layer = CompiledCacheView(cache, mx.array(cache.offset), 40)
-                mx.eval(layer.attend(query[:, :, :1], rows[:, :, :1], rows[:, :, :1]), cache.arrays)
-                cache.sequence.commit(1)
-            else:
-                mx.eval(cache.attend(query, rows, rows))
+            mx.eval(cache.attend(query, rows, rows))
 
     return peak_bytes(append)
 
 
-@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("bits", [8, 0])
-def test_appends_are_in_place(bits: int, static: bool) -> None:
+def test_appends_are_in_place(bits: int) -> None:
     """The peak does not know how much is reserved: 64 rows, or 65,536 (17 MB at 8 bits). A copy would show."""
-    small, large = (peak_of_appends(room, bits, static=static) for room in (64, 65536))
+    small, large = (peak_of_appends(room, bits) for room in (64, 65536))
     assert large - small < 100_000
-    assert peak_of_appends(65536, bits, static=static, hold=True) > 15_000_000
+    assert peak_of_appends(65536, bits, hold=True) > 15_000_000
 
 
 def test_decoding_copies_no_cache(make_checkpoint: Callable[..., tuple[Path, Any]]) -> None:

@@ -25,7 +25,6 @@ def _fed(model: Decoder, bits: int, length: int, reserved: int = 1000) -> ModelC
 
 
 def _check_next(model: Decoder, pool: Pool, sequence: PoolSequence, cache: ModelCache, steps: int = 1) -> None:
-    """More tokens through both have the same logits."""
     for token in TEXT[sequence.length : sequence.length + steps]:
         given = decode(model, pool, [sequence], [token])
         assert close(given, model(mx.array([[token]]), cache=cache)[:, -1])
@@ -108,19 +107,6 @@ def test_a_page_whose_first_rows_a_ring_has_lost_is_not_shared(tmp_path: Path) -
     assert not sequence.can_trim_to(810)
 
 
-def test_pages_that_others_share_are_not_loaded_into(windows: Decoder) -> None:
-    pool, prompt = _pool(windows, 0), TEXT[500:800]
-    first = pool.sequence(400)
-    prefill(windows, pool, first, prompt)
-    first.share_prefix()
-    first.trim_to(0)
-    first.load(_fed(windows, 0, 300))
-    second = pool.sequence(400, prompt)
-    assert second.length == 256
-    assert close(prefill(windows, pool, second, prompt[256:]), next_logits(windows, prompt))
-    check_pages(pool, [first, second])
-
-
 def test_a_load_that_is_interrupted_leaves_an_empty_sequence(windows: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, cache = _pool(windows, 0), _fed(windows, 0, 500)
     sequence = pool.sequence(900)
@@ -135,7 +121,6 @@ def test_a_load_that_is_interrupted_leaves_an_empty_sequence(windows: Decoder, m
 
 
 def test_nothing_holds_the_arrays_afterwards(windows: Decoder) -> None:
-    """A step after it takes what one before it took, not another pool."""
     pool = windows.make_pool(200 * 128, sequences=4, kv_bits=8, kv_group_size=16, max_seq_len=900)
     sequence = pool.sequence(900)
     prefill(windows, pool, sequence, TEXT[:300])

@@ -59,7 +59,6 @@ class _Machine(RuleBasedStateMachine):
         shares=st.booleans(),
     )
     def begin(self, text: int, length: int, extra: int, salt: bytes, shares: bool) -> None:
-        """A prompt is read, but for what others have shared."""
         prompt, size = TEXTS[text][:length], length + extra
         fits = self.pool.fits(size)
         try:
@@ -185,7 +184,6 @@ class _Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def there_and_back(self, data: st.DataObject) -> None:
-        """Through a cache of its own into another sequence."""
         (sequence, oracle), (target, emptied) = self._some(data), self._some(data)
         cache, copy = sequence.to_cache(), oracle.fork()
         if self.pool.fits(sequence.max_tokens):

@@ -8,23 +8,7 @@ from support.pools import TEXT, check_pages, close, next_logits, prefill, tiny_m
 from kvant.models import Decoder
 
 
-def test_a_window_always_finds_its_page(windows: Decoder) -> None:
-    """Every page is promised, the index holds what it can, and all sequences go on to their ends."""
-    pool = windows.make_pool(4 * 512, sequences=4, kv_bits=0, prefill_step_size=128)
-    assert [part.window for part in pool.parts] == [None, 40, 200]
-    assert [part.pages.num for part in pool.parts] == [16, 3 * 4, 4 * 4], "whatever a text's length"
-    sequences = [pool.sequence(512) for _ in range(4)]
-    assert not any(part.num_free for part in pool.parts)
-    for first in range(0, 512, 64):
-        for sequence in sequences:
-            logits = prefill(windows, pool, sequence, TEXT[first : first + 64], step=64)
-            sequence.share_prefix()
-        check_pages(pool, sequences)
-    assert close(logits, next_logits(windows, TEXT[:512]))
-
-
 def test_how_far_it_goes_back(windows: Decoder) -> None:
-    """To every length whose window is still there, exactly; other lengths are refused."""
     pool = windows.make_pool(4096, sequences=4, kv_bits=0, prefill_step_size=128)
     sequence = pool.sequence(1000)
     prefill(windows, pool, sequence, TEXT[:700])

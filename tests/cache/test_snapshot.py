@@ -16,7 +16,6 @@ from support.counts import count
 from support.numbers import peak_bytes
 
 from kvant.cache import ModelCache, QuantizedKVCache
-from kvant.cache.layer_format import DTYPES
 from kvant.cache.snapshot import read_header
 from kvant.engine.run import Run
 from kvant.models import Decoder
@@ -179,7 +178,3 @@ def test_no_second_copy_is_held(tmp_path: Path) -> None:
     assert abs(peak_bytes(lambda: caches.append(make())) - nbytes) < nbytes * 0.02
     assert peak_bytes(lambda: caches[0].load(tmp_path / "saved")) < nbytes / layers * 1.5
     assert caches[0].offset == tokens
-
-
-def test_every_dtype_has_safetensors_name() -> None:
-    assert all(dtype.size * 8 == int(name.lstrip("BFIU")) for name, dtype in DTYPES.items())

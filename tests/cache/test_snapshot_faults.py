@@ -57,7 +57,6 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def cache() -> ModelCache:
-    """A cache with some tokens."""
     return snapshot_writer.caches()[0]
 
 
@@ -99,8 +98,6 @@ def _small_files(limit: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("fault", [0, 0.3, 0.9, 0.999, "fsync", "replace"])
 def test_a_full_disk(old: Path, cache: ModelCache, fault: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a share of the bytes; when the file is synced; when it is renamed."""
-
     def no_room(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -131,11 +128,6 @@ def test_a_full_disk(old: Path, cache: ModelCache, fault: float | str, monkeypat
         ("file/saved", "Not a directory"),
         ("n" * 300, "File name too long"),
         ("a\0b", "null byte"),
-        pytest.param(
-            "/proc/self/saved",
-            "",
-            marks=pytest.mark.skipif(not Path("/proc/self").exists(), reason="the kernel's folder, not root's either"),
-        ),
     ],
 )
 def test_folders_that_take_no_file(tmp_path: Path, cache: ModelCache, path: str, message: str) -> None:

@@ -47,7 +47,6 @@ def _cache(
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A small snapshot."""
     _cache(fill=True).save(tmp_path / "saved", {"title": "x"})
     return tmp_path / "saved"
 
@@ -114,14 +113,9 @@ TURNED = Rotary([10000.0 ** (-p / 8) for p in range(8)], 1.5)
 # What was saved, the cache that it is loaded into, and what is said.
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"kv_bits": 4}, "kv_bits is 8; expected 4, in layer 0"),
-    ({}, {"kv_bits": 0}, "kv_bits is 8; expected 0"),
-    ({}, {"kv_group_size": 8}, "kv_group_size is 16; expected 8"),
-    ({}, {"num_kv_heads": 2}, "num_kv_heads is 1; expected 2"),
-    ({}, {"head_dim": 32}, "head_dim is 16; expected 32"),
     ({}, {"value_head_dim": 32}, "value_head_dim is 16; expected 32"),
     ({}, {"scale_dtype": mx.float32}, "scale_dtype is 'F16'; expected 'F32'"),
     ({}, {"layers": 2}, "it has 1 layers; expected 2"),
-    ({"identity": None}, {"layers": 2}, "it has 1 layers; expected 2"),
     ({"fill": True}, {"max_seq_len": 5}, "lengths has 6 tokens; the cache has 5 reserved"),
     ({}, {"identity": Identity("c" * 64, "b" * 64)}, "the model's digest is a{64}; expected c{64}"),
     ({}, {"identity": Identity("a" * 64, "c" * 64)}, "the tokenizer's digest is b{64}; expected c{64}"),
@@ -131,8 +125,6 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"bias_split": _split()}, {"bias_split": _split(key=0)}, "key_bias of layer 0 has other numbers"),
     ({"bias_split": _split()}, {"bias_split": _split(value=0)}, "value_bias of layer 0 has other numbers"),
     ({}, {"window": 8}, "window is None; expected 8"),
-    ({"window": 8}, {"window": 9}, "window is 8; expected 9"),
-    ({"window": 8, "keep": 2}, {"window": 8}, "keep is 2; expected 0"),
     ({"window": 8, "slack": 4}, {"window": 8}, "slack is 4; expected 16"),
 ]
 
@@ -204,14 +196,11 @@ FORGED: list[tuple[Change, str]] = [
     (_set(lengths=[2**39], written=[2**39], reservation=2**39), OTHER_TENSORS),
     (_set(written=[5]), "lengths has 6 where written has 5"),
     (_set(reservation=5), "lengths has 6; reservation is 5"),
-    (_set(lengths=[6, 6], written=[6, 6]), "lengths has 2 numbers"),
     (_set(lengths=[], written=[]), "lengths has 0 numbers"),
-    (_set(lengths=["6"]), r"lengths\[0\] is '6'"),
     (_set(lengths=[True]), r"lengths\[0\] is True"),
     (_set(lengths=6), "lengths is 6; expected a list"),
     (_in_layer(num_kv_heads=2**24), OTHER_TENSORS),
     (_in_layer(num_kv_heads=-1), "num_kv_heads is -1"),
-    (_in_layer(num_kv_heads=0), "0 kv heads"),
     (_in_layer(head_dim=17), "kv_group_size is 16; expected a divisor"),
     (_in_layer(quant_bit=3), "a layer of 3 bits"),
     (_in_layer(quant_group=0), "kv_group_size is 0"),
@@ -219,14 +208,11 @@ FORGED: list[tuple[Change, str]] = [
     (_in_layer(dtype="F64"), "dtype is 'F64'; expected one of"),
     (_in_layer(scale_dtype="F32"), OTHER_TENSORS),
     (_in_layer(kind="full"), "kind is 'full'; expected one of"),
-    (_in_layer(kind=[]), "kind is"),
     (_in_layer(kind="state"), "has fields of another kind"),
     (_in_layer(split_pairs=[8]), "split_pairs is"),
     (_in_layer(split_pairs=[1, 1]), "split_pairs is"),
-    (_in_layer(more=1), "a layer's format has other fields"),
     (lambda header: header["__metadata__"]["cache"]["layers"][0].pop("slack"), "a layer's format has other fields"),
     (_set(layers=[]), "layers is no list of formats"),
-    (_set(layers=[7]), "a layer's format has other fields"),
     (_set(identity={"model": "x" * 64, "tokenizer": "b" * 64}), "no SHA-256"),
     (_set(identity="aa"), "identity is no object"),
     (_set(rope={"frequencies": [float("nan")], "factor": 1.0}), "no number above 0"),
@@ -239,7 +225,6 @@ FORGED: list[tuple[Change, str]] = [
     (_text(format="another"), "not a snapshot of a cache"),
     (_text(metadata="{"), "Expecting property name"),
     (_text(metadata='{"a": 1}'), "metadata is not an object of strings"),
-    (_text(metadata="[]"), "metadata is a JSON list"),
     (_text(cache="[" * 100_000), "recursion"),
     (_text(kvant=None), "its text has other parts than"),
     (lambda header: header["ids.0"].update(dtype="I32"), OTHER_TENSORS),

@@ -14,7 +14,7 @@ from support.counts import count
 from support.numbers import relative_error
 from support.pool_oracle import OracleLayer
 
-from kvant.cache import CompiledCacheView, ModelCache, QuantizedKVCache, WindowKVCache
+from kvant.cache import ModelCache, QuantizedKVCache, WindowKVCache
 from kvant.cache.window import SLACK
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.rotary import Rotary
@@ -211,25 +211,6 @@ def test_the_fused_kernel_agrees(bits: int, extras: str, masked: bool, slack: in
         assert [name for name, _ in launches].count("attend") == fused
         assert relative_error(*outputs) < TOLERANCE
     assert caches[0].offset == 40
-
-
-@pytest.mark.parametrize("bits", [0, 8, 4])
-@pytest.mark.parametrize("kernels", ["unfused", "fused"])
-@pytest.mark.parametrize("length", [9, 40])
-def test_a_compiled_steps_operations(checked_gpu: None, bits: int, kernels: str, length: int) -> None:
-    """The offset is an array. Before the ring is full, and after; with sinks."""
-    rng = np.random.default_rng(6)
-    cache, other = (_wide(bits, False, which) for which in (kernels, "unfused"))
-    held, new, sinks = _heads(rng, length, 64), _heads(rng, 1, 64), _normal(rng, H)
-    for each in (cache, other):
-        each.begin(mx.zeros((1, length), mx.int32))
-        mx.eval(each[0].attend(*held))
-        each.commit(ids=[[0] * length])
-        each.begin(mx.zeros((1, 1), mx.int32))
-    given = CompiledCacheView(cache[0], mx.array(length), 64).attend(*new, sinks=sinks)
-    assert relative_error(given, other[0].attend(*new, sinks=sinks)) < TOLERANCE
-    for mine, theirs in zip(cache[0].arrays, other[0].arrays, strict=True):
-        assert mx.array_equal(mine, theirs).item()
 
 
 def test_a_split_without_pairs_does_not_grow() -> None:

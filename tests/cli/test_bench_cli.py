@@ -42,7 +42,6 @@ def run(*arguments: str, measure: Callable[[], float] = lambda: 1.0) -> subproce
 
 
 def read(file: Path, kind: str) -> list[dict[str, Any]]:
-    """The lines of one kind."""
     lines = map(json.loads, file.read_text().splitlines())
     return [line for line in lines if line["kind"] == kind]
 
@@ -51,7 +50,6 @@ LABELS = ["kvant full", "kvant full unfused", "mlx-lm float32"]
 
 
 def test_all_engines_agree(tmp_path: Path) -> None:
-    """Every engine that computes here, with an unquantized cache."""
     file = tmp_path / "all.jsonl"
     engines = ["--engine", "kvant", "--engine", "kvant:unfused", "--engine", "mlx-lm:float32"]
     given = [*SMALL, *engines, "--kv-bits", "0", "--output", str(file)]
@@ -124,15 +122,6 @@ def test_streams_of_two_servers(served: tuple[str, Reply], tmp_path: Path) -> No
     assert url not in done.stdout + done.stderr
 
 
-def test_an_engine_that_cannot_load(make_checkpoint: Callable[..., tuple[Path, Any]]) -> None:
-    folder, _ = make_checkpoint()
-    (folder / "model.safetensors").write_bytes(b"nothing")
-    done = run(*SMALL, "--model", str(folder), "-q", *ONE)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("kvant: error: engine kvant 8-bit: ")
-    assert done.stderr.count("\n") == 1
-
-
 def test_a_blas_that_is_not_there_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine ran with MLX's own, and was called OpenBLAS in every table."""
     monkeypatch.setenv("KVANT_BLAS", "mlx")
@@ -148,12 +137,7 @@ def test_the_default_prompts_are_those_the_model_has_room_for() -> None:
     assert contexts("7, 9", 1, 10) == [7, 9]
 
 
-def _start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def _wait_for(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stderr is not None
     for found in process.stderr:
         if line in found:
             return
@@ -171,7 +155,8 @@ ENDLESS = ["--engine", "kvant", "--kv-bits", "8,4", "--prompt-tokens", "32", "-m
 def test_a_signal(tmp_path: Path, number: signal.Signals, victim: str) -> None:
     """A process that is killed takes the others along; else there is the report of the runs that came to their end."""
     file = tmp_path / "cut.jsonl"
-    process = _start(*ENDLESS, "--output", str(file))
+    command = [*COMMAND, *ENDLESS, "--output", str(file)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     _wait_for(process, "round 2 of 100000")
     workers = children(process.pid)
     os.kill(process.pid if victim == "command" else workers[0], number)

@@ -1,22 +1,17 @@
 """The config file, its presets and the environment, as a user meets them."""
 
-import os
-import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.command import COMMAND, QUESTION, call, refusal
+from support.command import QUESTION, call, refusal, sampling_of
 
 Write = Callable[[str], Path]
 
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """A function of the config file's text."""
-
     def write(text: str) -> Path:
         path = tmp_path / "config.toml"
         path.write_text(text)
@@ -26,19 +21,13 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     return write
 
 
-def _sampling(*arguments: str) -> str:
-    done = call("generate", "Hi", "-m", "1", *arguments)
-    assert done.returncode == 0, done.stderr
-    return re.search(r"^sampling: (.*)$", done.stderr, re.MULTILINE)[1]  # type: ignore[index]
-
-
 def test_a_flag_wins_over_a_preset_over_the_file_over_the_model(write: Write) -> None:
     write("temp = 0.4\ntop-p = 0.6\nseed = 5\n[generate]\ntemp = 0.5\n[presets.poet]\ntop-p = 0.7\n")
     poet = ["--preset", "poet"]
-    assert _sampling() == "temperature 0.5, top-p 0.6, seed 5 (config.toml)"
-    assert _sampling(*poet) == "temperature 0.5 (config.toml), top-p 0.7 (preset poet), seed 5 (config.toml)"
-    assert "top-p 0.8 (given)" in _sampling(*poet, "--top-p", "0.8")
-    assert _sampling("--temp", "-0.0") == "temperature 0 (given)", "what the file says without effect is dropped"
+    assert sampling_of() == "temperature 0.5, top-p 0.6, seed 5 (config.toml)"
+    assert sampling_of(*poet) == "temperature 0.5 (config.toml), top-p 0.7 (preset poet), seed 5 (config.toml)"
+    assert "top-p 0.8 (given)" in sampling_of(*poet, "--top-p", "0.8")
+    assert sampling_of("--temp", "-0.0") == "temperature 0 (given)", "what the file says without effect is dropped"
     chat = call("chat", "-m", "1", stdin="Hi\n/stats\n").stderr
     assert "sampling: temperature 0.4, top-p 0.6, seed 5 (config.toml)" in chat
 
@@ -76,25 +65,21 @@ def test_a_model_of_the_environment(
     assert call("generate", QUESTION, "-q", "-m", "1", "--preset", "small").returncode == 0
 
 
-def test_the_file_lies_in_the_users_folder(tmp_path: Path) -> None:
+def test_the_file_lies_in_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where platformdirs has it; on Linux under XDG_CONFIG_HOME."""
-    own = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "own")}
-    environment = {name: value for name, value in os.environ.items() if name != "KVANT_CONFIG"} | own
-
-    def kvant(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [*COMMAND, *arguments]
-        return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-
-    path = Path(kvant("config", "--path").stdout.removesuffix("\n"))
+    assert call("config", "--path").stdout == "\n", "KVANT_CONFIG is empty here: no file"
+    monkeypatch.delenv("KVANT_CONFIG")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "own"))
+    path = Path(call("config", "--path").stdout.removesuffix("\n"))
     assert path.is_relative_to(tmp_path)
     assert path.parts[-2:] == ("kvant", "config.toml")
     if sys.platform == "linux":
         assert path == tmp_path / "own" / "kvant" / "config.toml"
-    assert kvant("config").stdout == f"# {path} is not there\n"
+    assert call("config").stdout == f"# {path} is not there\n"
     path.parent.mkdir(parents=True)
     path.write_text("max-kv-size = 77\n")
-    assert "cache: 77 tokens reserved" in kvant("generate", "Hi", "-m", "1").stderr
-    assert call("config", "--path").stdout == "\n", "KVANT_CONFIG is empty here: no file"
+    assert "cache: 77 tokens reserved" in call("generate", "Hi", "-m", "1").stderr
 
 
 def test_the_command_shows_it(write: Write) -> None:
@@ -120,7 +105,6 @@ def test_the_command_shows_it(write: Write) -> None:
         (f"max-tokens = {10**23}", f"max-tokens is '{10**23}'; expected a number of 64 bits"),
         (f"max-kv-size = 0x{'f' * 9000}", "max-kv-size is 'a number of thousands of digits'; expected a number of 64"),
         ("temp = -1", "--temp is -1.0; expected 0, or from 0.001 on; --temp is from config.toml"),
-        ("kv-bits = 3", "expected 8, 4, or 0 for no quantization; --kv-bits is from config.toml"),
         ("temp = 0\nseed = 1", "--seed is 1, which has no effect at temperature 0; --seed is from config.toml"),
         ("chat-template-config = '{'", "--chat-template-config is '{': not JSON"),
         ("preset = 'a'\n[presets.b]\ntemp = 1", "--preset is 'a'; "),

@@ -1,4 +1,4 @@
-"""``kvant plan``, and generate and chat refusing what does not fit, as their user meets them."""
+"""``kvant plan`` of one machine and of several, and a run that does not fit, as their user meets them."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from mlx.utils import tree_flatten
+from support.bridged import write_mlx_lm
 from support.checkpoints import qwen2_config, qwen3_config, qwen3_moe_config, reference_model, save_checkpoint
 from support.command import call, refusal
 
@@ -18,23 +19,22 @@ from kvant import weights
 from kvant.cache import CacheOptions
 from kvant.cli import plan as command
 from kvant.cli import session
-from kvant.errors import ModelError
-from kvant.machine import Device, Machine
+from kvant.cli.fitting import ranks_for, ranks_that_fit
+from kvant.engine.load import POCKET, find_model
+from kvant.errors import ContextError, KvantError, ModelError
+from kvant.machine import Device, Machine, machine_with
 from kvant.models import Decoder
 from kvant.sizes import format_bytes
 from kvant.tools.bench.shapes import SHAPES
-from kvant.tools.plan import Checkpoint, Settings, plan, split_pairs
+from kvant.tools.plan import Checkpoint, RankPlanner, Settings, plan, split_pairs
 
 
 def machine(limit_bytes: int, device: Device = "cpu") -> Machine:
-    """One with this little."""
     return Machine(device, 2 * limit_bytes, limit_bytes, "a small machine")
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function (bytes): this machine has no more."""
-
     def make(limit_bytes: int) -> None:
         for module in (command, session):
             monkeypatch.setattr(module, "this_machine", lambda device=None: machine(limit_bytes))
@@ -199,19 +199,20 @@ def test_an_adapter_is_counted(tmp_path: Path) -> None:
 def save(tmp_path: Path, pocket_folder: Path) -> Any:
     """A function (config, model): its folder, with pocket's tokenizer."""
 
-    def save(config: dict[str, Any], model: Any) -> Path:
-        folder = save_checkpoint(tmp_path / "model", config, model)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(pocket_folder / name, folder)
-        return folder
-
     return save
 
 
-def test_what_is_planned_is_what_generate_reserves(save: Any) -> None:
+def _with_pockets_tokenizer(folder: Path, config: dict[str, Any], model: Any) -> str:
+    save_checkpoint(folder, config, model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(find_model(POCKET) / name, folder)
+    return str(folder)
+
+
+def test_what_is_planned_is_what_generate_reserves(tmp_path: Path) -> None:
     """To the byte, where no bias decides of tables."""
     config = qwen3_config(vocab_size=1280)
-    folder = str(save(config, reference_model(config)))
+    folder = _with_pockets_tokenizer(tmp_path, config, reference_model(config))
     for flags in (["--kv-bits", "4"], ["--max-kv-size", "auto"], ["--max-kv-size", "33", "--kv-group-size", "8"]):
         made = json.loads(call("plan", folder, "--json", *flags).stdout)
         done = call("generate", "Hello", "--model", folder, "-m", "1", *flags)
@@ -219,19 +220,19 @@ def test_what_is_planned_is_what_generate_reserves(save: Any) -> None:
         assert done.stderr.startswith(f"{line} {made['kv_group_size']}, {format_bytes(made['bytes']['cache'])}\n")
 
 
-def test_what_the_weights_split_off_is_planned_again_once_it_is_known(save: Any, small: Any) -> None:
+def test_what_the_weights_split_off_is_planned_again_once_it_is_known(tmp_path: Path, small: Any) -> None:
     """Large biases in every rotary pair: their tables are many times what was guessed from config.json."""
     config = qwen2_config(vocab_size=1280)
     model = reference_model(config)
     model.load_weights([(k, 1e4 * v) for k, v in tree_flatten(model.parameters()) if k.endswith("k_proj.bias")], False)
-    folder = save(config, model)
-    checkpoint, settings = Checkpoint.from_folder(folder), Settings(prefill_step_size=8)
+    run = ["generate", "Hello", "--model", _with_pockets_tokenizer(tmp_path, config, model)]
+    run += ["-m", "1", "--prefill-step-size", "8"]
+    checkpoint, settings = Checkpoint.from_folder(tmp_path), Settings(prefill_step_size=8)
     guessed, known = (
         plan(checkpoint, max_kv_size=1024, settings=settings, device="cpu", split_pairs=pairs)
         for pairs in (None, [config["hidden_size"] // config["num_attention_heads"] // 2] * 2)
     )
     small((guessed.total + known.total) // 2)
-    run = ["generate", "Hello", "--model", str(folder), "-m", "1", "--prefill-step-size", "8"]
     error = refusal(1, *run)
     assert f"1024 tokens need {format_bytes(known.total)}" in error
     (tokens,) = re.findall("; --max-kv-size ([0-9]+)", error)
@@ -245,3 +246,104 @@ def test_a_second_format_of_the_same_weights_is_not_read(tmp_path: Path) -> None
         (tmp_path / name).touch()
         os.truncate(tmp_path / name, 988_097_824)
         assert Checkpoint.from_folder(tmp_path).tied
+
+
+GB = 2**30
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(_raw("qwen2.5-7b")))
+    return str(tmp_path)
+
+
+def machines(*sizes: int) -> list[Machine]:
+    return [machine_with(size * GB, "gpu") for size in sizes]
+
+
+def test_table_and_json_have_the_numbers_of_each_machine(folder: str, tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([{"ssh": name, "ips": [f"10.0.0.{n}"]} for n, name in enumerate(["studio", "mini"])]))
+    run = ("plan", folder, "--hostfile", str(hosts), "--device", "gpu", "--memory", "16GB,8GB")
+    done = call(*run)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "on 2 machines, --parallel pipeline" in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines() if not line.startswith("/"))
+    record = json.loads(call(*run, "--json").stdout)
+    assert (record["parallel"], record["fits"], record["max_kv_size"]) == ("pipeline", True, 4096)
+    planner = RankPlanner(Checkpoint.from_folder(Path(folder)), machines(16, 8), "pipeline")
+    made = planner.plan(4096)
+    cells = {line.split("  ")[0]: re.split(r" {2,}", line)[1:] for line in done.stdout.splitlines()}
+    for rank, (held, own, longest) in enumerate(zip(made.plans, made.layers, made.longest(), strict=True)):
+        found, host = record["ranks"][rank], ["studio", "mini"][rank]
+        assert (found["rank"], found["host"], found["fits"]) == (rank, host, True)
+        assert (found["layers"], found["longest_context"]) == ([own.start, own.stop], longest.tokens)
+        assert cells["host"][rank] == host
+        assert cells["layers"][rank] == f"{own.start} to {own.stop - 1}"
+        assert cells["longest"][rank] == str(longest.tokens)
+        for name in ("weights", "cache", "scratch", "total"):
+            assert found["bytes"][name] == getattr(held, name)
+            assert cells[name][rank] == format_bytes(getattr(held, name))
+    assert re.search(rf"^  pipeline +\d+ +{planner.longest().tokens} +\d+$", done.stdout, re.MULTILINE)
+    assert re.search(r"^  tensor +none +none +none$", done.stdout, re.MULTILINE)
+    assert [found["bits"] for found in record["longest_context"]["pipeline"]] == [16, 8, 4]
+    assert all(found["tokens"] == 0 for found in record["longest_context"]["tensor"])
+
+
+def test_machines_that_are_alike(folder: str) -> None:
+    for flags in (["--ranks", "3", "--memory", "8GB"], ["--memory", "8GB,8GB,8GB"]):
+        record = json.loads(call("plan", folder, "--device", "gpu", "--json", *flags).stdout)
+        assert [each["machine"]["memory_bytes"] for each in record["ranks"]] == [8 * GB] * 3
+        layers = [each["layers"] for each in record["ranks"]]
+        assert [layers[0][0], layers[-1][1]] == [0, 28]
+        assert [last for _, last in layers[:-1]] == [first for first, _ in layers[1:]]
+    done = call("plan", "pocket", "--ranks", "2", "--device", "cpu")
+    assert "all machines are taken to be like this one; --memory says what they have" in done.stdout
+    words = call("plan", folder, "--ranks", "7", "--memory", "16GB", "--device", "gpu").stdout
+    assert "\nrank 6" in words  # a line for each, where so many columns would be too wide
+    assert "  tensor: 7 ranks cannot divide" not in words
+
+
+def test_a_model_that_cannot_be_divided(tmp_path: Path) -> None:
+    run = ("plan", str(write_mlx_lm(tmp_path / "model", "gemma3_text")), "--ranks", "2", "--memory", "8GB")
+    done = call(*run)
+    assert done.returncode == 0
+    assert "  tensor: gemma3_text is mlx-lm's model" in done.stdout
+    for flags in (["--parallel", "tensor"], ["--sequences", "2"]):
+        assert call(*run, *flags).returncode == 1
+
+
+def test_a_run_is_refused_with_the_numbers() -> None:
+    checkpoint, settings = Checkpoint.from_facts(_raw("qwen2.5-7b")), Settings(cache=CacheOptions(kv_bits=0))
+    made = ranks_for(checkpoint, settings, 32768, machines(16, 8))
+    held = made.plans[made.fullest]
+    own = made.layers[made.fullest]
+    with pytest.raises(ContextError) as refused:
+        ranks_that_fit(checkpoint, settings, 32768, machines(16, 8))
+    line = str(refused.value)
+    assert line.startswith(f"32768 tokens need {format_bytes(held.total)} on rank {made.fullest} of 2 with layers ")
+    assert f"{own.start} to {own.stop - 1} (weights {format_bytes(held.weights)}, cache " in line
+    assert f"there are {format_bytes(made.machines[made.fullest].limit_bytes)} (" in line
+    tokens = int(re.findall(r"; --max-kv-size (\d+)", line)[0])
+    assert ranks_that_fit(checkpoint, settings, tokens, machines(16, 8)).fits
+    assert ranks_that_fit(checkpoint, settings, "auto", machines(16, 8)).plans[0].max_kv_size == tokens
+    for asked, count, words in (
+        (tokens + 1, [16, 8], f"need .*; --max-kv-size {tokens} "),
+        (40_000, [16, 8], "40000; the model's context is 32768"),
+        (100, [16] * 29, "29 ranks"),
+    ):
+        with pytest.raises(KvantError, match=words):
+            ranks_that_fit(checkpoint, settings, asked, machines(*count))
+
+
+def test_tensor_parallel_is_chosen_where_it_alone_fits() -> None:
+    """A long step's scratch is that of all heads in a stage, and of some in a share."""
+    checkpoint = Checkpoint.from_facts(_raw("qwen2.5-0.5b"))
+    settings = Settings(prefill_step_size=8192)
+    found = [RankPlanner(checkpoint, machines(8, 8), kind, settings).plan(32768) for kind in ("pipeline", "tensor")]
+    most = [max(plan.total for plan in made.plans) for made in found]
+    assert most[1] < most[0]
+    between = [Machine("gpu", limit, limit, "a test") for limit in [sum(most) // 2] * 2]
+    assert ranks_for(checkpoint, settings, 32768, between).parallel == "tensor"
+    assert ranks_for(checkpoint, settings, 32768, machines(8, 8)).parallel == "pipeline"
+    assert not ranks_for(checkpoint, settings, 32768, between, "pipeline").fits

@@ -1,9 +1,11 @@
-"""--prompt-cache-file, --n and --overflow as their user meets them."""
+"""--prompt-cache-file and --n as their user meets them."""
 
+import json
 import re
 from pathlib import Path
 
 from support.command import QUESTION, call, refusal
+from support.kinds import load_kind
 
 STORY = "The fox Pip lived in a den by the river. He had a friend, a bear named Bob. " * 6
 GENERATE = ["generate", "-m", "12", "--temp", "0"]
@@ -84,3 +86,33 @@ def test_several_answers_after_what_a_file_holds(tmp_path: Path) -> None:
     assert again.returncode == 0
     third = call(*flags, asked[1], "--seed", "7", "--prompt-cache-file", path)
     assert third.stdout == alone[2]
+
+
+def test_a_prompt_that_fills_its_pages_and_the_reservation(tmp_path: Path) -> None:
+    """Every answer has one token, which is sampled and not fed."""
+    load_kind("qwen2", tmp_path / "model")
+    prompt = " ".join(f"w{10 + at % 100}" for at in range(128))
+    flags = ["--temp", "3", "--n", "3", "--max-kv-size", "128", "--ignore-eos", "--ignore-chat-template"]
+    done = call("generate", prompt, "--model", str(tmp_path / "model"), "--kv-bits", "0", *flags)
+    assert [len(text.split()) for text in done.stdout.split("\n\n")] == [1, 1, 1]
+    assert done.stderr.count("cut: the reserved context is full; --max-kv-size reserves more") == 3
+
+
+def test_several_answers() -> None:
+    flags = ["generate", QUESTION, "-m", "20", "--temp", "1", "--seed", "5"]
+    alone = [call(*flags[:-1], str(5 + number), "-q").stdout for number in range(3)]
+    done = call(*flags, "--n", "3")
+    assert len(set(alone)) == 3
+    assert done.stdout == "\n".join(alone)  # an empty line between two
+    assert re.findall(r"^--- \d of \d ---$", done.stderr, re.MULTILINE) == [f"--- {i} of 3 ---" for i in (1, 2, 3)]
+    assert done.stderr.count("prompt: ") == 1
+    assert done.stderr.count("generated: ") == 3
+    lines = [json.loads(line) for line in call(*flags, "--n", "3", "--json", "-q").stdout.splitlines()]
+    assert [line["choice"] for line in lines[:6]] == [0, 1, 2] * 2  # as they come, side by side
+    assert [[x["index"] for x in lines if x["choice"] == n] for n in range(3)] == [[*range(20)]] * 3
+    assert ["".join(x["text"] for x in lines if x["choice"] == n) + "\n" for n in range(3)] == alone
+    assert re.search(r"^together: 60 tokens, [\d.]+ tokens/s$", done.stderr, re.MULTILINE)
+    assert "384 tokens reserved for 3 sequences at once" in done.stderr
+    fewer = call(*flags, "--n", "3", "--sequences", "2")
+    assert fewer.stdout == done.stdout
+    assert "256 tokens reserved for 2 sequences at once" in fewer.stderr

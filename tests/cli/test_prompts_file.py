@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvant.engine.batch_stream import Piece
 from support.command import QUESTION, call, refusal
 
 from kvant.cli import answering, session
 from kvant.cli.options import BadValueError
 from kvant.cli.prompts_file import Line, read_lines
+from kvant.engine.response import GenerationResponse
 from kvant.engine.sampling import OPTIONS, SamplingOptions
 from kvant.errors import PromptError
 from kvant.machine import Machine
@@ -216,9 +216,9 @@ def test_what_has_ended_is_printed_when_it_is_interrupted(
     path: str, alone: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first answer is the longest: it is under way, and three others wait for it."""
-    plain = answering.stream_pieces
+    plain = answering.responses
 
-    def interrupted(*arguments: Any) -> Iterator[Piece]:
+    def interrupted(*arguments: Any) -> Iterator[GenerationResponse]:
         ended = 0
         for piece in plain(*arguments):
             yield piece
@@ -226,7 +226,7 @@ def test_what_has_ended_is_printed_when_it_is_interrupted(
             if ended == 3:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(answering, "stream_pieces", interrupted)
+    monkeypatch.setattr(answering, "responses", interrupted)
     done = call(*FLAGS, "--prompts-file", path, "--json")
     assert done.returncode == 130
     records = [json.loads(line) for line in done.stdout.splitlines()]

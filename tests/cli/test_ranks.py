@@ -44,7 +44,6 @@ sys.stdout.write(json.dumps(dict(own=own, ring=ring, words=sys.argv[4:], folder=
 
 
 def each(commands: list[list[str]]) -> list[subprocess.CompletedProcess[str]]:
-    """Ranks with a command each."""
     return run_ranks([[*KVANT, *command] for command in commands])
 
 
@@ -62,7 +61,6 @@ def test_the_same_tokens_as_one_process(ranks: int, parallel: str, bits: str) ->
 
 
 def test_a_conversation() -> None:
-    """Which ends with its input, as in one process."""
     command = ["chat", "--temp", "0", "--max-tokens", "12", "-q", "--kv-bits", "0"]
     said = "Hi there\nTell me a story\n/undo\nAnd now?"
     alone = call(*command, stdin=said)
@@ -139,7 +137,6 @@ def test_what_ranks_refuse(words: list[str], said: str) -> None:
 
 @pytest.mark.parametrize(("wired", "bounded"), [(False, False), (True, False), (False, True)])
 def test_options_of_memory_are_applied(wired: bool, bounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On other ranks as on rank 0: --wired, and a server's bound."""
     done: list[tuple[str, object]] = []
     arranged = Arranged("pipeline", [range(1), range(1, 2)], total=30, arrays=20, scratch=10)
     monkeypatch.setattr(follow.ranks, "guard", lambda: SimpleNamespace(rank=1))
@@ -219,7 +216,6 @@ def test_all_end(begun: bool, sign: signal.Signals, to: int | None, code: int, l
     ):
         ranks: list[int] = []
         try:
-            assert launcher.stdout is not None
             assert not begun or launcher.stdout.read(20), said.read_text()
             while len(ranks) < 2 and launcher.poll() is None:
                 ranks = children(launcher.pid)
@@ -244,8 +240,6 @@ def test_a_reader_that_goes_away() -> None:
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as launcher:
-        assert launcher.stdout is not None
-        assert launcher.stderr is not None
         assert launcher.stdout.read(5)
         launcher.stdout.close()
         assert launcher.stderr.read() == b""

@@ -40,12 +40,14 @@ USAGE = [
     ("generate pocket", "'pocket' is a model's name, and there is no prompt"),
     ("generate pocket a --prompt b", "the prompt is given twice"),
     ("generate pocket a --model pocket", "the model is given twice, as the argument 'pocket'"),
-    ("chat pocket --model pocket", "the model is given twice"),
-    ("plan pocket --model pocket", "the model is given twice"),
-    ("report pocket --model pocket", "the model is given twice"),
-    ("bench pocket --model pocket", "the model is given twice"),
     ("convert pocket x --model pocket", "the model is given twice"),
     ("convert pocket", "no DEST"),
+    ("convert pocket x --bits 7", "--bits is 7; expected for affine: 2, 3, 4, 5, 6, 8"),
+    ("convert pocket x --mode mxfp4 --group-size 64", "--group-size is 64; expected for mxfp4: 32"),
+    ("convert pocket x --mode gptq", "--mode is 'gptq'; expected affine, mxfp4, mxfp8, nvfp4"),
+    ("convert pocket x --dtype int8", "--dtype is 'int8'; expected float16, bfloat16, float32"),
+    ("convert pocket x --bits 0", "--bits is 0, which changes nothing without --dtype"),
+    ("convert pocket x --bits 0 --dtype float16 --group-size 32", "--group-size is 32, but 0 bits do not quantize"),
     # The flags of a run.
     ("generate a --kv-bits 3", "--kv-bits is 3; expected 8, 4, or 0"),
     ("generate a --kv-group-size 0", "--kv-group-size is 0"),
@@ -58,7 +60,6 @@ USAGE = [
     ("generate a --max-tokens 0", "--max-tokens is 0"),
     ("generate a --prefill-step-size -1", "--prefill-step-size is -1"),
     ("generate a --deterministic --prefill-step-size 64", "--deterministic reads prompts in chunks of 128"),
-    ("serve --deterministic --prefill-step-size 64", "--deterministic reads prompts in chunks of 128"),
     ("generate a --stop ''", "--stop is empty"),
     ("generate a --extra-eos-token 'two words'", "--extra-eos-token is 'two words', which is "),
     ("generate a --extra-eos-token 77777", "--extra-eos-token is 77777; the model knows 0 to "),
@@ -92,17 +93,14 @@ USAGE = [
     ("generate pocket a --prompts-file prompts", "as an argument and with --prompts-file"),
     ("generate --prompts-file prompts --ignore-chat-template", "prompts: line 3: messages are given"),
     # Drafts.
-    ("generate a --draft-model pocket --num-draft-tokens 0", "--num-draft-tokens is 0; expected 1 to 7"),
     ("generate a --draft-model pocket --num-draft-tokens 8", "--num-draft-tokens is 8; expected 1 to 7"),
     ("generate a --num-draft-tokens 3", "--num-draft-tokens is 3, which has no effect"),
     ("generate a --draft-model pocket --draft prompt", "--draft is prompt, and --draft-model drafts"),
     ("generate a --draft-model pocket --deterministic", "--draft-model is pocket; beside --deterministic"),
     ("generate a --draft prompt --deterministic", "--draft is prompt; beside --deterministic"),
     ("serve --draft prompt --deterministic", "--draft is prompt; beside --deterministic"),
-    # Plans.
     ("plan --memory much", "--memory is 'much'"),
     ("plan --memory 0GB", "--memory is '0GB'"),
-    ("plan --memory 8GB,8", "--memory is '8'"),
     ("plan --device tpu", "--device is 'tpu'"),
     ("plan --weight-group-size 64", "--weight-group-size is 64, but without --weight-bits"),
     ("plan --weight-bits 7", "--weight-bits is 7"),
@@ -117,11 +115,9 @@ USAGE = [
     ("plan --parallel tensor", "--parallel tensor divides a model among ranks"),
     ("plan --parallel both --ranks 2", "--parallel is 'both'"),
     ("plan --draft-model pocket --ranks 2", "several ranks draft from prompt and answer alone"),
-    # Ranks.
     ("launch", "no command after --; expected one of generate, chat, serve, plan, doctor"),
     ("launch -n 2 -- kvant", "no command after --"),
     ("launch -n 2 -- pull x", "'pull' is no command that runs on several machines"),
-    ("launch -n 2 -- launch -n 2", "'launch' is no command"),
     ("launch -n 2 -- generat", "did you mean 'generate'?"),
     ("launch -- generate", "neither -n and --hostfile"),
     ("launch -n 2 --hostfile x generate", "both -n and --hostfile"),
@@ -129,7 +125,6 @@ USAGE = [
     ("launch --hostfile /no/file generate", "/no/file: cannot be read"),
     ("launch --hostfile /dev/zero generate", "/dev/zero: not a regular file"),
     ("launch --hostfile other-hosts generate", "rank 0: ssh is 'a\\x00b'"),
-    # Servers.
     ("serve --host 0.0.0.0", "--host is 0.0.0.0, which other machines reach; it is refused without --api-key-file"),
     ("serve --host 'a b'", "--host is 'a b'"),
     ("serve --port 65536", "--port is 65536; expected 0 to 65535"),
@@ -138,7 +133,6 @@ USAGE = [
     ("serve --allow-origin *", "--allow-origin is '*'; expected scheme://host[:port]"),
     ("serve --alias ' '", "--alias is ' '"),
     ("serve --temp 0", "--temp"),  # of a request
-    # Benchmarks.
     ("bench --kv-bits 8,x", "--kv-bits is '8,x'"),
     ("bench --kv-bits 8,8", "--kv-bits has 8 twice"),
     ("bench --kv-bits 2", "--kv-bits has 2"),
@@ -170,16 +164,18 @@ USAGE = [
     ("bench --plot x.png --max-tokens 1", "--max-tokens is 1"),
     ("bench --streams 0", "--streams has 0"),
     ("bench --streams 4 --server http://x --kv-bits 8", "--kv-bits is 8; --streams with --server"),
-    # Reports.
     ("report --formats 8g48", "--formats: format 8g48: kv_group_size 48 does not divide"),
     ("report --formats 3g32", "--formats: format '3g32' is unknown"),
+    ("report --formats 8g32:split", "--formats: format '8g32:split' is unknown"),
+    ("report --formats 8", "--formats: format '8' is unknown"),
+    ("report --formats 0g32", "--formats: format '0g32' is unknown"),
+    ("report --formats ''", "--formats: format '' is unknown"),
+    ("report --formats 0,0", "twice"),
     ("report --tokens 1", "--tokens is 1; expected at least 2"),
     ("report --plot a.pdf", "--plot: the plot is to be a.pdf"),
-    ("report --plot none/a.svg", "its folder does not exist"),
 ]
 ON_A_CPU = [
     ("generate a --wired", "--wired: only a Mac's GPU has memory to wire"),
-    ("serve --wired", "--wired: only a Mac's GPU has memory to wire"),
     ("serve --kernels fused", "--kernels is 'fused'; MLX's default device is no GPU"),
     ("generate --prompts-file prompts --kernels fused", "--kernels is 'fused'"),
     ("bench --streams 4 --engine kvant:fused", "setting is 'fused'; MLX's default device is no GPU"),
@@ -199,7 +195,6 @@ FAILURES = [
     (f"generate a --model {'x' * 5000}", "is not a folder"),
     ("generate a --draft-model ./none", "model './none' is not a folder"),
     ("chat none", "model 'none' is not a folder"),
-    ("chat --model none", "model 'none' is not a folder"),
     ("plan none", "model 'none' is not a folder"),
     ("serve --port 0 none", "model 'none' is not a folder"),
     ("report none", "model 'none' is not a folder"),
@@ -208,6 +203,7 @@ FAILURES = [
     ("convert --model none x", "model 'none' is not a folder"),
     ("plan 'a b' --remote", "'a b' is no known model"),
     ("plan --ranks 5", "4 layers cannot be dealt out to 5 ranks"),
+    ("plan --ranks 5 --parallel tensor", "5 ranks cannot divide 4 query heads"),
     ("plan --adapter-path no/such", "adapter 'no/such' is not a folder"),
     ("serve --adapter-path no/such", "adapter 'no/such' is not a folder"),
     ("report --adapter-path no/such", "adapter 'no/such' is not a folder"),
@@ -271,7 +267,6 @@ def test_a_link_and_a_home_are_followed(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("content", [b"", b"\n \r\n", b"two words", b"schl\xc3\xbcssel", b"ok\nk\x00ey", b"x" * 1001])
 def test_files_that_hold_no_keys(content: bytes, tmp_path: Path) -> None:
-    """The message names the line, and never says what is in it."""
     (tmp_path / "keys").write_bytes(content)
     error = refusal(2, "serve", "--port", "0", "--api-key-file", str(tmp_path / "keys"))
     assert "--api-key-file" in error
@@ -295,7 +290,6 @@ def test_a_server_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_servers_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan says what would fit, before a weight is read."""
     real = session.this_machine()
     monkeypatch.setattr(session, "this_machine", lambda device=None: replace(real, limit_bytes=500_000_000))
     error = refusal(1, "serve", "--port", "0", "--sequences", "200", "--max-kv-size", "2048")
@@ -304,7 +298,6 @@ def test_a_servers_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_model_that_has_no_pool(tmp_path: Path) -> None:
-    """Llama 4's chunks have no pages. It is told by name, before anything listens."""
     write_words(folder := write_mlx_lm(tmp_path / "chunks", "llama4"), 64)
     error = refusal(1, "serve", str(folder), "--port", "0", "--max-kv-size", "16")
     assert "llama4 attends in chunks, which a pool has no pages for" in error

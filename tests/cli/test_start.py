@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from support.command import COMMAND, QUESTION, call, run
+from support.command import COMMAND, QUESTION, call, run, sampling_of
 
 from kvant.cli.app import COMMANDS
 from kvant.engine.load import POCKET, find_model
@@ -34,23 +34,13 @@ def test_a_pipe_that_stays_open_is_waited_for_and_named() -> None:
     command = subprocess.Popen(
         [*COMMAND, "generate", QUESTION, "-q", "-m", "2"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert command.stderr is not None
     assert "waiting for the end of standard input" in command.stderr.readline()
     command.communicate("Once.", timeout=60)
     assert command.returncode == 0
 
 
-def _line(*arguments: str, model: Path | None = None) -> str:
-    """The line that says what is sampled with."""
-    chosen = [] if model is None else ["--model", str(model)]
-    done = call("generate", "Hi", "-m", "1", *arguments, *chosen)
-    assert done.returncode == 0, done.stderr
-    return next(line for line in done.stderr.splitlines() if line.startswith("sampling: ")).removeprefix("sampling: ")
-
-
 @pytest.fixture
 def model(tmp_path: Path, pocket_folder: Path) -> Path:
-    """pocket, for another generation_config.json."""
     return Path(shutil.copytree(pocket_folder, tmp_path / "model"))
 
 
@@ -61,16 +51,16 @@ def _says(model: Path, **settings: object) -> None:
 def test_the_models_own_options_are_used_and_named(model: Path) -> None:
     _says(model, do_sample=True, temperature=0.6, top_p=0.9, top_k=5000, repetition_penalty=1.3)
     from_file = r"temperature 0.6, top-p 0.9, repetition penalty 1.3 \(generation_config.json\)"
-    assert re.fullmatch(rf"{from_file}, seed \d+ \(drawn\)", _line(model=model))
+    assert re.fullmatch(rf"{from_file}, seed \d+ \(drawn\)", sampling_of("--model", str(model)))
     of_file = "repetition penalty 1.3 (generation_config.json)"
-    assert _line("--temp", "0", model=model) == f"temperature 0 (given), {of_file}"
+    assert sampling_of("--temp", "0", "--model", str(model)) == f"temperature 0 (given), {of_file}"
     given = "temperature 0.6 (generation_config.json), top-p 0.5 (given)"
-    assert _line("--top-p", "0.5", "--seed", "7", model=model) == f"{given}, {of_file}, seed 7 (given)"
+    assert sampling_of("--top-p", "0.5", "--seed", "7", "--model", str(model)) == f"{given}, {of_file}, seed 7 (given)"
     _says(model)
-    assert _line(model=model) == "temperature 0 (default)"
-    assert _line("--seed", "7", model=model) == "temperature 1 (default), seed 7 (given)"
+    assert sampling_of("--model", str(model)) == "temperature 0 (default)"
+    assert sampling_of("--seed", "7", "--model", str(model)) == "temperature 1 (default), seed 7 (given)"
     _says(model, do_sample=False, temperature=0.6)
-    assert _line(model=model) == "temperature 0 (generation_config.json)"
+    assert sampling_of("--model", str(model)) == "temperature 0 (generation_config.json)"
 
 
 def test_the_seed_that_was_drawn_repeats_the_run() -> None:

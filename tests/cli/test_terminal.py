@@ -35,7 +35,6 @@ def _generate(folder: Path, *flags: str) -> list[str]:
 
 
 def _on_terminal(command: list[str]) -> str:
-    """All that a command writes, to standard output and error, on a terminal."""
     with Terminal(*command) as terminal:
         terminal.wait(lambda: not terminal.read(), 60)
         return terminal.written.decode()
@@ -56,7 +55,6 @@ def test_generated_text(folder: Path) -> None:
         ["plan", "{folder}"],
         ["generate", "Hi", "--model", "{folder}/nothing"],
         ["generate", "Hi", "--max-kv-size", "x\x1b[2Jy"],
-        ["plan", "{folder}", "--memory", "x\x1b[2Jy"],
         ["convert", "{folder}", "{folder}/config.json"],
         ["report", "--model", "{folder}", "--tokens", "64"],
     ],

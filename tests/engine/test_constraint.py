@@ -69,7 +69,6 @@ def _check(tokenizer: Tokenizer, tokens: list[Token], schema: Any, answers: int 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])
 def test_random_schemas(pocket: Pocket, grammars: Grammars, random_model: Decoder, bits: int) -> None:
-    """Of pocket and of a random model whose vocabulary is longer than the tokenizer's; at any temperature."""
     tokenizer = pocket[1]
     rng = random.Random(bits)
     for model, compiler in ((pocket[0], grammars), (random_model, Grammars(tokenizer, PADDED))):
@@ -94,39 +93,6 @@ def test_random_schemas(pocket: Pocket, grammars: Grammars, random_model: Decode
                     assert ids_of(told[request]) == alone(model, request)
 
 
-def test_deterministic_company(pocket: Pocket, grammars: Grammars, person: Grammar) -> None:
-    """Alone and in company the same tokens and log-probabilities, to the last bit."""
-    tokenizer = pocket[1]
-    other = grammars.compile("regex", "[a-z ]{5,30}")
-
-    def requests() -> list[Request]:
-        made = [_request(tokenizer, person, answers=2, sampler=make_sampler(1.2, seed=3), top_logprobs=4)]
-        made.append(_request(tokenizer, other, "The bear", sampler=make_sampler(0.8, 0.9, seed=4)))
-        return [*made, Request(tokenizer.encode("A duck"), max_tokens=40, sampler=make_sampler(1.0, seed=5))]
-
-    def told(some: list[Request]) -> list[Any]:
-        scheduler, _ = scheduler_of(pocket[0], 8, deterministic=True, max_batch=6)
-        found = run_all(scheduler, some)
-        return [[(t.answer, t.token, t.logprob, t.top_logprobs, t.finish_reason) for t in found[each]] for each in some]
-
-    together = told(requests())
-    for number, each in enumerate(requests()):
-        assert told([each]) == [together[number]]
-
-
-def test_one_prompt_after_another(pocket: Pocket, person: Grammar) -> None:
-    """A grammar has an answer's place in no request but its own; shared prefixes change nothing."""
-    tokenizer = pocket[1]
-    scheduler, _ = scheduler_of(pocket[0])
-    prompt = "The fox went to the river and looked at the water. " * 12
-    first, second = (_request(tokenizer, person, prompt, sampler=make_sampler(1.0, seed=7)) for _ in range(2))
-    tokens = run_all(scheduler, [first])[first]
-    again = run_all(scheduler, [second])[second]
-    assert again[0].cached_tokens >= 128
-    assert ids_of(again) == ids_of(tokens)
-    assert _check(tokenizer, again, PERSON) == 1
-
-
 def test_log_probabilities_are_those_of_allowed_tokens(pocket: Pocket, grammars: Grammars) -> None:
     tokenizer = pocket[1]
     grammar = grammars.compile("regex", "a|b")
@@ -139,7 +105,6 @@ def test_log_probabilities_are_those_of_allowed_tokens(pocket: Pocket, grammars:
 
 
 def test_alone(pocket: Pocket, person: Grammar) -> None:
-    """``generate`` and its relatives take a grammar among the logits processors, each call from its beginning."""
     model, tokenizer = pocket
     penalized: dict[str, Any] = {"logits_processors": [person, *make_logits_processors(repetition_penalty=1.1)]}
     options: dict[str, Any] = {"max_tokens": 120, "logits_processors": [person]}
@@ -154,7 +119,6 @@ def test_alone(pocket: Pocket, person: Grammar) -> None:
 
 
 def test_a_conversation_that_forgets_in_the_middle_of_an_answer(pocket: Pocket, grammars: Grammars) -> None:
-    """The answer goes on where it was, with fewer turns before it."""
     model, tokenizer = pocket
     talk = Conversation(model, tokenizer, model.make_cache(110), overflow="forget")
     for _ in range(2):
@@ -207,7 +171,6 @@ def test_an_answer_that_cannot_go_on_fails_alone(pocket: Pocket, grammars: Gramm
 
 
 def test_a_grammar_without_the_library(pocket: Pocket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is an extra: what is missing is said."""
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(GrammarError, match="kvant\\[serve\\]"):
         Grammars(pocket[1], len(pocket[1])).compile("json_object")

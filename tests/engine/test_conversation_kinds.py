@@ -1,7 +1,4 @@
-"""Conversations through caches with windows, chunks and states, which cannot go back far; and Ctrl-C anywhere in them.
-
-Ids are compared with the template's own rendering, and logits with the model fed at once from an empty cache.
-"""
+"""Conversations through caches with windows, chunks and states, which cannot go back far; and Ctrl-C anywhere."""
 
 import random
 from functools import partial

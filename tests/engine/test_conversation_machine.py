@@ -60,7 +60,6 @@ class Talk:
         return before, last, self.conversation.retry(**options)
 
     def record(self, before: list[Any], question: str, text: str) -> None:
-        """A turn, and the turns before it that were not forgotten."""
         system = before[:1] if before and before[0]["role"] == "system" else []
         kept = before[len(system) + self.conversation.forgotten :]
         self.expected = [*system, *kept, asking(question), {"role": "assistant", "content": text}]
@@ -136,7 +135,6 @@ class Talk:
         self.loaded[0](mx.array([[5, 6, 7]]), cache=self.conversation._cache)
 
     def compare(self, done: list[str]) -> None:
-        """The next turn, with a conversation whose messages are fed anew."""
         fresh, question = self.make(), self.question()
         fresh.messages = list(self.expected)
         expected = text_of(fresh.send(question, **OPTIONS))
@@ -151,7 +149,6 @@ class Talk:
     indirect=["loaded"],
 )
 def test_everything_together(loaded: Loaded, seeds: int, tmp_path: Path) -> None:
-    """Through windows and states too, which cannot go back far."""
     for seed in range(seeds):
         rng = Random(seed)
         folder = tmp_path / f"{seed}"

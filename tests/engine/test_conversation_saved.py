@@ -70,7 +70,6 @@ def test_answers_keep_their_tokens(pocket: Pocket, tmp_path: Path) -> None:
         (None, "it holds no conversation"),
         ("[", "its conversation is malformed"),
         ('{"role": "user"}', "a JSON dict; expected a list"),
-        ('["hello"]', "message 0 is no object of a role"),
         ('[{"role": "user"}]', "message 0 is no object of a role"),
         ('[{"role": "user", "content": "a", "tool_calls": "b"}]', "message 0 is no object of a role"),
         ('[{"role": "user", "content": ["a"]}]', "message 0 has a value that is no text"),
@@ -78,9 +77,7 @@ def test_answers_keep_their_tokens(pocket: Pocket, tmp_path: Path) -> None:
         ('[{"role": "root", "content": "a"}]', "message 0 has the role 'root'"),
         ('[{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]', "message 1 has the role 'system'"),
         ('[{"role": "user", "content": "\\ud800"}]', "its conversation is malformed"),
-        ('[{"role": "user", "role": "user", "content": "a"}]', "its conversation is malformed"),
         ("[" * 100_000, "its conversation is malformed"),
-        ('[{"role": "user", "content": NaN}]', "message 0 has a value that is no text"),
     ],
 )
 def test_files_that_hold_no_conversation(pocket: Pocket, tmp_path: Path, text: str | None, words: str) -> None:

@@ -23,15 +23,15 @@ DROPS = """
 {%- set ns = namespace(last=messages|length - 1) %}
 {%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
 {%- for m in messages %}
-    {{- '<|im_start|>' + m.role + '\\n' }}
+    {{- '<|im_start|>' + m.role + '\n' }}
     {%- if m.reasoning_content is string and loop.index0 > ns.last %}
-        {{- '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}
+        {{- '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}
     {%- endif %}
-    {{- m.content + '<|im_end|>\\n' }}
+    {{- m.content + '<|im_end|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
 {%- endif %}
 """
 OPENS = """
@@ -69,7 +69,6 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Lang
 
 
 def _say(conversation: Conversation, tokenizer: Tokenizer, question: str, text: str) -> list[GenerationResponse]:
-    """A turn whose answer is this text."""
     script, end = iter(tokenizer.encode(text, add_special_tokens=False)), tokenizer.eos_token_id
     return list(conversation.send(question, sampler=lambda _: mx.array([next(script, end)]), max_tokens=200))
 

@@ -4,7 +4,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -35,7 +34,6 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _expected(logits: np.ndarray, temp: float, **options: float) -> np.ndarray:
-    """The probability of each token."""
     kept = np.ones(logits.size, bool)
     probs = _softmax(logits)
     order = np.argsort(-probs)
@@ -80,7 +78,6 @@ DISTRIBUTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("varied", ["position", "seed"])
 def test_draws_follow_each_rows_own_distribution(varied: str) -> None:
-    """Of one seed over the positions, and at one position over the seeds, in one batch; against float64."""
     logits = np.random.default_rng(4).normal(size=12) * 1.5
     draws = count(3000, 60_000)
     rows = [
@@ -95,7 +92,6 @@ def test_draws_follow_each_rows_own_distribution(varied: str) -> None:
 
 
 def test_neighbours_in_a_sequence_are_independent() -> None:
-    """Pairs of draws at positions that follow each other, against the product of their probabilities."""
     draws, size = count(20_000, 200_000), 8
     sampler = make_sampler(1.0, seed=9)
     rows = [Row(sampler, (), position, []) for position in range(draws)]
@@ -128,11 +124,7 @@ def test_a_draw_goes_by_its_own_seed_and_position() -> None:
     assert len({tokens.pop() for tokens in drawn.values()}) > len(keys) / 2 - 5
 
 
-# Runs
-
-
 def _tokens(pocket: Pocket, seed: int | None, **settings: Any) -> list[int]:
-    """What a seed draws, without an end."""
     model, _ = pocket
     cache = model.make_cache(128, kv_bits=8)
     run = Run(model, list(range(20, 60)), cache, max_tokens=30, sampler=make_sampler(2.0, seed=seed), **settings)
@@ -164,24 +156,6 @@ def test_a_seed_is_the_whole_state(pocket: Pocket) -> None:
     assert _tokens(pocket, 5, logits_processors=bias) == _tokens(pocket, 5, logits_processors=bias)
 
 
-def test_runs_that_take_turns_draw_what_each_draws_alone(pocket: Pocket) -> None:
-    model, tokenizer = pocket
-
-    def run(seed: int) -> Iterator[Any]:
-        sampler = make_sampler(1.4, 0.99, 0.001, top_k=200, xtc_probability=0.3, seed=seed)
-        return stream_generate(model, tokenizer, QUESTION, max_tokens=25, sampler=sampler)
-
-    alone = [[response.token for response in run(seed)] for seed in (1, 2)]
-    together: list[list[int]] = [[], []]
-    runs = [run(1), run(2)]
-    for _ in range(25):
-        for tokens, responses in zip(together, runs, strict=True):
-            tokens += [response.token for response in [next(responses, None)] if response is not None]
-            mx.random.uniform()  # somebody else's numbers
-    assert together == alone
-    assert alone[0] != alone[1]
-
-
 def test_a_run_that_goes_on_draws_as_one_that_was_not_cut(pocket: Pocket) -> None:
     """The position counts what the cache holds, not this run's tokens."""
     model, tokenizer = pocket
@@ -198,7 +172,6 @@ def test_a_run_that_goes_on_draws_as_one_that_was_not_cut(pocket: Pocket) -> Non
 
 
 def test_sampling_starts_no_compiler(tmp_path: Path) -> None:
-    """With compilers alone on PATH, which note their use."""
     for compiler in ("g++", "c++", "clang++"):
         (tmp_path / compiler).write_text('#!/bin/sh\n[ "$1" = --version ] || echo "$@" >> "${0%/*}/compiled"\n')
         (tmp_path / compiler).chmod(0o755)

@@ -5,7 +5,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from kvant.engine.drafted_run import DraftedRun
 from support.batches import PAGES, run_all, scheduler_of
 from support.drafts import KnownDrafts
 from support.failing_kernel import WORDS, FailingKernel
@@ -42,7 +41,7 @@ def _keep_last(model: Decoder, tokenizer: Any) -> None:
 WAYS: dict[str, Callable[[Decoder, Any], object]] = {
     "alone": lambda model, tokenizer: list(Run(model, PROMPT, model.make_cache(512), max_tokens=20)),
     "with drafts": lambda model, tokenizer: list(
-        DraftedRun(model, PROMPT, model.make_cache(512), drafts=KnownDrafts(text=PROMPT * 2))
+        Run(model, PROMPT, model.make_cache(512), drafts=KnownDrafts(text=PROMPT * 2))
     ),
     "the last token of a cache that is kept": _keep_last,
     "in a batch": lambda model, tokenizer: batch_generate(model, tokenizer, [PROMPT, PROMPT[:50]], max_tokens=20),

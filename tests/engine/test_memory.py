@@ -10,7 +10,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from support.counts import count
 
-from kvant.engine.run import Run, prefill
+from kvant.engine.run import Run
 from kvant.models import Decoder
 
 TOKENS = count(120, 1020)
@@ -46,5 +46,5 @@ def test_a_long_prefill_peaks_no_higher_than_mlx_lms_with_its_default_cache(
         options = {"prompt_cache": make_prompt_cache(pocket_mlx_lm), "prefill_step_size": 512}
         next(generate_step(mx.array(PROMPT), pocket_mlx_lm, max_tokens=1, **options))
 
-    ours = peak(lambda: prefill(model, PROMPT, model.make_cache(len(PROMPT) + 1, kv_bits=8), step_size=512))
+    ours = peak(lambda: next(Run(model, PROMPT, model.make_cache(len(PROMPT) + 1, kv_bits=8), max_tokens=1)))
     assert ours <= peak(mlx_lm)

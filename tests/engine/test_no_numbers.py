@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.batches import PAGES, alone, ids_of, run_all, scheduler_of
+from support.batches import run_all, scheduler_of
 
 from kvant import batch_generate, generate, stream_generate
 from kvant.engine.request import Request
@@ -68,21 +68,6 @@ def test_a_processor_that_makes_them_is_named(pocket: Pocket, processor: Any, dr
     with pytest.raises(LogitsError, match=processor.__name__):
         list(stream_generate(model, tokenizer, PROMPT, prompt_cache=cache, **options))
     assert cache.offset == (len(PROMPT) if processor is no_numbers else 0)
-    with pytest.raises(LogitsError, match=processor.__name__):
-        batch_generate(model, tokenizer, [PROMPT], **options)
-
-
-def test_a_request_with_them_fails_alone(pocket: Pocket) -> None:
-    scheduler, pool = scheduler_of(pocket[0])
-    failing = Request(PROMPT, max_tokens=9, logits_processors=[no_numbers], answers=2)
-    other = Request([7, 8], max_tokens=9)
-    told = run_all(scheduler, [failing, other])
-    for answer in range(2):
-        (*tokens, last) = [token for token in told[failing] if token.answer == answer]
-        assert isinstance(last.error, LogitsError)
-        assert len(tokens) <= 1
-    assert ids_of(told[other]) == alone(pocket[0], other)
-    assert pool.num_free == PAGES
 
 
 def test_a_prompt_cache_with_them(pocket: Pocket) -> None:
@@ -102,12 +87,9 @@ def test_what_no_sampler_of_kvants_picks_may_be_picked(pocket: Pocket) -> None:
     """A caller's sampler may pick a token that its processors made impossible."""
     options: dict[str, Any] = {"sampler": lambda logprobs: mx.array([7]), "logits_processors": [_without_seven]}
     assert [r.token for r in stream_generate(*pocket, PROMPT, max_tokens=3, **options)] == [7] * 3
-    assert batch_generate(*pocket, [PROMPT], max_tokens=3, return_token_ids=True, **options).token_ids == [[7] * 3]
 
 
 def test_a_sampler_that_raises_stop_iteration(pocket: Pocket) -> None:
     """It would be taken for the answer's end."""
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(stream_generate(*pocket, PROMPT, max_tokens=3, sampler=ends))
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        batch_generate(*pocket, [PROMPT], max_tokens=3, sampler=ends)

@@ -38,7 +38,6 @@ def _theirs_without_a_compiler() -> Iterator[None]:
 
 
 def _logits(kind: str, vocab_size: int, seed: int = 0, rows: int = 2) -> mx.array:
-    """(rows, vocab) float32."""
     normal = mx.random.normal((rows, vocab_size), key=mx.random.key(seed))
     kinds = {
         "normal": normal * 3,
@@ -135,9 +134,6 @@ def test_processors_are_mlx_lms_and_leave_their_argument(kind: str, vocab_size: 
             assert mx.array_equal(logits, before).item()
 
 
-# Rows of a batch
-
-
 def _second_likeliest(logprobs: mx.array) -> mx.array:
     return mx.argsort(logprobs, axis=-1)[:, -2].astype(mx.int32)
 
@@ -152,7 +148,6 @@ def _flattened(tokens: mx.array, logits: mx.array) -> mx.array:
 
 
 def _row(random: Random, vocab_size: int) -> Row:
-    """A request with options of its own."""
     some = random.sample(range(vocab_size), 3)
     sampler: Any = random.choice([greedy, _second_likeliest, *[None] * 6])
     if sampler is None:
@@ -202,7 +197,6 @@ def _alone(logits: mx.array, row: Row) -> tuple[int, mx.array]:
     ("vocab_size", "batches"), [*((size, count(12, 400)) for size in (13, 300, 1283)), (151_936, count(1, 10))]
 )
 def test_every_row_is_what_it_is_alone(vocab_size: int, batches: int) -> None:
-    """In random company and order, with rows of padding behind: the same token, and the same bits."""
     random = Random(vocab_size)
     for _ in range(batches):
         size = random.choice([1, 2, 5, 16])
@@ -266,21 +260,3 @@ def test_what_a_vocabulary_is_too_small_for(sampler: Any, processors: Any, words
     if isinstance(sampler, SeededSampler):  # in a loop of mlx-lm's nobody else could say so
         with pytest.raises(ValueError, match=words):
             sampler(mx.zeros((1, 20)))
-
-
-def test_a_users_functions_see_their_own_row() -> None:
-    seen: list[tuple[list[int], list[list[float]]]] = []
-
-    def watching(tokens: mx.array, logits: mx.array) -> mx.array:
-        seen.append((tokens.tolist(), logits.tolist()))  # type: ignore[arg-type]
-        return logits
-
-    logits = mx.arange(12).reshape(3, 4).astype(mx.float32)
-    bias = make_logits_processors({0: 100.0})
-    rows = [
-        Row(greedy, (watching,), 2, [1, 2]),
-        Row(greedy, bias, 0, []),
-        Row(lambda logprobs: mx.argmin(logprobs, axis=-1), (*bias, watching), 1, [3]),
-    ]
-    assert sample_rows(logits, rows)[0].tolist() == [3, 0, 1]
-    assert sorted(seen) == [([1, 2], [[0.0, 1, 2, 3]]), ([3], [[108.0, 9, 10, 11]])]

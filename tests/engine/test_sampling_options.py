@@ -27,7 +27,6 @@ from kvant.sample_utils import make_logits_processors, make_sampler
     [
         (make_sampler, {"temp": -1.0}, "temp is -1.0; expected 0, or from 0.001 on"),
         (make_sampler, {"temp": "warm"}, "temp is 'warm'; expected 0, or"),
-        (make_sampler, {"temp": True}, "temp is True"),
         (make_sampler, {"temp": math.nan}, "temp is nan"),
         (make_sampler, {"temp": 1e-40}, "temp is 1e-40"),
         (make_sampler, {"top_p": 1.1}, "top_p is 1.1; expected above 0, at most 1"),
@@ -38,13 +37,9 @@ from kvant.sample_utils import make_logits_processors, make_sampler
         (make_sampler, {"xtc_threshold": 0.7}, "xtc_threshold is 0.7; expected from 0 to 0.5"),
         (make_sampler, {"seed": -1}, "seed is -1; expected from 0 to 18446744073709551615"),
         (make_sampler, {"seed": 2**64}, "seed is 18446744073709551616; expected from 0"),
-        (make_sampler, {"seed": 1.0}, "seed is 1.0"),
         (make_logits_processors, {"repetition_penalty": -1.0}, "repetition_penalty is -1.0; expected above 0"),
         (make_logits_processors, {"presence_penalty": math.nan}, "presence_penalty is nan; expected a finite number"),
-        *(
-            (make_logits_processors, {f"{kind}_context_size": 0}, f"{kind}_context_size is 0; expected at least 1")
-            for kind in ("repetition", "presence", "frequency")
-        ),
+        (make_logits_processors, {"presence_context_size": 0}, "presence_context_size is 0; expected at least 1"),
     ],
 )
 def test_values_out_of_range(make: Callable[..., Any], options: dict[str, Any], message: str) -> None:
@@ -57,16 +52,12 @@ def test_values_out_of_range(make: Callable[..., Any], options: dict[str, Any], 
     ("options", "message"),
     [
         ({"xtc_threshold": 0.2, "temp": 1.0}, "xtc_threshold is 0.2, which has no effect without xtc_probability"),
-        ({"presence_context_size": 5}, "presence_context_size is 5, which has no effect without presence_penalty"),
-        ({"frequency_context_size": 5}, "frequency_context_size is 5, which has no effect without frequency_penalty"),
         ({"repetition_context_size": 5}, "repetition_context_size is 5, which has no effect without repetition_pen"),
         ({"temp": 0.0, "xtc_probability": 0.2}, "xtc_probability is 0.2, which has no effect at temperature 0"),
         ({"temp": 1.0, "min_tokens_to_keep": 2}, "min_tokens_to_keep is 2, which has no effect without min_p"),
         ({"temp": 0, "seed": 3}, "seed is 3, which has no effect at temperature 0"),
         ({"temp": 1.0, "top_p": 0}, "top_p is 0; expected above 0"),
         ({"temp": 1, "top_k": 300}, "top_k is 300; expected at most 299"),
-        ({"temp": 1, "min_p": 0.1, "min_tokens_to_keep": 301}, "min_tokens_to_keep is 301; expected at most 300"),
-        ({"logit_bias": {300: 1.0}}, "token 300"),
         ({"logit_bias": {-1: 1.0}}, "token -1"),
         ({"logit_bias": {5: math.inf}}, "expected finite"),
     ],
@@ -80,7 +71,6 @@ def test_options_that_are_refused(options: dict[str, Any], message: str) -> None
     ("given", "model", "expected"),
     [
         ({}, {}, {"temp": 0.0, "top_p": 1.0}),
-        ({}, {"temp": 0.7, "top_k": 20}, {"temp": 0.7, "top_p": 1.0, "top_k": 20}),
         ({"temp": 0.2}, {"temp": 0.7, "top_p": 0.9}, {"temp": 0.2, "top_p": 0.9}),
         ({"temp": 0.0}, {"temp": 0.7, "top_p": 0.9, "repetition_penalty": 2}, {"top_p": 1, "repetition_penalty": 2}),
         ({"top_p": 0.5}, {"temp": 0.7, "top_p": 0.9}, {"temp": 0.7, "top_p": 0.5}),
@@ -108,18 +98,9 @@ def test_options_reach_sampler_and_processors() -> None:
     assert mx.random.state[0].tolist() == state  # type: ignore[index]
     assert isinstance(sampler, SeededSampler)
     assert replace(sampler, follows_mlx=True) == make_sampler(0.5, 0.9, 0.1, 2, 7, 0.2, 0.1, [4, 299], seed=3)
-    _, processors = (
-        SamplingOptions(
-            repetition_penalty=2.0,
-            presence_penalty=1.0,
-            frequency_penalty=0.5,
-            frequency_context_size=2,
-            logit_bias={1: 1},
-        )
-        .filled()
-        .build(300)
-    )
-    assert processors == make_logits_processors({1: 1}, 2.0, 20, 1.0, 20, 0.5, 2)
+    penalties = {"repetition_penalty": 2.0, "presence_penalty": 1.0, "frequency_penalty": 0.5}
+    options = SamplingOptions(**penalties, frequency_context_size=2, logit_bias={1: 1})  # type: ignore[arg-type]
+    assert options.filled().build(300)[1] == make_logits_processors({1: 1}, 2.0, 20, 1.0, 20, 0.5, 2)
     assert make_logits_processors({}, 0, 20, 0.0, 20, 0.0) == []
     assert SamplingOptions().filled().build(300) == (greedy, [])
 
@@ -133,9 +114,6 @@ def test_each_option_has_one_definition() -> None:
         flags = signature(command).parameters
         assert wanted.keys() <= flags.keys()
         assert all(flags[name].default == wanted[name].default for name in wanted.keys() - {"logit_bias"})
-
-
-# generation_config.json
 
 
 def _read(folder: Path, given: tuple[str, ...] = (), **settings: Any) -> dict[str, float]:

@@ -13,10 +13,10 @@ from support.batches import PAGES, alone, run_all, scheduler_of
 from support.checkpoints import mistral_config, qwen2_config, qwen3_moe_config, reference_model, save_checkpoint
 from support.counts import count
 from support.openblas import has_small_products
+from support.prefill import prefill
 
 from kvant.engine.load import load_model
 from kvant.engine.request import Request
-from kvant.engine.run import prefill
 from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder
 from kvant.sample_utils import make_logits_processors, make_sampler

@@ -1,5 +1,6 @@
 """Errors and interruptions of requests in a batch: whose they are, and what is left."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,9 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
     "a sampler": ({"sampler": _fails}, "mine"),
     "a processor": ({"logits_processors": [_fails]}, "mine"),
     "two tokens": ({"sampler": lambda logprobs: mx.array([3, 4])}, "expected"),
-    "an unknown token": ({"sampler": lambda logprobs: mx.array([99_999])}, "picked token 99999"),
+    "an unknown token": ({"sampler": lambda logprobs: mx.array([99_999])}, "the sampler picked token 99999"),
+    "a negative token": ({"sampler": lambda logprobs: mx.array([-1])}, "the sampler picked token -1"),
+    "no numbers": ({"logits_processors": [lambda tokens, logits: logits * math.nan]}, "NaN"),
     "logits of another shape": ({"logits_processors": [lambda tokens, logits: logits[:, :5]]}, "expected"),
     "no array": ({"sampler": lambda logprobs: 5}, ""),
 }
@@ -36,7 +39,6 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize(("options", "message"), FAILING.values(), ids=FAILING)
 def test_a_request_that_fails_fails_alone(pocket: Pocket, options: dict[str, Any], message: str, later: bool) -> None:
-    """At its first token, or in the batch."""
     (name, given), calls = next(iter(options.items())), []
     fails = given if callable(given) else given[0]
 
@@ -100,7 +102,7 @@ def test_an_interruption_ends_all_and_the_scheduler_goes_on(
     def made() -> tuple[Scheduler, list[Request]]:
         draft_by_chance(monkeypatch, 4)
         scheduler, pool = scheduler_of(model, max_batch=4)
-        drafts = ModelDrafts(model=model, vocab_size=model.config.vocab_size).beside_pool(pool) if drafting else None
+        drafts = ModelDrafts(model=model, vocab_size=model.config.vocab_size).beside(pool) if drafting else None
         pools[:] = [pool, drafts.pool] if drafts else [pool]
         options: list[tuple[list[int], int, int]] = [(heldout_ids[:140], 6, 2), ([5, 6], 9, 1)]
         return scheduler, [Request(ids, tokens, answers=answers, drafts=drafts) for ids, tokens, answers in options]

@@ -1,7 +1,6 @@
 """LoRA and DoRA adapters against mlx-lm's own model with the adapter beside its weights, and each refusal."""
 
 import json
-import os
 import shutil
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -97,7 +96,6 @@ def test_quantized_matrices_keep_their_bits_and_stay_one(tmp_path: Path) -> None
 
 
 def test_projections_of_different_formats(tmp_path: Path) -> None:
-    """q quantized, k and v not: each is adapted by itself, exactly."""
 
     def mixed() -> nn.Module:
         model = reference_model(qwen2_config())
@@ -121,9 +119,6 @@ def test_the_bias_split_is_of_the_fused_weights(tmp_path: Path) -> None:
     models = [load_decoder(folder, adapter=path) for path in (None, adapter)]
     split, fused = ([layer.self_attn.qkv_bias.pairs for layer in model.layers] for model in models)  # type: ignore[union-attr]
     assert split != fused == [(), ()]
-
-
-# What is refused.
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +173,8 @@ ZERO = "every lora_a or lora_b is zero; it would change nothing"
 TENSORS: list[tuple[dict[str, mx.array | None], str]] = [
     ({**NOTHING}, "holds no tensors; it would change nothing"),
     ({f"{Q}.lora_a": None}, f"{Q}.lora_a is missing"),
-    ({f"{Q}.lora_b": None}, f"{Q}.lora_b is missing"),
     ({f"{Q}.lora_a": None, f"{Q}.lora_b": None}, f"{Q}.lora_a is missing; adapter_config.json describes it"),
     ({f"{Q}.m": mx.ones(128)}, "unexpected adapter tensor .*q_proj.m; expected for lora"),
-    ({f"{Q}.weight": mx.ones((128, 128))}, "unexpected adapter tensor .*q_proj.weight"),
     ({"x": mx.ones(1)}, "unexpected adapter tensor x"),
     ({"model.layers.2.mlp.up_proj.lora_a": mx.ones((128, 4))}, "the model has no matrix model.layers.2"),
     ({"model.layers.0.mlp.switch_mlp.up_proj.lora_a": mx.ones((8, 4, 4))}, "has no matrix .*switch_mlp"),
@@ -190,7 +183,6 @@ TENSORS: list[tuple[dict[str, mx.array | None], str]] = [
     ({f"{Q}.lora_b": mx.ones((4, 64))}, r"lora_b has shape \(4, 64\); expected \(4, 128\)"),
     ({f"{Q}.lora_b": mx.ones((4, 128), mx.int32)}, "lora_b has dtype I32"),
     ({f"{Q}.lora_a": mx.full((128, 4), float("nan"))}, "lora_a reaches nan"),
-    ({f"{Q}.lora_b": mx.full((4, 128), float("inf"))}, "lora_b reaches inf"),
     ({f"{Q}.lora_b": mx.full((4, 128), 1e4)}, "times the scale reaches 100000"),
 ]
 SETTINGS: list[tuple[dict[str, Any], str]] = [
@@ -218,9 +210,7 @@ HARMS: list[tuple[Spoil, str]] = [
     *((_hold(tensors), message) for tensors, message in TENSORS),
     *((_zero(part), ZERO) for part in ("lora_a", "lora_b")),
     (_tied_head, "the model has no matrix lm_head of its own"),
-    (lambda folder: os.truncate(folder / "adapters.safetensors", 999), "not a whole safetensors file"),
     (lambda folder: (folder / "adapters.safetensors").unlink(), r"no adapters\.safetensors"),
-    (lambda folder: (folder / "adapter_config.json").write_text("[1]"), "a JSON list; expected an object"),
     (lambda folder: (folder / "adapter_config.json").unlink(), r"no adapter_config\.json"),
 ]
 
@@ -249,9 +239,6 @@ def test_dora_where_it_cannot_be_is_refused(tmp_path: Path) -> None:
     (adapter / "adapter_config.json").write_text(json.dumps(adapter_config(kind="dora")))
     mx.save_safetensors(str(adapter / "adapters.safetensors"), {f"{experts}.{name}": x for name, x in parts.items()})
     _refused(folder, adapter, f"{experts} has experts; a DoRA adapter")
-
-
-# Adapters made to take memory.
 
 
 @contextmanager
@@ -285,9 +272,6 @@ def test_more_keys_or_tensors_than_the_model_has(tmp_path: Path) -> None:
     (adapter / "adapters.safetensors").write_bytes(file_bytes(header, 0))
     with _little_memory(50_000_000), one_line(CheckpointError, "16805 tensors; expected at most 16804"):
         Adapter(adapter, deep, everything(deep))
-
-
-# In use.
 
 
 def test_load_and_the_command_take_it(pocket_folder: Path, tmp_path: Path) -> None:

@@ -20,8 +20,6 @@ from support.checkpoints import (
     qwen2_config,
     qwen3_config,
     reference_logits,
-    reference_model,
-    save_checkpoint,
     smollm3_config,
 )
 from support.counts import count
@@ -74,22 +72,14 @@ def _quantized(**changes: Any) -> dict[str, Any]:
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     (qwen2_config(architectures=["GemmaForCausalLM"]), "GemmaForCausalLM is not supported"),
     (qwen2_config(architectures=["LlamaForCausalLM"]), "LlamaForCausalLM with model_type 'qwen2'; expected 'llama'"),
-    (qwen3_config(architectures=["Qwen2ForCausalLM"]), "Qwen2ForCausalLM with model_type 'qwen3'"),
     (qwen2_config(model_type="mixtral", architectures=None), "model_type 'mixtral'"),
     (qwen2_config(hidden_size=None), "hidden_size is missing"),
     (qwen3_config(head_dim=None), "head_dim is missing"),
     (qwen2_config(num_attention_heads=3), "num_attention_heads 3 is not a multiple"),
-    (
-        {k: v for k, v in qwen2_config().items() if k != "num_key_value_heads"},
-        "not a multiple of num_key_value_heads 32",
-    ),
-    (qwen2_config(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5"),
+    ({**qwen2_config(), "num_key_value_heads": 32}, "not a multiple of num_key_value_heads 32"),
     (qwen2_config(rope_scaling={"factor": 4.0}), "rope_scaling has factor 4.0"),
     (qwen2_config(rope_parameters={"full_attention": {"rope_theta": 10.0}}), "rope_parameters has full_attention"),
-    (
-        qwen2_config(rope_parameters={"rope_type": "default"}, rope_scaling={"type": "yarn"}),
-        "rope_scaling and rope_par",
-    ),
+    (qwen2_config(rope_parameters={"rope_type": "default"}, rope_scaling={"type": "yarn"}), "rope_scaling and rope"),
     (qwen2_config(rope_parameters={"rope_type": "default", "type": "yarn"}), "'default' and rope type 'yarn'"),
     (qwen2_config(use_sliding_window=True, sliding_window=0, max_window_layers=0), "sliding_window is 0"),
     (qwen2_config(use_sliding_window=True, max_window_layers="1"), "max_window_layers is '1'"),
@@ -104,11 +94,8 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     (qwen2_config(quantization_config={"quant_method": "gptq", "bits": 4}), "method 'gptq'"),
     (qwen2_config(**_quantized(lm_head="8")), "lm_head '8'"),
     (qwen2_config(**_quantized(bits=7)), "bits is 7"),
-    (qwen2_config(**_quantized(group_size=48)), "group_size is 48"),
     (qwen2_config(**_quantized(group_size=16)), "group_size is 16"),
     (qwen2_config(**_quantized(group_size=64, mode="mxfp4")), "mxfp4 with bits 4 and group_size 64; expected"),
-    (qwen2_config(**_quantized(mode="mxfp8")), "expected bits 8 and group_size 32"),
-    (qwen2_config(**_quantized(mode="nvfp4")), "expected bits 4 and group_size 16"),
     (qwen2_config(**_quantized(mode="mxfp6")), "'mxfp6' is not supported"),
     (qwen2_config(**_quantized(mode=["mxfp4"])), r"mode is \['mxfp4'\]"),
     (qwen2_config(**_quantized(group_size=16, mode="nvfp4", lm_head={"global_scale": True})), "global_scale True"),
@@ -121,27 +108,14 @@ def test_a_config_that_is_refused(config: dict[str, Any], message: str) -> None:
         ModelConfig.from_dict(config)
 
 
-MISFITS: list[tuple[dict[str, Any], dict[str, mx.array], str]] = [  # of a Qwen3: changes of the config, and of tensors
-    ({}, {"model.embed_tokens.scales": mx.ones(3)}, "no quantization for model.embed_tokens"),
-    ({"head_dim": 64}, {}, r"q_proj.weight has shape \(192, 128\); expected \(384, 128\)"),
-    ({"head_dim": 2**24}, {}, r"q_proj.weight has shape \(192, 128\); expected \(100663296, 128\)"),
-    ({"architectures": None, "model_type": "qwen2"}, {}, "unexpected tensor model.layers.0.self_attn.k_norm.weight"),
-]
-
-
-@pytest.mark.parametrize(("changes", "tensors", "message"), MISFITS)
-def test_tensors_that_do_not_fit(
-    tmp_path: Path, changes: dict[str, Any], tensors: dict[str, mx.array], message: str
-) -> None:
-    """tests/models/test_architectures.py has every tensor of every architecture."""
-    folder = save_checkpoint(tmp_path, qwen3_config(**changes), reference_model(qwen3_config()))
-    change_tensors(folder / "model.safetensors", tensors)
-    with one_line(ModelError, message):
+def test_a_quantized_tensor_of_a_model_that_is_not(make_checkpoint: Make) -> None:
+    folder, _ = make_checkpoint()
+    change_tensors(folder / "model.safetensors", {"model.embed_tokens.scales": mx.ones(3)})
+    with one_line(ModelError, "no quantization for model.embed_tokens"):
         load_decoder(folder)
 
 
 def test_a_header_is_refused_where_the_safetensors_library_refuses_it(tmp_path: Path) -> None:
-    """Most of them are spoiled in one place."""
     rng = random.Random(0)
     path = tmp_path / "model.safetensors"
     taken = []

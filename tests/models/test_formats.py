@@ -89,24 +89,15 @@ def _as(bits: int, group_size: int, mode: str = "affine") -> dict[str, Any]:
     return {"bits": bits, "group_size": group_size} | ({} if mode == "affine" else {"mode": mode})
 
 
+OF_LLAMA = {"v_proj": _as(8, 32, "mxfp8"), "o_proj": False}
+OF_LLAMA |= dict.fromkeys(("gate_proj", "up_proj"), _as(4, 16, "nvfp4"))
+# The router as mlx-lm's converter quantizes it, gate and up that do not agree, down in floating point.
+OF_EXPERTS = {"mlp.gate": _as(8, 64), "switch_mlp.gate_proj": _as(4, 64), "switch_mlp.up_proj": _as(6, 32)}
 # A config, the format of what is not named, others by the ends of names; how many matrices q, k, v and gate, up are.
 MIXED: list[tuple[str, Any, dict[str, Any], int, int]] = [
     ("qwen2", _as(4, 64), {"v_proj": _as(8, 32), "up_proj": _as(8, 32), "down_proj": False}, 3, 2),
-    (
-        "llama",
-        _as(4, 32, "mxfp4"),
-        {"v_proj": _as(8, 32, "mxfp8"), "o_proj": False} | dict.fromkeys(("gate_proj", "up_proj"), _as(4, 16, "nvfp4")),
-        3,
-        1,
-    ),
-    # The router as mlx-lm's converter quantizes it, gate and up that do not agree, down in floating point.
-    (
-        "experts in each layer",
-        False,
-        {"mlp.gate": _as(8, 64), "switch_mlp.gate_proj": _as(4, 64), "switch_mlp.up_proj": _as(6, 32)},
-        1,
-        2,
-    ),
+    ("llama", _as(4, 32, "mxfp4"), OF_LLAMA, 3, 1),
+    ("experts in each layer", False, OF_EXPERTS, 1, 2),
 ]
 
 
@@ -144,9 +135,6 @@ def test_a_checkpoint_converted_by_mlx_lm(tmp_path: Path, mode: str) -> None:
     folder = save_checkpoint(tmp_path / "converted", config, reference)
     save_config(dict(config), folder / "config.json")
     check_three_ways(load_decoder(folder), reference_logits(reference, IDS), IDS)
-
-
-# Floating-point formats by their definitions.
 
 
 # The values of 4-bit floating-point numbers, one bit of sign, two of exponent, one of mantissa (OCP MX 1.0).

@@ -21,27 +21,21 @@ from kvant.models.parameters import matrices, vectors
 # What becomes of a file: other keys of its JSON, its content, or a function of its path.
 Spoil = dict[str, Any] | str | bytes | Callable[[Path], object]
 Harm = tuple[str, Spoil, str]  # and what is said
-
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TWO = tensor(2)
 ONE = json.dumps(TWO).encode()
 # test_checkpoint.py compares many more with what the safetensors library takes.
 HEADERS: list[tuple[bytes, str]] = [
     (b"", "not a whole safetensors file"),
-    (bytes(7), "not a whole safetensors file"),
     (file_bytes({"a": TWO}, 8)[:40], "not a whole safetensors file"),
     (file_bytes({"a": TWO, "b": tensor(2, start=4)}, 12), "overlap, at byte 4"),
-    (file_bytes({"a": TWO, "b": TWO}, 8), "overlap, at byte 0"),
     (file_bytes({"a": TWO}, 4), "have 8 bytes; 4 are there"),
     (file_bytes({"a": tensor(2, start=-8)}, 8), "no lists of counts"),
-    (file_bytes({"a": TWO | {"shape": [2**32, 2**32]}}, 8), "other bytes than"),  # a product that overflows
     (file_bytes({"a": tensor(0) | {"shape": [2**32] * 2}}, 0), "other bytes than"),  # and that overflows to nothing
-    (file_bytes({"a": tensor(2_500_000_000)}, 8), "have 10000000000 bytes; 8 are there"),
     (file_bytes({"a": TWO}, 8, claim=10**10), "10000000000 bytes in a file of"),
     (file_bytes({"a": TWO}, 8, claim=2**64 - 1), "a header of 1844674407370955"),
     (file_bytes(b"", 0), "a header of 0 bytes"),
     (file_bytes(b'{"a":' + ONE + b',"a":' + ONE + b"}", 8), "'a' is there twice"),
-    (file_bytes(b'{"a":' + ONE[:-1] + b',"shape":[1,2]}}', 8), "'shape' is there twice"),
     (file_bytes(b'{"a":' + b"[" * 100_000, 8), "recursion"),
     (file_bytes(b'{"__metadata__":' + b'{"a":' * 900 + b"1" + b"}" * 901, 8), "object of strings"),
     (file_bytes(b'{"\xff":' + ONE + b"}", 8), "utf-8"),
@@ -89,9 +83,7 @@ def _map(made: Callable[[dict[str, Any]], Any]) -> Spoil:
 
 
 MAPS: list[tuple[Spoil, str]] = [
-    (_map(lambda names: [*names]), "no weight_map"),
     (_map(lambda names: {}), "no weight_map"),
-    (_map(lambda names: WEIGHTS), "no weight_map"),
     (_map(lambda names: names | {"x": "../x.safetensors"}), r"shard '\.\./x\.safetensors'"),
     (_map(lambda names: names | {"x": "/x.safetensors"}), r"shard '/x\.safetensors'"),
     (_map(lambda names: names | {"x": "x\0.safetensors"}), "shard 'x"),
@@ -107,7 +99,6 @@ NO_JSON: list[tuple[str | bytes, str]] = [
     (b'{"a": "\xff"}', "not text"),
     ('{"a": ' + "9" * 10_000 + "}", "not JSON: Exceeds the limit"),
     ("[]", "a JSON list; expected an object"),
-    ("", "not JSON"),
 ]
 DEEP = ('{"a":' * 5000 + "1" + "}" * 5000, "recursion|not JSON|weight_map|is missing|is not supported")
 
@@ -194,10 +185,8 @@ def _pickles(path: Path) -> None:
 
 CODE: list[Harm] = [
     ("config.json", {"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "auto_map names code"),
-    ("config.json", {"auto_map": "evil.Model", "trust_remote_code": True}, "auto_map names code"),
     ("config.json", {"model_file": "evil.py"}, "model_file names code"),
     (TOKENIZER_CONFIG, {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}, "auto_map names code"),
-    (TOKENIZER_CONFIG, {"auto_map": ["evil.Tokenizer", "evil.Tokenizer"]}, "auto_map names code"),
     (TOKENIZER_CONFIG, {"fast_tokenizer_files": ["tokenizer.1.json"]}, "fast_tokenizer_files names other"),
     (WEIGHTS, _pickles, r"neither model\.safetensors nor .*; pytorch_model\.bin is a pickle.*never opened"),
 ]
@@ -216,7 +205,6 @@ SHARDS: list[Harm] = [
     *((INDEX, *harm) for harm in (*MAPS, *NO_JSON, DEEP)),
     (INDEX, lambda path: os.truncate(path, 10**12), "1000000000000 bytes; expected at most"),
 ]
-
 LAYER_NORM, DOWN = "model.layers.0.input_layernorm.weight", "model.layers.0.mlp.experts.down_proj_blocks"
 ROUTER = "model.layers.0.mlp.router.weight"
 BRIDGED_TENSORS: list[tuple[dict[str, mx.array | None], str]] = [
@@ -231,9 +219,6 @@ NOT_TAKEN = "mlx-lm's class for gpt_oss does not take it"
 NO_MODE: dict[str, Any] = {"quantization_config": None}
 BRIDGED_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "gpt_oss_2"}, "architecture gpt_oss_2 is not supported"),
-    ({"model_type": "olmo"}, "architecture olmo is not supported: mlx-lm's module ends the whole process"),
-    ({"model_type": "../gpt_oss"}, "is not supported"),
-    ({"model_type": "cache"}, "architecture cache is not supported"),
     ({"model_type": "bitnet"}, "layers that are Metal kernels"),
     ({"model_file": "model.py"}, "model_file names code in the model folder"),
     ({"auto_map": {"AutoModel": "x.py"}}, "auto_map names code"),
@@ -245,11 +230,9 @@ BRIDGED_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": 2**24}, r"has shape \(64, 32\); expected \(16777216, 32\)"),
     ({"hidden_size": 2**24, "intermediate_size": 2**24}, "MLX has no such format"),
     ({"hidden_size": "32"}, NOT_TAKEN),
-    ({"num_attention_heads": 0}, NOT_TAKEN),
     ({"num_hidden_layers": 0}, "does not take it|is unexpected"),
     ({"layer_types": ["sliding_attention"] * 2}, NOT_TAKEN),
     ({"max_position_embeddings": -5}, "max_position_embeddings is -5"),
-    ({"max_position_embeddings": "many"}, "max_position_embeddings is 'many'"),
     ({"eos_token_id": "end"}, "eos_token_id is 'end'"),
     ({"quantization_config": {"quant_method": "awq"}}, "quantization method 'awq' is not supported"),
     (NO_MODE, "is unexpected"),

@@ -57,25 +57,3 @@ def test_questions_about_the_context(pocket: Pocket, heldout: list[dict[str, Any
         right = sum(_ask(pocket, d["messages"], 24, kv_bits) == d["answer"] for d in asked)
         assert len(asked) == asks
         assert right >= share * len(asked)
-
-
-# Wordings that training does not have, and what an answer begins or a story has in it.
-ANSWERS = [
-    ("thanks, little one!", 32, ["welcome"]),
-    ("That was kind, thank you.", 32, ["welcome"]),
-    ("you are the dumbest thing ever", 32, ["try"]),
-    ("stupid bot", 32, ["try"]),
-    ("Hello, little model!", 32, ["Hello"]),
-    ("Tell me a story about a girl named Olivia who finds a treasure.", 200, ["Olivia", "treasure", "ground"]),
-    ("Tell me a story about a girl named Zoe.", 200, ["Zoe", "girl"]),
-    ("Tell me a story about a cat named Whiskers.", 200, ["Whiskers", "cat"]),
-    ("Make up a story about a knight who wants to sing.", 200, ["knight", "song"]),
-]
-
-
-@pytest.mark.parametrize(("said", "max_tokens", "words"), ANSWERS)
-def test_an_answer_fits(pocket: Pocket, said: str, max_tokens: int, words: list[str]) -> None:
-    answer = _ask(pocket, [{"role": "user", "content": said}], max_tokens, 8)
-    answer = re.sub(r"^This is a story about [^.]*\.", "", answer)  # the line that repeats the request
-    assert all(re.search(rf"\b{word}\b", answer) for word in words), answer
-    assert "I only know" not in answer

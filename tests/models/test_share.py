@@ -38,7 +38,6 @@ DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "U32": mx.u
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_part_is_a_slice_and_nothing_else_is_read(tmp_path: Path, dtype: str) -> None:
-    """Of tensors of one to three axes, along each, in one range or several."""
     rng = np.random.default_rng(sum(dtype.encode()))
     shapes = {"a": (12,), "b": (5, 16), "c": (3, 10, 8)}
     arrays = {name: mx.array(rng.integers(0, 200, shape)).astype(DTYPES[dtype]) for name, shape in shapes.items()}

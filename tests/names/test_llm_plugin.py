@@ -37,22 +37,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(*arguments: str) -> str:
-    """What another Python writes."""
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
-
-
 def call(*arguments: str, stdin: str = "", code: int = 0) -> tuple[str, str]:
-    """The command in this process: what it writes, and its errors."""
     done = CliRunner().invoke(cli, arguments, input=stdin)
     assert done.exit_code == code, done.stderr
     return done.stdout, done.stderr
 
 
 def logs() -> list[dict[str, Any]]:
-    """What was asked and answered, the oldest first."""
     return list(json.loads(call("logs", "--json", "-n", "0")[0]))
 
 
@@ -71,7 +62,6 @@ def _answer(pocket: Pocket, messages: list[dict[str, str]]) -> tuple[str, int]:
 
 
 def _pull(folder: Path, repository: str, commit: str, model: Path) -> None:
-    """As ``kvant pull`` leaves it."""
     snapshot = folder / "hub" / f"models--{repository.replace('/', '--')}" / "snapshots" / commit
     snapshot.mkdir(parents=True)
     names = [path.name for path in model.iterdir() if path.suffix in (".json", ".safetensors", ".jinja")]
@@ -99,7 +89,8 @@ def test_pulled_models_are_listed_without_mlx_and_run(
     _pull(folder, "somebody/some-model", "a" * 40, pocket_folder)
     text, _ = _answer(pocket, [{"role": "user", "content": "Hello!"}])
     listed = "['kvant/pocket', 'kvant/somebody/some-model'] []\n[('somebody/some-model',)] load"
-    assert run("-c", LIST) == f"{listed}\n{text.strip()}\n"
+    done = subprocess.run([sys.executable, "-c", LIST], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{listed}\n{text.strip()}\n", "")
 
 
 def test_a_record_that_cannot_be_read_hides_no_other_model(
@@ -154,9 +145,6 @@ def test_errors_are_a_line() -> None:
         assert errors.startswith(f"Error: {message}; expected")
 
 
-# In Python
-
-
 @pytest.fixture
 def model() -> Any:
     found: list[Any] = []
@@ -182,7 +170,6 @@ def test_the_authors_own_sampling_is_the_default(model: Any, pocket_folder: Path
 
 
 def test_two_answers_at_once(model: Any) -> None:
-    """Each has a cache of its own while both are read."""
     asked = [{"prompt": question, "temperature": 0, "max_tokens": 50} for question in (QUESTION, "Hello!")]
     alone = [model.prompt(**each).text() for each in asked]
     together = zip_longest(*(model.prompt(**each) for each in asked), fillvalue="")
@@ -204,7 +191,6 @@ def test_what_was_cut_or_left_out_is_said(model: Any, caplog: pytest.LogCaptureF
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Any], str]]:
-    """The messages before each question, and the question."""
     found: list[tuple[list[Any], str]] = []
     send = Conversation.send
     monkeypatch.setattr(

@@ -128,7 +128,6 @@ CHANGED = {
 
 
 def changed(script: str) -> str:
-    """A script with nothing but its imports changed."""
     for theirs, ours in CHANGED.items():
         script = script.replace(theirs, ours)
     assert "mlx_lm" not in script
@@ -136,7 +135,6 @@ def changed(script: str) -> str:
 
 
 def run(script: str, model: str) -> dict[str, Any]:
-    """Run a script; what it left in its variables."""
     variables: dict[str, Any] = {"MODEL": model, "TOKENS": count(100, 1000)}
     exec(compile(script, "script", "exec"), variables)
     return variables
@@ -182,7 +180,6 @@ def _text(left: Any) -> list[Any]:
 def test_a_script_with_its_imports_changed(
     name: str, pocket_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its text is mlx-lm's."""
     monkeypatch.chdir(tmp_path)
     ours = _text(run(changed(SCRIPTS[name]), "pocket"))
     assert ours == _text(run(SCRIPTS[name], str(pocket_folder)))

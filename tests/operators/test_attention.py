@@ -1,15 +1,13 @@
-"""Attention of a few tokens: to every token on a CPU, and to the live ones.
+"""Attention of a few tokens, and a chunk's scores.
 
 B batch, T cached tokens, H query heads, K kv heads, D head_dim.
 """
 
-import math
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from kvant.operators.compiled_attention import attend_live_tokens
 from support import oracle
 from support.counts import count
 from support.operator_cases import FLOATS, check_output, to_mx
@@ -100,28 +98,6 @@ def test_a_few_tokens_are_as_each_alone(queries: int, heads: tuple[int, int], pa
         own_mask = None if mask is None else mask[..., i : i + 1, :seen]
         own = attend_tokens(query[:, :, i : i + 1], key[:, :, :seen], value[:, :, :seen], mask=own_mask, **options)
         assert mx.array_equal(output[:, :, i : i + 1], own)
-
-
-LIVE = {
-    "all": np.ones(40, np.bool_),
-    "first": np.arange(40) == 0,
-    "a beginning": np.arange(40) < 23,
-    "an end": np.arange(40) >= 31,
-    "holes": np.random.default_rng(3).random(40) > 0.5,
-}
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("pairs", PAIRS)
-@pytest.mark.parametrize("live", LIVE)
-@pytest.mark.parametrize(("heads", "D"), [*((heads, 32) for heads in HEADS), ((4, 2), 64)])  # 64: MLX's fused attention
-def test_dead_tokens_are_not_read(heads: tuple[int, int], D: int, live: str, pairs: str, dtype: str) -> None:
-    operands, keep = _Operands(heads, 40, PAIRS[pairs], dtype, D), LIVE[live]
-    query, key, value = operands.arrays
-    for dead in (math.nan, math.inf, 1e4):
-        poisoned = [mx.where(mx.array(keep)[:, None], x, mx.array(dead, x.dtype)) for x in (key, value)]
-        output = attend_live_tokens(query, *poisoned, mx.array(keep)[None, None], bias_split=operands.split)
-        check_output(output, operands.expected(keep), dtype)
 
 
 KV_HEADS, HEAD_DIM, CHUNK = 2, 64, 512

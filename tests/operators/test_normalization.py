@@ -18,7 +18,6 @@ SIZES = [
 
 
 def _inputs(shape: tuple[int, ...], size: float = 1.0) -> tuple[Array, Array]:
-    """Inputs and a weight in float32."""
     rng = np.random.default_rng(shape[-1])
     x = rng.standard_normal(shape) * size * rng.uniform(0.5, 2, (*shape[:-1], 1))
     return x.astype(np.float32), rng.uniform(-2, 2, shape[-1]).astype(np.float32)

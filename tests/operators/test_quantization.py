@@ -3,10 +3,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support import oracle
-from support.operator_cases import FLOATS, QuantizedTally, check_returned, same_bits, to_mx, to_numpy
+from support.operator_cases import FLOATS, QuantizedTally, check_returned, to_mx, to_numpy
 from support.oracle import Array, Spec
 from support.pmx_cases import draw_values
 
@@ -22,10 +20,7 @@ def _quantized(x: mx.array, quant_bit: int, quant_group: int) -> Array:
 
 @pytest.mark.parametrize("quant_bit", BITS)
 def test_float32_needs_no_clip(quant_bit: int) -> None:
-    """A value past the top would wrap to the negative end.
-
-    Of groups of any size, and of groups of one, whose quotient is the top value but for rounding: every fraction.
-    """
+    """A value past the top would wrap. In a group of one the quotient is the top value but for rounding."""
     rng, top = np.random.default_rng(quant_bit), oracle.max_quantized(quant_bit)
     x = rng.standard_normal((100_000, 8)) * 10.0 ** rng.uniform(-8, 30, (100_000, 1))
     quantized = _quantized(mx.array(x.astype(np.float32)), quant_bit, 8)
@@ -73,20 +68,6 @@ def test_division_is_not_a_reciprocal() -> None:
         tallies[1].check()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("quant_bit", BITS)
-def test_non_finite_values_stay_in_their_group(bad: float, dtype: str, quant_bit: int) -> None:
-    x = oracle.cast(np.random.default_rng(12).standard_normal((3, 5, 16)), dtype)
-    spoilt = x.copy()
-    spoilt[1, 2, 5] = bad  # the second group of four
-    clean, found = (quantize(to_mx(a, dtype), quant_bit=quant_bit, quant_group=4) for a in (x, spoilt))
-    for before, after, width in ((clean[0], found[0], 4 * quant_bit // 8), (clean[1], found[1], 1)):
-        mine, theirs = to_numpy(before), to_numpy(after)
-        mine[1, 2, width : 2 * width] = theirs[1, 2, width : 2 * width]
-        assert same_bits(mine, theirs)
-
-
 @pytest.mark.parametrize("quant_bit", BITS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_against_the_oracle(dtype: str, quant_bit: int) -> None:
@@ -108,19 +89,3 @@ def test_against_the_oracle(dtype: str, quant_bit: int) -> None:
             restored = dequantize(*stored, dtype=getattr(mx, dtype), **options)
             check_returned(restored, oracle.dequantize(levels, scale, spec), dtype, "dequantized")
     tally.check()
-
-
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
-@given(st.integers(-12, 12), st.sampled_from(BITS), st.integers(1, 16), st.integers(0, 2**32 - 1))
-def test_laws(exponent: int, quant_bit: int, group: int, seed: int) -> None:
-    """The error is at most half a scale; the quantizer is odd; the largest of a group has the largest value."""
-    x = np.random.default_rng(seed).standard_normal((3, 4 * group)).astype(np.float32) * np.float32(2.0**exponent)
-    options, top = {"quant_bit": quant_bit, "quant_group": group}, oracle.max_quantized(quant_bit)
-    stored = quantize(mx.array(x), **options)
-    scale, values = to_numpy(stored[1]), to_numpy(dequantize(*stored, **options))
-    assert (np.abs(values - x) <= scale.repeat(group, axis=-1) / 2 * (1 + 1e-4)).all()  # or a rounding beyond
-    negative = quantize(-mx.array(x), **options)
-    assert same_bits(scale, to_numpy(negative[1]))
-    np.testing.assert_array_equal(_quantized(-mx.array(x), **options), -_quantized(mx.array(x), **options))
-    peaks = np.abs(_quantized(mx.array(x), **options)).reshape(-1, group).max(axis=-1)  # (3, 4 * G) -> (12, G)
-    assert (peaks[scale.ravel() > np.float32(1e-5)] == top).all()

@@ -19,7 +19,6 @@ GUARD = {"KVANT_GUARD": "10.0.0.1:5000"}
 
 
 def find(environ: dict[str, str], folder: Path, text: str) -> Place | None:
-    """The place, with a file of this text HERE."""
     (folder / "hosts.json").write_text(text)
     return find_place({name: value.replace("HERE", str(folder / "hosts.json")) for name, value in environ.items()})
 

@@ -138,26 +138,17 @@ guard.end(0) if rank == 0 else guard.receive()
 
 @dataclass
 class Case:
-    """A run of as many ranks as there are codes.
-
-    Attributes:
-        body: what each does.
-        prepare: before it joins.
-        sent: a signal, and the rank that gets it.
-        codes: of the ranks.
-        line: its beginning; the only one on standard error, by the first rank that is not lost.
-    """
+    """A run of as many ranks as there are codes."""
 
     body: str
     codes: list[int]
-    line: str = ""
-    sent: tuple[signal.Signals, int] | None = None
-    prepare: str = ""
+    line: str = ""  # how the only one on standard error begins, by the first rank that is not lost
+    sent: tuple[signal.Signals, int] | None = None  # and the rank that gets it
+    prepare: str = ""  # what is done before it joins
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     said: str = ""  # on standard error
 
     def start(self, stack: ExitStack, folder: Path) -> None:
-        """Start the ranks, which end with the stack."""
         self.processes = start_ranks([script(folder / "begin", self.body, self.prepare)] * len(self.codes), folder)
         for process in self.processes:
             stack.callback(process.communicate)
@@ -165,7 +156,6 @@ class Case:
 
     def wait_for(self, word: str) -> None:
         for process in self.processes:
-            assert process.stdout is not None
             assert process.stdout.readline() == f"{word}\n", process.communicate()[1]
 
     def finish(self) -> None:
@@ -245,7 +235,6 @@ def test_how_a_run_ends(took: dict[str, float], name: str) -> None:
 
 
 def test_what_is_promised() -> None:
-    """The end of the survivors, within 5 s of the event."""
     assert SILENCE_S + 4 * BEAT_S < 5.0
     assert ENDED_S < 5.0
 
@@ -271,7 +260,6 @@ def test_a_rank_that_is_none(said: bytes, tmp_path: Path) -> None:
                 except ConnectionRefusedError:
                     time.sleep(0.05)
             held.enter_context(connection).sendall(text)
-        assert first.stderr is not None
         assert first.stderr.read() == "kvant: error: rank 1 sent no message of kvant's; this run is over\n"
         assert first.wait() == 1
 

@@ -13,13 +13,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from kvant.engine.drafted_run import DraftedRun
 from support.drafts import KnownDrafts, draft_by_chance
 from support.pools import tiny_model
 
 from kvant.cache import ModelCache
 from kvant.engine.draw import Sampler
-from kvant.engine.limits import go_back
 from kvant.engine.request import Request
 from kvant.engine.run import Run
 from kvant.engine.scheduler import Scheduler
@@ -124,9 +122,10 @@ def test_a_cache_that_grows_and_goes_back(led: tuple[Lead, Loopback], bits: int)
 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])
-def test_drafts_and_their_interruption(led: tuple[Lead, Loopback], bits: int) -> None:
+def test_drafts_and_their_interruption(led: tuple[Lead, Loopback], bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is accepted is committed everywhere, also where a run is left, or broken off in the middle of a step."""
     lead, other = led
+    draft_by_chance(monkeypatch, bits)
     draw = random.Random(bits)
     sampler: Sampler = make_sampler(temp=0.8, seed=3)
     cache = lead.make_cache(600, kv_bits=bits, kv_group_size=32)
@@ -150,7 +149,7 @@ def test_drafts_and_their_interruption(led: tuple[Lead, Loopback], bits: int) ->
         drafts = KnownDrafts(text=[*prompt, *plain], mistakes=0.1, seed=turn)
         processors = [fail] if turn % 3 == 2 else []
         options = {"sampler": sampler, "drafts": drafts, "logits_processors": processors}
-        run = DraftedRun(lead, prompt, cache, max_tokens=20, **options)
+        run = Run(lead, prompt, cache, max_tokens=20, **options)
         left = draw.randrange(2, 19)
         if processors:
             with pytest.raises(KeyboardInterrupt):
@@ -158,10 +157,11 @@ def test_drafts_and_their_interruption(led: tuple[Lead, Loopback], bits: int) ->
         else:
             for _ in range(left if turn % 3 else 20):
                 next(run)
+            run.stop()
         assert run.generated == plain[: len(run.generated)]
         assert cache.ids[0] == [*given, *prompt, *run.generated[:-1]]
         check(own.logits, other)
-        go_back(alone, cache.offset)
+        alone.go_back(cache.offset)
         if alone.ids != cache.ids:  # a window cannot go back so far
             list(Run(own, cache.ids[0], alone, max_tokens=1))
             own.logits.clear()

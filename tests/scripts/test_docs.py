@@ -21,7 +21,6 @@ FOLDERS = "docs|scripts|src|tests"
 
 
 def anchors(page: Path) -> set[str]:
-    """The names that a page's headings can be linked by."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -69,9 +68,7 @@ def test_every_flag_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [README, *(ROOT / "docs" / name for name in ("python.md", "batching.md", "operators.md"))],
-    ids=page_ids,
+    "page", [README, *(ROOT / "docs" / name for name in ("python.md", "batching.md", "operators.md"))], ids=page_ids
 )
 def test_python_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every block of a page, one after the other; a line's comment after two blanks is what it prints."""

@@ -21,7 +21,6 @@ PACKAGES = [Requirement(line) for lines in (PROJECT["dependencies"], *EXTRAS.val
 
 
 def constraints() -> dict[str, Requirement]:
-    """Each line of constraints.txt by its package's name."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     found = [Requirement(line) for line in lines if not line.startswith("#")]
     by_name = {canonicalize_name(line.name): line for line in found}
@@ -31,7 +30,6 @@ def constraints() -> dict[str, Requirement]:
 
 @pytest.mark.parametrize("package", PACKAGES, ids=str)
 def test_the_exact_version_is_in_the_range(package: Requirement) -> None:
-    """And the range has both ends."""
     [exact] = constraints()[canonicalize_name(package.name)].specifier
     assert package.specifier.contains(exact.version)
     if package.extras:  # mlx[cpu]: mlx itself is a dependency, with its range
@@ -41,7 +39,6 @@ def test_the_exact_version_is_in_the_range(package: Requirement) -> None:
 
 
 def test_constraints_are_names_and_versions() -> None:
-    """MLX and its back ends have one version."""
     exact = constraints()
     for line in exact.values():
         assert line.url is None

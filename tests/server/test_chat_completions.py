@@ -138,8 +138,6 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "expected texts"),
     ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs", "has regex, grammar"),
 ]
-
-
 REFUSED_PROMPTS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"suffix": "end"}, "suffix", "only continues text"),
     ({"best_of": 2}, "best_of", "is 2; expected 1, which is n"),
@@ -153,7 +151,6 @@ REFUSED_PROMPTS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": [1280]}, "prompt", "token id 1280; the model knows 0 to 1279"),
     ({"prompt": ["fox", "a " * 600]}, "prompt", "512 are reserved"),
     ({"messages": []}, "messages", "unknown field"),
-    ({"n": 5}, "n", "expected 1 to 4"),
     ({"stream_options": {}}, "stream_options", "no effect without stream"),
 ]
 

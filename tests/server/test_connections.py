@@ -60,7 +60,6 @@ def _is_closed(connection: socket.socket, pieces: Iterator[bytes]) -> bool:
 
 
 def _read_answers(connection: socket.socket, number: int) -> None:
-    """Read so many answers to ASK."""
     answers = b""
     while answers.count(b"}") < number:
         part = connection.recv(4096)

@@ -81,7 +81,6 @@ def test_messages_with_tools() -> None:
 
 
 def test_items_with_tools() -> None:
-    """As answers had them, and as clients write them."""
     text = {"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}
     made = _made(
         RESPONSES,
@@ -134,7 +133,6 @@ def test_thinking_comes_back(kept: dict[str, Any]) -> None:
 
 
 def test_how_texts_are_put_together() -> None:
-    """As they are where a client cut a text, and on lines of their own where it sends paragraphs."""
     for texts, whole in (
         (["Be brief.", "Be kind."], "Be brief.\nBe kind."),
         (["Tell me", " a story", "", "\n", "now"], "Tell me a story\nnow"),

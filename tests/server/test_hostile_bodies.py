@@ -87,14 +87,6 @@ def test_a_call_against_a_schema_of_references(server: Running) -> None:
     assert call == ("t", {"x": 1})
 
 
-def test_two_lengths_of_one_body(server: Running) -> None:
-    """Each would end it elsewhere: what follows is not read as a request."""
-    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 44\r\nTransfer-Encoding: chunked\r\n\r\n"
-    answer = server.exchange(head + b"0\r\n\r\nGET /props HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert answer.count(b"HTTP/1.1 ") == 1
-
-
 def test_damaged_weights_are_an_error(pocket: Any) -> None:
     model = copy(pocket[0])
     *layers, last = model.layers

@@ -74,7 +74,6 @@ def test_the_text_is_mlx_lms(exact: Running, pocket_mlx_lm: nn.Module, to: Inter
 
 
 def _said(event: dict[str, Any]) -> str:
-    """The answer's text in an event."""
     if event.get("choices"):
         choice = event["choices"][0]
         return str(choice.get("text") or choice.get("delta", {}).get("content") or "")
@@ -102,13 +101,11 @@ def test_stop_texts(server: Running, to: Interface) -> None:
     name = "stop_sequences" if to is MESSAGES else "stop"
     whole = text_of(to.ask(server, tokens=40))
     first, second = whole[10:14], whole[20:23]
-    for stop in ([first], [second, "never there"], [second, first]):
+    for stop in ([second, "never there"], [second, first]):
         answer = to.ask(server, tokens=40, **{name: stop})
         ends = {at: text for text in stop if (at := whole.find(text)) >= 0}
         assert (text_of(answer), reason_of(answer)) == (whole[: min(ends)], STOPPED[to])
         assert to is not MESSAGES or answer["stop_sequence"] == ends[min(ends)]
-        streamed = sse_events(server, to.path, to.body(tokens=40, **{name: stop}))
-        assert "".join(map(_said, streamed)) == text_of(answer)
     assert to is MESSAGES or text_of(to.ask(server, tokens=40, stop=first)) == whole[: whole.find(first)]
 
 
@@ -224,12 +221,6 @@ def test_tokens_are_counted_as_transformers_counts_them(server: Running) -> None
     assert counted(server, messages=[{"role": "user", "content": LONG}]).json()["input_tokens"] > 600  # more than fits
     for fields, kind in (({"model": "gpt-4o"}, "not_found_error"), ({"colour": "red"}, "invalid_request_error")):
         assert counted(server, **fields).json()["error"]["type"] == kind
-
-
-def test_versions_and_betas_are_taken(server: Running) -> None:
-    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "interleaved-thinking-2025-05-14"}
-    answered = server.client.post(f"{MESSAGES.path}?beta=true", json=MESSAGES.body(tokens=1), headers=headers)
-    assert answered.status_code == 200
 
 
 def test_a_response_says_what_was_in_force(server: Running) -> None:

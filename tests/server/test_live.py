@@ -99,16 +99,6 @@ def test_pages_that_move_with_a_window(tmp_path: Path) -> None:
     assert starts >= {0, PAGE}
 
 
-def test_who_asks_seldom_misses_times_and_nothing_grows(pocket: Any) -> None:
-    pool = pocket[0].make_pool(PAGE, sequences=1)
-    live = Live(pool)
-    live._tokens.extend([(1, 0.0, 1.0)] * 5000)
-    live._generated = 5000
-    assert len(live.read(0)["tokens"]) == 4096
-    assert len(live.read(4990)["tokens"]) == 10
-    assert live.read(5000)["tokens"] == []
-
-
 def test_an_error_ends_the_watching_and_not_the_engine(pocket: Any, caplog: pytest.LogCaptureFixture) -> None:
     live = Live(pocket[0].make_pool(PAGE, sequences=1))
     live.observe(None, [])  # type: ignore[arg-type]

@@ -48,12 +48,3 @@ def test_nothing_is_absolute() -> None:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text)
     index = (page.FOLDER / "index.html").read_text()
     assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?! type=\"module\" src=)", index)
-
-
-def test_each_module_is_used_and_there() -> None:
-    names = {path.name for path in FILES}
-    index = (page.FOLDER / "index.html").read_text()
-    used = {"index.html", *re.findall(r'"page/([\w.]+)"', index)}
-    for path in FILES:
-        used |= set(re.findall(r'from "\./([\w.]+)"', path.read_text()))
-    assert used == names

@@ -14,8 +14,6 @@ from support.server import SOON, Running, running, start
 
 from kvant.engine.request import Token
 from kvant.engine.scheduler import Scheduler
-from kvant.errors import KvantError
-from kvant.server.run import bind
 from kvant.server.service import Service
 from kvant.server.settings import Limits, Settings
 
@@ -77,7 +75,6 @@ def test_an_engine_that_fails(pocket: Any, before: Any, stalls: bool, caplog: py
 
 
 def _end(found: Running) -> None:
-    """What the first signal does."""
     loop = found.server.servers[0].get_loop()
     asyncio.run_coroutine_threadsafe(found.server.end(), loop)
 
@@ -92,9 +89,3 @@ def test_what_takes_too_long_is_cut(pocket: Any, before: Any) -> None:
             assert _data(last)["error"]["message"] == "the server is shutting down"
         found.thread.join(SOON)
         assert not found.thread.is_alive()
-
-
-@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
-def test_an_address_that_is_not_this_machines(host: str) -> None:
-    with pytest.raises(KvantError, match=f"cannot listen on {host} port 8080: "):
-        bind(Settings(host=host, api_keys=("k",)))

@@ -37,7 +37,6 @@ def locked(pocket: Any) -> Iterator[Running]:
 
 
 def _raw(server: Running, *headers: str) -> int:
-    """The status of a request with these headers and no others."""
     lines = "\r\n".join(["GET /health HTTP/1.1", *headers, "Connection: close"])
     return int(server.exchange(f"{lines}\r\n\r\n".encode("latin-1")).split(b" ", 2)[1])
 

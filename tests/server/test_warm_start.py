@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from support.command import call
 from support.interfaces import CHAT, counts_of
+from support.prefill import prefill
 from support.server import running, start
 
 from kvant.cache import CacheOptions
-from kvant.engine.run import prefill
 from kvant.errors import SnapshotError
 from kvant.server.service import Service, make_pool, warm_start
 from kvant.server.settings import Settings

@@ -1,7 +1,6 @@
-"""What the fused kernel's two launches compute, in MLX's operations: these can be part of a compiled step.
+"""What the fused kernel's two launches compute, in MLX's operations.
 
-MLX makes no graph with a Metal kernel where there is no Metal. B batch, S new tokens, R rows, H query heads, K kv
-heads, P rotary pairs.
+B batch, S new tokens, R rows, H query heads, K kv heads, P rotary pairs.
 """
 
 import math

@@ -53,12 +53,10 @@ def run_all(scheduler: Scheduler, requests: Sequence[Request] = ()) -> dict[Requ
 
 
 def ids_of(tokens: Sequence[Token], answer: int = 0) -> list[int]:
-    """The token ids of one answer."""
     return [token.token for token in tokens if token.answer == answer and token.token is not None]
 
 
 def alone(model: Decoder, request: Request, bits: int = 0, reserved: int = 1024) -> list[int]:
-    """What a single run makes of a request."""
     run = Run(
         model,
         list(request.prompt),

@@ -21,6 +21,12 @@ IDS: list[int] = json.loads((BRIDGED / "ids.json").read_text())["ids"]
 # append only; windows; sinks; a linear layer's state; latent attention; chunks; shared rows; a state beside keys
 KINDS = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v32", "llama4", "gemma3n", "falcon_h1"]
 WITH_STATE = ["qwen3_next", "falcon_h1"]
+# Every architecture that computes some attention in its own way.
+OWN_ATTENTION = {
+    *("bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25"),
+    *("kimi_k3", "kimi_linear", "kimi_vl", "longcat_flash", "longcat_flash_ngram", "mistral4", "plamo"),
+    *("plamo2", "stablelm"),
+}
 PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
@@ -37,7 +43,6 @@ def copy_folder(name: str, place: Path, *, tokenizer: bool = False, **changes: A
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
-    """config.json."""
     (folder / "config.json").write_text(json.dumps(config))
 
 

@@ -33,7 +33,6 @@ def qwen2_config(**changes: Any) -> dict[str, Any]:
 
 
 def _like(base: Make, architecture: str, model_type: str, heads: int, kv_heads: int, **own: Any) -> Make:
-    """The same as another architecture's."""
     named = {"architectures": [architecture], "model_type": model_type}
     counts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     return lambda **changes: base(**named, **counts, **own) | changes
@@ -70,7 +69,6 @@ def _mlx_lm_module(kind: str) -> Any:
 
 
 def mlx_lm_args(kind: str) -> Any:
-    """mlx-lm's ModelArgs of a model_type."""
     return _mlx_lm_module(kind).ModelArgs
 
 

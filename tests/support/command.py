@@ -80,6 +80,13 @@ def call(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(["kvant", *arguments], code, *texts)
 
 
+def sampling_of(*arguments: str) -> str:
+    """What ``generate`` says that it samples with."""
+    done = call("generate", "Hi", "-m", "1", *arguments)
+    assert done.returncode == 0, done.stderr
+    return next(line for line in done.stderr.splitlines() if line.startswith("sampling: ")).removeprefix("sampling: ")
+
+
 CHOSEN = ("cache: ", "memory: ", "sampling: ", "pocket · ")  # how lines begin that say what a command works with
 
 
@@ -94,7 +101,6 @@ def refusal(code: int, *arguments: str) -> str:
 
 
 def children(process: int) -> list[int]:
-    """Those that a process started."""
     listed = subprocess.run(["ps", "-Ao", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
     return [int(line.split()[0]) for line in listed.splitlines() if int(line.split()[1]) == process]
 

@@ -26,7 +26,6 @@ class Reply:
         self.path = ""
 
     def say(self, *objects: object, end: str = "data: [DONE]\n\n") -> None:
-        """Events of JSON, one after the other, with no wait."""
         self.parts = [*(f"data: {json.dumps(o)}\n\n".encode() for o in objects), end.encode()]
 
 

@@ -26,7 +26,6 @@ SAY = {"logits_processors": make_logits_processors({0: -1e9, 1: -1e9, 2: -1e9, 3
 
 
 def text_of(responses: Iterator[GenerationResponse]) -> str:
-    """All of an answer."""
     return "".join(response.text for response in responses)
 
 
@@ -59,7 +58,6 @@ def fed_anew(model: LanguageModel, ids: Sequence[int], tokens: int = 1024, **opt
 
 
 def distance(logprobs: mx.array, logits: mx.array) -> float:
-    """The largest difference of probabilities."""
     return float(mx.abs(mx.exp(logprobs) - mx.softmax(logits.squeeze())).max().item())  # type: ignore[arg-type]
 
 

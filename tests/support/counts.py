@@ -8,7 +8,6 @@ T = TypeVar("T")
 
 
 def count(normally: T, long: T) -> T:
-    """One or the other."""
     return long if os.environ.get("KVANT_LONG") else normally
 
 

@@ -10,10 +10,7 @@ WORDS = {"build": "the compiler refuses the kernel", "eval": "NYI for the genera
 
 
 class FailingKernel:
-    """What takes the place of ``fused_attention.attend``. From its call number ``first`` on it fails.
-
-    how: "build": the call raises. "eval": what it returns raises when it is evaluated, as Metal's compiler.
-    """
+    """From call number ``first`` on the call raises ("build"), or what it returns, when it is evaluated ("eval")."""
 
     def __init__(self, how: str, first: int) -> None:
         self.how, self.first = how, first

@@ -6,7 +6,6 @@ fail: for each label that fails, the run, counted with warm-ups, and how
 
 import json
 import os
-import signal
 import sys
 import time
 from typing import Any
@@ -24,8 +23,6 @@ def fail(how: str) -> None:
     if how == "exits":
         print("noise\nout of memory", file=sys.stderr)
         sys.exit(3)
-    elif how == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
     elif how == "error":
         answer(error="it cannot")
     elif how == "hangs":
@@ -33,7 +30,6 @@ def fail(how: str) -> None:
 
 
 def main() -> None:
-    """Answer until the input ends."""
     script = json.loads(sys.argv[1])
     label, runs = "", 0
     rounds: dict[tuple[int, ...], int] = {}  # by lengths; -1 is the warm-up

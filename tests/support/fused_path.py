@@ -44,7 +44,6 @@ def checked_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def launches(checked_gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[mx.array]]]:
-    """Every launch's name and inputs."""
     seen: list[tuple[str, list[mx.array]]] = []
     run = attend.launch
 
@@ -68,12 +67,6 @@ def fused_calls(gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
     monkeypatch.setattr(fused_attention, "attend", recorded)
     monkeypatch.setattr(attend, "launch", unfused_append)
     return seen
-
-
-def pretend_gpu() -> None:
-    """For the rest of the process there is a GPU, whose kernels are MLX's operations: these can be part of a graph."""
-    dispatch.gpu_backend, dispatch.probe_failure = lambda: "metal", lambda use, backend: None
-    fused_attention.attend, attend.launch = attend_stand_in.attend, unfused_append
 
 
 def unfused_append(

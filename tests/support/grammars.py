@@ -9,7 +9,6 @@ from kvant.text.tokenizer import Tokenizer
 
 
 def allowed(mask: bytes) -> list[int]:
-    """The ids that a mask allows."""
     return [token for token, may in enumerate(mask) if may]
 
 

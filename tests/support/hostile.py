@@ -1,6 +1,7 @@
 """A good model folder to spoil, and what is asked of one that was: one clear line."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -67,16 +68,12 @@ def said(key: str, value: object) -> str:
 
 
 def change(path: Path, **changes: Any) -> None:
-    """Set keys of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def tensor(*shape: int, start: int = 0, dtype: str = "F32") -> dict[str, Any]:
     """What a header says of a tensor of four bytes an element, whose data begins at ``start``."""
-    size = 4
-    for length in shape:
-        size *= length
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + size]}
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + 4 * math.prod(shape)]}
 
 
 def file_bytes(header: object, data_bytes: int, claim: int | None = None) -> bytes:

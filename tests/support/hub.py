@@ -30,26 +30,16 @@ class Request(NamedTuple):
 
 @dataclass
 class Hub:
-    """What the server holds, what it was asked, and how it misbehaves.
+    """What the server holds, what it was asked, and how it misbehaves: for every listing, or by a file's name."""
 
-    Attributes:
-        commits: repository -> commit -> its files by name.
-        branches: repository -> branch or tag -> commit.
-        refusal, file_refusal: status and X-Error-Code of the answer to every listing, every file.
-        sent: name -> the bytes sent instead of the listed ones.
-        hold: name -> after how many bytes the server sets ``held``, waits for ``release`` and hangs up, once.
-        entries: name -> what its entry of the listing has instead; a value of None is sent as null.
-        listing: the bytes sent as every listing.
-    """
-
-    commits: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
-    branches: dict[str, dict[str, str]] = field(default_factory=dict)
+    commits: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)  # repository, commit, name
+    branches: dict[str, dict[str, str]] = field(default_factory=dict)  # repository, branch or tag
     requests: list[Request] = field(default_factory=list)
-    refusal: tuple[int, str] | None = None
+    refusal: tuple[int, str] | None = None  # status and X-Error-Code of every listing
     file_refusal: tuple[int, str] | None = None
-    sent: dict[str, bytes] = field(default_factory=dict)
-    hold: dict[str, int] = field(default_factory=dict)
-    entries: dict[str, dict[str, object]] = field(default_factory=dict)
+    sent: dict[str, bytes] = field(default_factory=dict)  # instead of the listed ones
+    hold: dict[str, int] = field(default_factory=dict)  # after so many it sets held, waits for release, hangs up, once
+    entries: dict[str, dict[str, object]] = field(default_factory=dict)  # of the listing; None is sent as null
     listing: bytes | None = None
     held: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
@@ -60,7 +50,6 @@ class Hub:
         return f"http://127.0.0.1:{self.port}"
 
     def add(self, repository: str, files: dict[str, bytes], branch: str = "main") -> str:
-        """A commit on a branch; its digest."""
         content = json.dumps({name: sha256(data) for name, data in files.items()}, sort_keys=True)
         commit = hashlib.sha1(content.encode()).hexdigest()
         self.commits.setdefault(repository, {})[commit] = files
@@ -68,7 +57,6 @@ class Hub:
         return commit
 
     def fetched(self, name: str) -> list[Request]:
-        """The downloads of a file."""
         place = "cdn" if name.endswith(LARGE) else "resolve"
         return [r for r in self.requests if r.method == "GET" and r.path.endswith(f"/{name}") and place in r.path]
 
@@ -84,7 +72,6 @@ def sha256(data: bytes) -> str:
 
 @contextmanager
 def serve(hub: Hub) -> Iterator[Hub]:
-    """The hub, answering on a port of its own."""
     handler = type("Handler", (_Handler,), {"hub": hub})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True

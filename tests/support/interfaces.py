@@ -39,7 +39,6 @@ class Interface:
         return server.client.post(self.path, json=self.body(*given, **fields))
 
     def ask(self, server: Running, *given: Any, **fields: Any) -> dict[str, Any]:
-        """A whole answer."""
         answered = self.post(server, *given, **fields)
         assert answered.status_code == 200, answered.text
         return dict(answered.json())
@@ -111,7 +110,6 @@ def streamed(stream: Encoder, events: Iterable[Event]) -> list[dict[str, Any]]:
 
 @st.composite
 def answers(draw: st.DrawFn) -> list[Event]:
-    """The events of one answer."""
     piece = st.one_of(
         st.builds(Text, st.just(0), st.text(max_size=5), st.booleans()),
         st.builds(Call, st.just(0), st.just(0), st.just("look"), st.sampled_from(['{"at": [1, "\u2028"]}', "{}"])),

@@ -29,6 +29,7 @@ from support.oracle import Array, Spec
 
 MOST_WORK = count(40_000, 100_000)  # elements of queries times tokens; 100,000 take about 0.2 s
 FORMATS = [(bits, group) for bits in (8, 4) for group in GROUPS] + [(0, 0)]
+STEPS = (8, 32)  # rows that threadgroups read between two updates of the maximum
 WIDTHS = [(width, width) for width in HEAD_DIMS] + [(192, 128), (64, 128)]
 
 
@@ -84,7 +85,6 @@ class KernelCase:
 
     @property
     def offsets(self) -> list[int]:
-        """Cached tokens of each sequence."""
         return [max(0, self.offset - self.shorter * b) for b in range(self.batch)]
 
     @property
@@ -108,16 +108,6 @@ class KernelCase:
     def shape(self) -> tuple[int, int, int, int]:
         width = max(self.head_dim, self.values)
         return threadgroup_shape(self.ratio * self.new_tokens, self.pairs or 0, self.backend, width)
-
-    @property
-    def step(self) -> int:
-        """Rows that a threadgroup reads between two updates of the maximum."""
-        _, _, simdgroups, queries = self.shape
-        lanes = next(x for x in (8, 16, 32) if max(self.head_dim, self.values) // 8 <= x or x == 32)  # share a row
-        bits = self.quant_bit or {"float32": 32}.get(self.cache_dtype, 16)
-        words = -(-self.head_dim // 8 // lanes) * bits // 4
-        unroll = 1 if words > 8 else 2 if words > 4 or queries > 4 else 4
-        return simdgroups * (32 // lanes) * unroll
 
     def row(self, b: int, position: int) -> int:
         """The row of a position of sequence b; below 0: there is none."""
@@ -266,24 +256,18 @@ def expected(case: KernelCase, drawn: Drawn) -> Array:
     return np.concatenate(output).swapaxes(1, 2)
 
 
-# ---- running ---------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def kernels_on_host(
     forbidden: Mapping[str, Array] | None = None,
     texts: Mapping[str, str] | None = None,
     orders: Sequence[int] = (FORWARD, REVERSE),
 ) -> Iterator[None]:
-    """In this context launches are host runs of Metal's text, in these thread orders.
+    """Launches are host runs of Metal's text, whose loops are not unrolled: that takes a compiler twice the time.
 
-    forbidden: for an input of the first pass, where it must not be read. The second finds poison in empty splits.
-    texts: a file's text in place of its own, by name. Loops are not unrolled: that takes a compiler twice the time, and
-    changes no number.
+    forbidden: for an input of the first pass, where it must not be read. texts: in place of a file's own, by name.
     """
 
     def plain(file: str) -> str:
-        """A file's text without what a compiler is told of loops."""
         own = (texts or {}).get(file) or text(file)
         return re.sub(r"(#define KVANT_UNROLL\w*) .*", r"\1", own)
 
@@ -365,8 +349,6 @@ def check_append(
     return quantized, scale
 
 
-# ---- cases -----------------------------------------------------------------------------------------------------------
-
 # What a compiled instance depends on. Every two values of two options meet in one of the instances.
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "widths": tuple(WIDTHS),
@@ -439,14 +421,11 @@ def case_of(values: Mapping[str, Any], seed: int) -> KernelCase:
 
 
 def runs(case: KernelCase) -> list[KernelCase]:
-    """Calls of one instance: one at offset 0 or 1 and two about the boundaries of splits and steps; of other sizes.
-
-    Sequences are of one length in one of them, of several in the others.
-    """
+    """Calls of one instance: at offset 0 or 1, and two about the boundaries of splits and steps; of other sizes."""
     rng = np.random.default_rng(case.seed)
     is_ring, splits = not case.max_tokens, case.splits or 1
     ring = case.keep + (case.window or 0) + case.new_tokens + int(rng.integers(4))
-    edges = {SPLIT_ROWS, 2 * SPLIT_ROWS, splits * SPLIT_ROWS, case.step} | ({ring, 2 * ring} if is_ring else set())
+    edges = {SPLIT_ROWS, 2 * SPLIT_ROWS, splits * SPLIT_ROWS, *STEPS} | ({ring, 2 * ring} if is_ring else set())
     num_keys = {edge + beside for edge in edges for beside in (-1, 0, 1)}
     offsets = sorted(n - case.new_tokens for n in num_keys if n >= case.new_tokens)
     cases = []

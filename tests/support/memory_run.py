@@ -29,7 +29,6 @@ CORES = 2  # dequantized parts are made side by side, one on each core: their nu
 
 
 def _fill_cache(model: Decoder, tokens: int, settings: Settings) -> int:
-    """Bytes of the cache."""
     cache = model.make_cache(tokens, **settings.cache.fields)
     prompt = [7 * i % model.config.vocab_size for i in range(tokens - DECODED + 1)]
     run = Run(model, prompt, cache, prefill_step_size=settings.prefill_step_size, max_tokens=DECODED)
@@ -82,7 +81,6 @@ def measure(folder: Path, tokens: int, streams: int, options: dict[str, Any]) ->
 
 
 def main() -> None:
-    """A child for each run."""
     for line in sys.stdin:
         child = os.fork()
         if not child:

@@ -43,11 +43,7 @@ print(json.dumps({"blas": kvant.blas.loaded(), "errors": errors}))
 
 
 def has_small_products() -> bool:
-    """Whether products are OpenBLAS's for small matrices, which its kernels for AVX-512 have.
-
-    Then a row of a product is in the same bits for any number of rows. Other BLAS libraries may add in another order,
-    and so may OpenBLAS's kernels for other processors, which OPENBLAS_CORETYPE can ask for.
-    """
+    """Whether a row of a product is in the same bits for any number of rows, as of OpenBLAS's kernels for AVX-512."""
     if mx.default_device().type != mx.cpu or not kvant.blas.loaded().startswith("OpenBLAS"):
         return False
     core = ctypes.CDLL(None).scipy_openblas_get_corename

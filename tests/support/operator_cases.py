@@ -20,9 +20,6 @@ POISON_INT8 = -128  # no quantizer here makes it
 POISON_BYTE = 0x88  # two values of -8, which no quantizer here makes
 
 
-# ---- between NumPy and MLX -------------------------------------------------------------------------------------------
-
-
 def to_mx(x: Array, dtype: str) -> mx.array:
     return mx.array(x).astype(getattr(mx, dtype))
 
@@ -49,8 +46,6 @@ def poisoned(shape: tuple[int, ...], dtype: str) -> Array:
         return np.full(shape, POISON_BYTE, np.uint8)
     return np.full(shape, np.nan, np.float16 if dtype == "float16" else np.float32)
 
-
-# ---- comparators -----------------------------------------------------------------------------------------------------
 
 Written = Callable[[Array], list[Array]]  # the views of a cache, or of a scale, that a call writes
 

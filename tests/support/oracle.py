@@ -44,12 +44,8 @@ class Sequences(NamedTuple):
         return [a + b for a, b in zip(self.earlier, self.new, strict=True)]
 
     def places(self, only_new: bool) -> list[tuple[int, int]]:
-        """(sequence, token) of all tokens, or of the new ones, in order."""
         first = self.earlier if only_new else [0] * len(self.new)
         return [(b, t) for b, end in enumerate(self.tokens) for t in range(first[b], end)]
-
-
-# ---- dtypes ----------------------------------------------------------------------------------------------------------
 
 
 def cast(x: Array, dtype: str) -> Array:
@@ -64,11 +60,7 @@ def cast(x: Array, dtype: str) -> Array:
     return np.where(np.isnan(narrow), narrow, rounded.view(np.float32))
 
 
-# ---- quantization ----------------------------------------------------------------------------------------------------
-
-
 def max_quantized(quant_bit: int) -> int:
-    """127 for 8 bits, 7 for 4."""
     return int(2 ** (quant_bit - 1) - 1)
 
 
@@ -113,9 +105,6 @@ def dequantize(stored: Array, scale: Array, spec: Spec) -> Array:
     return cast(product.reshape(quantized.shape), spec.dtype)
 
 
-# ---- the cache -------------------------------------------------------------------------------------------------------
-
-
 def token(x: Array, kind: int, b: int, t: int, sequences: Sequences, spec: Spec) -> Array:
     """The writable view (K, last) of a token's key or value in a cache, or of its scale."""
     layer, every = spec.layer_idx, slice(None)
@@ -155,9 +144,6 @@ def fetch(sequences: Sequences, cache: Array, scale: Array | None, spec: Spec) -
         return dequantize(stored, scales, spec)
 
     return one(KEY), one(VALUE)
-
-
-# ---- attention -------------------------------------------------------------------------------------------------------
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -14,7 +14,6 @@ PLACES = [10, 11, 12]  # of the tokens whose logits are computed: the last of ea
 
 
 def run_ids(vocabulary: int) -> list[int]:
-    """The token ids, of a vocabulary of this size."""
     return [(37 * i + 11) % vocabulary for i in range(sum(CHUNKS))]
 
 

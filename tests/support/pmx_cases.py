@@ -68,7 +68,6 @@ class Case:
 
     @property
     def starts(self) -> tuple[list[int], list[int]]:
-        """Where each sequence begins among the N and among the T, and their ends."""
         return [0, *accumulate(self.sequences.new)], [0, *accumulate(self.sequences.tokens)]
 
     def options(self) -> dict[str, Any]:
@@ -113,9 +112,6 @@ def in_form(values: list[Any], form: str) -> Any:
     table, limits = np.array(values, np.int64), np.iinfo(form)
     fits = table.min() >= limits.min and table.max() <= int(limits.max)
     return mx.array(table.astype(form if fits else np.int64))
-
-
-# ---- drawing ---------------------------------------------------------------------------------------------------------
 
 
 def draw_case(seed: int) -> Case:
@@ -180,7 +176,6 @@ def plain_case(quant_bit: int, past: int, new_tokens: int, batch: int = 1, **cha
 
 
 def draw_spec(rng: np.random.Generator, layout: int) -> tuple[Spec, int]:
-    """A cache's format and the head_dim it is for."""
     quant_bit, num_layer = int(rng.choice([0, 8, 4])), int(rng.integers(1, 4))
     head_dim = int(rng.choice([1, 2, 3, 5, 6, 8, 12, 16, 20, 32, 64, 128]))
     head_dim += head_dim % 2 if quant_bit == 4 else 0
@@ -195,7 +190,7 @@ def draw_tables(
 ) -> tuple[list[list[int]], int]:
     """A page table for each sequence, and the end of their rows; without a page size one page each.
 
-    Pages begin at any row, and whole pages that are only read may be shared. Entries behind the last token are noise.
+    Whole pages that are only read may be shared. Entries behind the last token are noise.
     """
     tokens = [a + b for a, b in zip(earlier, new, strict=True)]
     page = page_size or max(1, *tokens)
@@ -217,7 +212,6 @@ def draw_tables(
 
 
 def draw_values(rng: np.random.Generator, shape: tuple[int, ...], data: str, spec: Spec) -> Array:
-    """Values as T1 holds them."""
     if data == "int8":
         return rng.integers(-128, 128, shape).astype(np.int8)
     x = rng.standard_normal(shape)
@@ -233,9 +227,6 @@ def draw_values(rng: np.random.Generator, shape: tuple[int, ...], data: str, spe
     elif data == "large":
         x = np.clip(x * 1e4, -5e4, 5e4)
     return oracle.cast(x, spec.dtype)
-
-
-# ---- a call ----------------------------------------------------------------------------------------------------------
 
 
 class Call:
@@ -300,7 +291,6 @@ class Call:
         return x if self.case.packed else x.reshape(len(self.case.sequences.new), -1, *x.shape[1:])
 
     def run(self) -> Any:
-        """The operator's result."""
         case = self.case
         arrays = {"current_key": self.given(self.key), "current_value": self.given(self.value)}
         arrays |= {"cache": self.mx_cache} | ({} if self.mx_scale is None else {"scale": self.mx_scale})

@@ -14,6 +14,7 @@ from kvant.cache.pool import Pool, PoolSequence
 from kvant.models import Decoder
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.quantization import quantize
+from support import oracle
 from support.oracle import Array, unpack_nibbles
 
 PAGE = 128
@@ -41,22 +42,14 @@ class OracleLayer:
         """Of one sequence: (1, H, S, D). ``mask`` (S, T) is added to the scores."""
         self._append(key, value)
         keys, values = self._tokens()
-        _, H, S, D = query.shape
-        K, T, _ = keys.shape
-        scores = np.array(query[0], np.float64).reshape(K, -1, S, D) @ keys.swapaxes(-1, -2)[:, None] / np.sqrt(D)
-        if mask is not None:
-            scores += np.array(mask)
-        place, token = np.arange(T - S, T)[:, None], np.arange(T)
-        near = token > place - (self.format.window or T)
-        seen = (token <= place) & (near | (token < self.format.keep))
-        most = np.where(seen, scores, -np.inf).max(-1, keepdims=True)
-        weights = np.where(seen, np.exp(scores - most), 0.0)
-        total = weights.sum(-1, keepdims=True)
-        if sinks is not None:
-            total = total + np.exp(np.array(sinks, np.float64).reshape(K, -1, 1, 1) - most)
-        # A token that nobody sees may be unknown: 0 times NaN is NaN.
-        output = weights / total @ np.where(seen.any(0)[:, None], values, 0.0)[:, None]
-        return mx.array(output.reshape(1, H, S, D).astype(np.float32))
+        window, keep = self.format.window, self.format.keep
+        if window is not None:  # a token that nobody sees may be unknown: 0 times NaN is NaN
+            values[keep : max(keep, len(values) - query.shape[2] - window + 1)] = 0
+        output = oracle.attend(
+            np.array(query.swapaxes(1, 2)), keys[None], values[None], is_causal=True, window=window, keep=keep,
+            attn_mask=None if mask is None else np.array(mask), sinks=None if sinks is None else np.array(sinks),
+        )  # fmt: skip
+        return mx.array(output.swapaxes(1, 2).astype(np.float32))
 
     def _append(self, key: mx.array, value: mx.array) -> None:
         own = mx.stack([key[0], value[0]])  # (2, K, S, D)
@@ -76,21 +69,17 @@ class OracleLayer:
             self.scales.append(written[-1][:, :, number])
 
     def _tokens(self) -> tuple[Array, Array]:
-        """Keys and values (K, T, D) with their biases."""
+        """Keys and values (T, K, D) with their biases."""
         both = np.stack(self.values, axis=2)
         if self.format.kv_bits:
             levels = unpack_nibbles(both) if self.format.kv_bits == 4 else both
             scales = np.stack(self.scales, axis=2).astype(np.float64)
             both = levels * np.repeat(scales, self.format.kv_group_size, axis=-1)
-        keys, values = both.astype(np.float64)
+        keys, values = both.astype(np.float64).swapaxes(1, 2)
         if (split := self.bias_split) is not None:
-            half = keys.shape[-1] // 2
-            pairs = list(split.pairs)
-            angle = np.arange(keys.shape[1])[:, None] * self.frequencies[pairs]  # (T, P)
-            b1, b2 = np.array(split.key_bias, np.float64).transpose(1, 0, 2)[:, :, None]  # (K, 1, P)
-            keys[..., pairs] += b1 * np.cos(angle) - b2 * np.sin(angle)
-            keys[..., [p + half for p in pairs]] += b1 * np.sin(angle) + b2 * np.cos(angle)
-            values += np.array(split.value_bias, np.float64)[:, None]
+            angle = np.arange(len(keys))[:, None] * self.frequencies[list(split.pairs)]  # (T, P)
+            keys += oracle.key_bias(np.array(split.key_bias), split.pairs, angle, keys.shape[-1])
+            values += np.array(split.value_bias, np.float64)
         return keys, values
 
     def cut(self, length: int) -> None:
@@ -98,7 +87,6 @@ class OracleLayer:
         del self.values[length:], self.scales[length:]
 
     def page(self, number: int) -> tuple[list[Array], list[Array]]:
-        """The tokens of a whole page."""
         part = slice(number * PAGE, number * PAGE + PAGE)
         return self.values[part], self.scales[part]
 
@@ -112,7 +100,6 @@ class OracleSequence:
         self.layers = [OracleLayer(layer.format, layer.bias_split, frequencies) for layer in pool.layers]
 
     def fork(self) -> "OracleSequence":
-        """Another with the same tokens."""
         made = object.__new__(OracleSequence)
         made.ids = list(self.ids)
         made.layers = [
@@ -129,7 +116,6 @@ class OracleSequence:
         return model.logits(model.states(mx.array([ids]), start, self.layers))[0]
 
     def trim_to(self, length: int) -> None:
-        """Forget the tokens past so many."""
         del self.ids[length:]
         for layer in self.layers:
             layer.cut(length)

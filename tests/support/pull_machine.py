@@ -108,8 +108,6 @@ class Machine:
         if key not in self.shells:
             self.shells[key] = self.start(code=SHELL, **environment)
         shell = self.shells[key]
-        assert shell.stdin is not None
-        assert shell.stdout is not None
         print(json.dumps([arguments, patches or {}]), file=shell.stdin, flush=True)
         return subprocess.CompletedProcess(arguments, *json.loads(shell.stdout.readline()))
 
@@ -118,7 +116,6 @@ class Machine:
             shell.communicate(timeout=60)
 
     def pull(self, *arguments: str, **options: Any) -> Path:
-        """A pull that must succeed; its folder."""
         done = self.run("pull", *arguments, **options)
         assert done.returncode == 0, done.stderr
         return Path(done.stdout.removesuffix("\n"))
@@ -141,7 +138,6 @@ class Machine:
 
     @property
     def blobs(self) -> Path:
-        """Of the repository, in huggingface_hub's cache."""
         return self.home / "hf" / "hub" / f"models--{REPOSITORY.replace('/', '--')}" / "blobs"
 
     @property
@@ -170,7 +166,6 @@ def pulling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 @pytest.fixture
 def hub(pulling: Machine, files: dict[str, bytes]) -> Hub:
-    """The hub, with the repository alone."""
     hub, new = pulling.hub, Hub(port=pulling.hub.port)
     hub.release.set()
     for each in fields(Hub):
@@ -181,6 +176,5 @@ def hub(pulling: Machine, files: dict[str, bytes]) -> Hub:
 
 @pytest.fixture
 def machine(pulling: Machine, hub: Hub) -> Machine:
-    """The machine, with an empty home."""
     pulling.empty()
     return pulling

@@ -23,7 +23,6 @@ Latency = Callable[[str, int, int, int], float]  # of engine, run, context, posi
 
 
 def empty(engines: Sequence[str] = ("fast", "slow"), baseline: str = "slow") -> Recording:
-    """A recording of these engines without a run."""
     date = "2026-01-31T12:00:00+00:00"
     recording = Recording(
         Header(
@@ -44,7 +43,6 @@ def empty(engines: Sequence[str] = ("fast", "slow"), baseline: str = "slow") -> 
 def add_run(
     recording: Recording, label: str, run: int, context: int, latencies_ms: Sequence[float], **more: Any
 ) -> None:
-    """One request's run, of a token's time each."""
     times = [sum(latencies_ms[: i + 1]) for i in range(len(latencies_ms))]
     fields = RUN | more
     line = Run(engine=label, run=run, prompt_tokens=(context,), together=False, arrivals_ms=[times], **fields)
@@ -59,7 +57,6 @@ def record(
     contexts: Sequence[int] = (8,),
     tokens: int = 6,
 ) -> Recording:
-    """A whole recording with the latencies that the function gives."""
     recording = empty(engines)
     for run in range(rounds):
         for context in contexts:

@@ -39,7 +39,6 @@ class Running:
     thread: threading.Thread
 
     def connect(self) -> socket.socket:
-        """A connection of bytes."""
         host, port = self.url.removeprefix("http://").rsplit(":", 1)
         return socket.create_connection((host, int(port)), timeout=SOON)
 

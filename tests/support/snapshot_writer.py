@@ -20,7 +20,6 @@ SIZES = (300, 700)  # tokens of the two; each token of a snapshot of n is n
 
 
 def caches() -> list[ModelCache]:
-    """A cache of each size."""
     made = []
     for size in SIZES:
         cache = ModelCache([QuantizedKVCache(1000, 2, 64) for _ in range(2)])
@@ -43,7 +42,6 @@ def write(path: str, ready: int) -> None:
 
 
 def main(path: str) -> None:
-    """A process for each line."""
     for line in sys.stdin:
         first, last = os.pipe()
         pid = os.fork()

@@ -57,7 +57,6 @@ class Terminal:
         return running
 
     def wait(self, holds: Callable[[], bool], seconds: float = 20) -> None:
-        """Read until something holds."""
         end = time.monotonic() + seconds
         while not holds():
             running = self.read()
@@ -74,7 +73,6 @@ class Terminal:
 
     @property
     def lines(self) -> list[str]:
-        """The screen, without trailing spaces."""
         if self.screen.dirty:  # to draw it takes milliseconds
             self._shown = [line.rstrip() for line in self.screen.display]
             self.screen.dirty.clear()
@@ -82,7 +80,6 @@ class Terminal:
 
     @property
     def history(self) -> list[str]:
-        """What scrolled off the top."""
         columns = range(self.screen.columns)
         return ["".join(line[column].data for column in columns).rstrip() for line in self.screen.history.top]
 

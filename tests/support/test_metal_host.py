@@ -49,9 +49,6 @@ def same(given: mx.array, expected: mx.array) -> None:
     assert mx.array_equal(given, expected).item(), (given, expected)
 
 
-# ---- right kernels ---------------------------------------------------------------------------------------------------
-
-
 def test_a_kernel_has_what_mlx_gives_it() -> None:
     """Template arguments, a header, and the shape, strides and rank of an input; a scalar is a reference."""
     source = "if (B) out[i] = T(x[i] * y + N * z[0] * x_strides[0] + x_shape[1] * x_ndim);"
@@ -59,41 +56,6 @@ def test_a_kernel_has_what_mlx_gives_it() -> None:
     x = normal(3, 4)
     given = launch(source, x, mx.array(3), mx.ones(7), header="constant int UNUSED = 3;", **options, shape=(3, 4))
     same(given, (x * 3 + 2 * 4 + 4 * 2).astype(mx.bfloat16).astype(mx.float32))
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_elementwise_arithmetic_rounds_as_the_dtype(dtype: mx.Dtype) -> None:
-    x, y = normal(64, dtype=dtype), normal(64, dtype=dtype, seed=1)
-    source = "T a = x[i], b = y[i]; out[i] = (a * b + a) - b * T(0.3f);"
-    same(launch(source, x, y, template=[("T", dtype)], dtype=dtype), (x * y + x) - y * mx.array(0.3, dtype))
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_every_conversion_from_float(dtype: mx.Dtype) -> None:
-    halves = np.arange(65536, dtype=np.uint32)
-    beside = [halves << 16, halves << 16 | 0x8000, halves << 16 | 0x8001, halves << 13, halves << 13 | 0x1000]
-    x = mx.array(np.concatenate(beside)).view(mx.float32)
-    options: dict[str, Any] = {"grid": (x.size, 1, 1), "shape": x.shape, "dtype": dtype}
-    given, number = launch("out[i] = T(x[i]);", x, template=[("T", dtype)], **options), ~mx.isnan(x)
-    same(mx.isnan(given), mx.isnan(x))
-    same(mx.where(number, given, 0), mx.where(number, x.astype(dtype), 0))
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_simd_functions_match_numpy(dtype: mx.Dtype) -> None:
-    source = """
-      uint lane = thread_index_in_simdgroup;
-      float r = float(simd_max(x[i])) + 10 * float(simd_min(x[i])) + float(simd_shuffle_xor(x[i], 5));
-      r += float(simd_shuffle(x[i], (lane * 7 + simdgroup_index_in_threadgroup) % 32)) + float(simd_broadcast(x[i], 9));
-      r += float(simd_shuffle_down(x[i], 3)) + float(simd_shuffle_up(x[i], 2));
-      out[i] = simd_sum(int(lane)) + r;
-    """
-    x = normal(64, dtype=dtype)
-    rows, lane = np.array(x.astype(mx.float32)).reshape(2, 32), np.arange(32)
-    expected = rows.max(1, keepdims=True) + 10 * rows.min(1, keepdims=True) + rows[:, lane ^ 5]
-    expected += np.stack([rows[g, (lane * 7 + g) % 32] for g in (0, 1)]) + rows[:, 9:10]
-    expected += rows[:, np.where(lane + 3 < 32, lane + 3, lane)] + rows[:, np.where(lane >= 2, lane - 2, lane)]
-    np.testing.assert_allclose(np.array(launch(source, x)).reshape(2, 32), expected + 31 * 16, rtol=1e-6)
 
 
 def test_simdgroup_barrier_orders_its_own_simdgroup() -> None:
@@ -113,8 +75,6 @@ def test_what_nobody_writes_is_not_zero() -> None:
     given = launch("if (i > 0) out[i] = x[0];", normal(64))
     assert mx.isnan(given).tolist() == [True, *[False] * 63]
 
-
-# ---- mistakes --------------------------------------------------------------------------------------------------------
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 SUMS = f"""
@@ -169,8 +129,6 @@ MISTAKES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     "a barrier of other memory": (MIRROR.replace("mem_device", "mem_threadgroup"), "Race.*`out`"),
     "a sum without its first barrier": (
         SUMS.replace(BARRIER, "", 1), r"Uninitialised.*thread \(\d+, 0, 0\) of threadgroup.*`tile` at byte", THREE),
-    "a sum without its second barrier": (
-        BARRIER.join(SUMS.rsplit(BARRIER, 1)).replace(f"{BARRIER}\n  }}", "}"), r"Race.*`tile` at byte", THREE),
     "threadgroup memory nobody wrote": (
         "threadgroup float tile[64]; if (i != 5) tile[i] = x[i]; out[i] = tile[i];",
         r"Uninitialised.*thread \(5, 0, 0\).*`tile` at byte 20"),
@@ -189,8 +147,6 @@ MISTAKES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
         "else {\n threadgroup_barrier(mem_flags::mem_none); out[i] = x[i]; }", "Divergence.*different barriers"),
     "a simd sum in a branch": (
         "float r = 0; if (i != 40) r = simd_sum(x[i]); out[i] = r;", "Divergence.*simd_sum.*thread 40 ended"),
-    "a shuffle in a branch": (
-        "float r = 0; if (i != 40) r = simd_shuffle_xor(x[i], 1); out[i] = r;", "Divergence.*_xor.*thread 40 ended"),
     "simd two ways": (
         "float r = 0; if (i % 2) r = simd_sum(x[i]);\n else r = simd_max(x[i]); out[i] = r;",
         "Divergence.*different operations"),
@@ -198,13 +154,10 @@ MISTAKES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     # outside of a buffer
     "read past the end": ("out[i] = x[i];", r"OutOfBounds.*thread \(63, 0, 0\) of threadgroup \(0, 0, 0\)", SHORT),
     "read before the start": ("out[i] = x[int(i / 2) - 1];", "OutOfBounds"),
-    "read far away": ("out[i] = x[i * 100000000];", "OutOfBounds"),
     "read across the end": (
         "uint2 w = ((const device uint2*)x)[i / 2]; out[i] = float(w.x + w.y);", "OutOfBounds", SHORT),
     "write past the end": ("out[i + 1] = x[i / 2];", "OutOfBounds"),
     "a threadgroup array": ("threadgroup float t[63]; t[i] = x[i / 2]; out[i] = t[i];", "OutOfBounds"),
-    "a threadgroup pointer": (
-        "threadgroup float t[63]; threadgroup float* p = t; p[i] = x[i / 2]; out[i] = p[i];", "OutOfBounds"),
     "an own array": (
         "float own[8]; for (uint k = 0; k < 8; k++) own[k] = x[k + i / 2]; out[i] = own[i / 7];", "OutOfBounds"),
     "a wide read": (WIDE, "OutOfBounds", {"elements": 511, "shape": (512,)}),
@@ -214,7 +167,6 @@ MISTAKES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     "a write to an input, cast": ("const_cast<device float*>(x)[i] = 1;", "WriteToInput.*`x`, an input"),
     "misaligned": ("out[i] = float(*(const device uint*)((const device uchar*)x + i));", "Undefined.*line"),
     "a shift": ("out[i] = float(1u << i);", "Undefined.*line"),
-    "not a number to int": ("out[i] = float(int(x[i] / 0.0f));", "Undefined.*line"),
     "a division": ("out[i] = float(5 / int(i));", "Undefined.*line"),
     # too much
     "threadgroup memory": (TOO_LARGE, "ThreadgroupMemory.*Metal grants 32768", {"grid": (1, 1, 1)}),
@@ -227,7 +179,6 @@ MISTAKES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     "std": ("out[0] = std::exp(x[0]);", "CompileFailed.*poisoned"),
     "max of two types": ("out[0] = max(x[0], 1);", "CompileFailed.*no matching function"),
     "exp of an int": ("out[0] = exp(3);", "CompileFailed.*takes float"),
-    "an unknown name": ("out[0] = warp_sum(x[0]);", "CompileFailed.*undeclared"),
     "two arrays in a line": ("threadgroup float a[2], b[2]; out[0] = x[0];", "CompileFailed.*not understood"),
     "bfloat from a float": ("out[0] = x[0];", "CompileFailed", {"dtype": mx.bfloat16}),
     # and in a helper

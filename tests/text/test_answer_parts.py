@@ -50,7 +50,6 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
     (Hermes(), "a < b <tool", None),
     (Hermes(), " \n ", None),
     (Hermes(), "", []),
-    (Hermes(), "<tool_call>\n" + "[" * 100, None),
     (Hermes(), '<tool_call>{"name": "now", "arguments": ' + '{"a": ' * 100, None),
     # Calls that are none: each is text.
     (Hermes(), HERMES_ROME.replace("weather", "wether"), None),
@@ -58,9 +57,7 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
     (Hermes(), HERMES_ROME.replace('"city"', '"town"'), None),
     (Hermes(), HERMES_ROME.replace('"Rome"', "1"), [CallPart("weather", '{"city":1}')]),  # not held against the schema
     (Hermes(), HERMES_ROME.replace('{"city": "Rome"}', "[1, 2]"), None),
-    (Hermes(), HERMES_ROME.replace('{"city": "Rome"}', '"{}"'), None),
     (Hermes(), HERMES_ROME.replace('"Rome"', '"Rome", "days": NaN'), None),
-    (Hermes(), HERMES_ROME.replace('"Rome"', '"Rome", "days": 1e999'), None),
     (Hermes(), HERMES_ROME.replace("Rome", "\\ud800"), None),  # half of a character
     (Hermes(), HERMES_ROME.replace('"Rome"', '"Rome",'), None),
     (Hermes(), HERMES_ROME.replace('{"city": "Rome"}', '{"city": "Rome"}, "more": 1'), None),
@@ -89,7 +86,6 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
     (Llama3(), f"{LLAMA_ROME}; {LLAMA_ROME}", [ROME, f"; {LLAMA_ROME}"]),  # one call is all that its template can say
     (Llama3(), f"See: {LLAMA_ROME}", None),
     (Llama3(), '<|python_tag|>brave_search.call(query="Rome")', None),
-    (Llama3(), '{"answer": 1}', None),
     (Llama3(), '{"name": "Ann", "age": 4}', None),
     (Llama3(), "{", None),
     (Mistral(), f"[TOOL_CALLS] [{MISTRAL_ROME}]", [ROME]),
@@ -104,8 +100,6 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
     (MistralArgs(), "[TOOL_CALLS]weather[ARGS] 5", None),
     (MistralArgs(), '[TOOL_CALLS]weather[ARGS]{"city"', None),
 ]  # fmt: skip
-
-
 THINK = Marks(("<think>",), "</think>")
 CHANNEL = Marks(("<|channel>thought",), "<channel|>")
 # Marks, the end of the prompt, the model's text, its thinking, its answer.
@@ -118,12 +112,10 @@ THINKING = [
     (THINK, "assistant\n", "  Sunny <think> and </think>.", "", "  Sunny <think> and </think>."),
     (THINK, "<think> in the question\nassistant\n", "No.", "", "No."),
     (THINK, "assistant\n", "<think>a < b </thin k\n", "a < b </thin k", ""),
-    (THINK, "assistant\n", " \n", "", " \n"),
     (THINK, "assistant\n", "<think>a</thi", "a</thi", ""),
     (THINK, "assistant\n", "<thin", "", "<thin"),
     (THINK, "assistant\n", "<think>\n\n</think>\n\nSunny.", "", "Sunny."),
     (THINK, "assistant\n", "<think>a</think>\n<think>b</think>\nSunny.", "ab", "Sunny."),
-    (THINK, "assistant\n", "", "", ""),
     (CHANNEL, "<|turn>model\n", "<|channel>thought\nhm\n<channel|>Sunny.", "hm", "Sunny."),
     (HARMONY, "<|start|>assistant",
      "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Sunny.", "hm", "Sunny."),
@@ -276,7 +268,6 @@ def test_without_marks_of_thinking(pocket: tuple[object, Tokenizer]) -> None:
         ("qwen3", Hermes(), ["<tool_call>", "</tool_call>", "<think>", "</think>"]),
         ("llama3", Llama3(), ["<|python_tag|>"]),
         ("mistral", Mistral(), ["[TOOL_CALLS]"]),
-        ("unigram", Mistral(), ["[TOOL_CALLS]"]),
     ],
 )
 def test_marks_that_are_special_tokens(tmp_path: Path, family: str, form: ToolFormat, tokens: list[str]) -> None:

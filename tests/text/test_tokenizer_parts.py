@@ -24,7 +24,6 @@ def _write(folder: Path, raw: dict[str, Any], *, indent: int | None = None) -> P
 
 
 def _raw() -> dict[str, Any]:
-    """A byte pair encoding of a few letters."""
     vocabulary = {letter: place for place, letter in enumerate("abcdefgh")} | {"ab": 8, "cd": 9, "abcd": 10}
     by_bytes = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
     model = {"type": "BPE", "vocab": vocabulary, "merges": ["a b", "c d", "ab cd"], "continuing_subword_prefix": None}

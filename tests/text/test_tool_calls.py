@@ -1,7 +1,8 @@
-"""Calls go from a model's text into messages, through its template, and come back: as transformers and mlx-lm do it."""
+"""Conversations go through a model's template, and its calls come back: as transformers and mlx-lm do it."""
 
 import json
 import random
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,21 @@ VALUES = {
 PARAMETERS = {"type": "object", "properties": VALUES, "required": ["text"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "look_up", "description": "Looks", "parameters": PARAMETERS}}
 USER = {"role": "user", "content": "Well?"}
+QUESTION = {"role": "user", "content": "  What's the weather in Zürich? \U0001f326️ 天气\n"}
+ANSWER = {"role": "assistant", "content": "Sunny, 21°.\n", "reasoning_content": "let me see"}
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [QUESTION],
+    [{"role": "system", "content": 'Be "brief" & <kind>.  '}, QUESTION, ANSWER, QUESTION, ANSWER],
+    [ANSWER],
+    [{"role": "user", "content": None}],
+]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"add_generation_prompt": True, "enable_thinking": False},
+    {"tools": [TOOL, TOOL], "add_generation_prompt": True, "date_string": "1 Jan 2030"},
+    {"tools": []},
+    {"continue_final_message": True},
+]
 
 
 def made(folder: Path, family: str) -> Path:
@@ -45,6 +61,38 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A family, kvant's tokenizer of it, and transformers'."""
     folder = made(tmp_path_factory.mktemp("tools") / request.param, request.param)
     return request.param, load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def rendered(tokenizer: Any, conversation: list[dict[str, Any]], options: dict[str, Any]) -> str | None:
+    """The text; None where the template or the tokenizer refuses the conversation."""
+    try:
+        return str(tokenizer.apply_chat_template(conversation, tokenize=False, **options))
+    except Exception:
+        return None
+
+
+def test_text_and_ids_are_transformers(pair: tuple[str, Tokenizer, Any]) -> None:
+    _, ours, reference = pair
+    agreed = 0
+    for conversation, options in product(CONVERSATIONS, OPTIONS):
+        before = json.dumps([conversation, options])
+        expected = rendered(reference, conversation, options)
+        assert rendered(ours, conversation, options) == expected
+        assert json.dumps([conversation, options]) == before  # nothing of the caller's is changed
+        if expected is not None:
+            agreed += 1
+            ids = reference.apply_chat_template(conversation, return_dict=False, **options)
+            assert ours.apply_chat_template(conversation, **options) == ids
+            assert ours.encode(expected, add_special_tokens=False) == ids
+    assert agreed >= 10
+
+
+def test_roles_of_the_models_own_are_variables(tmp_path: Path) -> None:
+    source = "{{ image_token }}{{ boi_token }}{{ eos_token }}{{ video_token is defined }}"
+    extra = {"boi_token": "<boi>"}
+    folder = write_tokenizer(tmp_path, "qwen2", chat_template=source, image_token="<image>", extra_special_tokens=extra)
+    texts = [rendered(each, [USER], {}) for each in (load_tokenizer(folder), AutoTokenizer.from_pretrained(folder))]
+    assert texts == ["<image><boi><|im_end|>False"] * 2
 
 
 def some_text(rng: random.Random) -> str:
@@ -179,7 +227,8 @@ def test_values_of_qwen3_coder(schema: dict[str, Any], text: str, value: Any) ->
 
 def test_a_form_that_is_not_known(tmp_path: Path, pocket: tuple[object, Tokenizer]) -> None:
     """Nothing is guessed: of a template without tools, of none, and of one that writes calls in a form of its own."""
-    assert tool_format(load_tokenizer(made(tmp_path / "smollm2", "smollm2"))) is None
+    without = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert tool_format(load_tokenizer(write_tokenizer(tmp_path / "no", "qwen2", chat_template=without))) is None
     assert tool_format(load_tokenizer(write_tokenizer(tmp_path / "none", "qwen2"))) is None
     other = TEMPLATES["qwen2"].replace("tool_call>", "a_call>")
     assert tool_format(load_tokenizer(write_tokenizer(tmp_path / "other", "qwen2", chat_template=other))) is None

@@ -60,7 +60,6 @@ def test_a_progress_bar_on_a_terminal(machine: Machine) -> None:
 def test_interrupted_half_way_then_pulled_again(
     machine: Machine, hub: Hub, files: dict[str, bytes], stop: signal.Signals
 ) -> None:
-    """Whole files stay; of the one it was at nothing is used, and nothing is left in the end."""
     hub.hold[WEIGHTS] = 6_000_000
     process = machine.start("pull", REPOSITORY)
     assert hub.held.wait(60)
@@ -81,12 +80,10 @@ def test_interrupted_half_way_then_pulled_again(
 
 
 def test_two_pulls_at_once(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
-    """The second waits for what the first fetches, and takes it."""
     hub.hold[WEIGHTS] = 11_000_000
     processes = [machine.start("pull", REPOSITORY)]
     assert hub.held.wait(60)
     processes.append(machine.start("pull", REPOSITORY))
-    assert processes[1].stderr is not None
     assert any(f"fetching {REPOSITORY}, {WEIGHTS}" in line for line in iter(processes[1].stderr.readline, ""))
     hub.release.set()  # the first's connection breaks, and it asks for the rest
     outputs = {process.communicate(timeout=60)[0] for process in processes}
@@ -98,7 +95,6 @@ def test_two_pulls_at_once(machine: Machine, hub: Hub, files: dict[str, bytes]) 
 
 @pytest.mark.parametrize("name", ["config.json", WEIGHTS])
 def test_content_that_is_not_what_was_stated(machine: Machine, hub: Hub, files: dict[str, bytes], name: str) -> None:
-    """Nothing can be loaded, and what the line says to do helps."""
     data = files[name]
     hub.sent[name] = data[:-1] + bytes([data[-1] ^ 1])
     kind, digest = ("sha256", sha256) if name == WEIGHTS else ("git blob id", git_id)
@@ -131,7 +127,6 @@ def test_a_listed_model(machine: Machine, hub: Hub, files: dict[str, bytes], tmp
     wrong, right = sha256(b""), sha256(files[WEIGHTS])
 
     def listed(of: str = "", **changes: object) -> dict[str, Any]:
-        """A weights.toml that says something else of one file."""
         lines = [f'[models.small]\nrepository = "{REPOSITORY}"\nrevision = "{commit}"\nlicense = "mit"\nfiles = [']
         for each in ("config.json", WEIGHTS):
             facts = {"name": each, "bytes": len(files[each]), "sha256": sha256(files[each])}
@@ -238,11 +233,9 @@ def test_a_cache_that_cannot_be_written_is_told_before_the_download(machine: Mac
 
 REFUSALS = [
     ((401, "RepoNotFound"), None, "no such repository, or a private one (401); `hf auth login`"),
-    ((404, "RepoNotFound"), None, "no such repository, or a private one (404)"),
     ((403, "GatedRepo"), None, "gated (403): accept its terms on its page; then `hf auth login`"),
     ((403, ""), None, "the hub forbids it (403); `hf auth login`"),
     ((429, ""), None, "too many requests (429)"),
-    ((404, "RevisionNotFound"), None, "no revision 'main' (404)"),
     ((500, ""), None, "the hub answered 500"),
     (None, (401, "GatedRepo"), "config.json: gated (401): accept its terms"),
     (None, (404, "EntryNotFound"), "config.json: no such file at"),
@@ -290,7 +283,6 @@ def test_usage(machine: Machine) -> None:
 
 
 def test_remote_facts(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
-    """The config and the sizes of what a pull would bring, and no weights."""
     code = "import json, sys; from kvant import weights; print(json.dumps(weights.remote_facts(sys.argv[1])))"
     config, sizes = json.loads(machine.start(REPOSITORY, code=code).communicate(timeout=60)[0])
     assert config == json.loads(files["config.json"])
@@ -387,7 +379,6 @@ def test_settings_that_cannot_be(machine: Machine) -> None:
 
 
 def test_models_shows_whatever_was_pulled(machine: Machine, hub: Hub) -> None:
-    """A row of a hostile config says what is known, its bytes, and leaves the rest out."""
     shape = b'{"num_hidden_layers": %s, "num_attention_heads": 9, "hidden_size": 576}'
     configs = [shape % value for value in (b'"9"', b"1e999", b"NaN", b"true", b"[9]", b"1" + b"0" * 400, b"null")]
     configs += [

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,6 @@ NAMES = [
     "llama3.2-3b-4bit", "llama3.1-8b-4bit", "mistral-7b", "mistral-7b-4bit",
     "qwen3-4b-4bit", "qwen3-8b-4bit",
 ]  # fmt: skip
-SHAPE = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
-SHAPE += ["intermediate_size", "vocab_size", "max_position_embeddings", "rms_norm_eps"]
 PINNED = "7ae557604adf67be50417f59c2c2f167def9a775"
 # What weights.toml leaves out of a config.json; with it, the file can be written again.
 COMMON = {"attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "use_cache": True}
@@ -63,9 +60,7 @@ def test_every_entry_can_be_used() -> None:
             assert file.bytes is None or file.bytes > 0
             assert file.sha256 is None or len(bytes.fromhex(file.sha256)) == 32
         if model.config["model_type"] in ARCHITECTURES:
-            config = ModelConfig.from_dict(model.config)
-            assert all(getattr(config, key) == model.config[key] for key in SHAPE)
-            assert config.rope.theta == model.config["rope_theta"]
+            assert ModelConfig.from_dict(model.config).rope.theta == model.config["rope_theta"]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "smollm2-135m"])
@@ -244,37 +239,12 @@ def test_a_file_that_is_swapped_while_it_is_measured(blob: Path, monkeypatch: py
         measure(snapshot_of(blob), "x.json")
 
 
-@pytest.mark.parametrize("pipe", [False, True])
-def test_a_file_that_is_swapped_before_it_is_opened(
-    blob: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipe: bool
-) -> None:
-    """For a link out of the cache, or a pipe that would never end."""
-    (tmp_path / "secret").write_bytes(b"two")
-    open_file = os.open
-
-    def swap(path: Any, *rest: Any) -> int:
-        blob.unlink()
-        os.mkfifo(blob) if pipe else blob.symlink_to(tmp_path / "secret")
-        return open_file(path, *rest)
-
-    monkeypatch.setattr(os, "open", swap)
-    expected = "not a regular file" if pipe else "cannot be read: .*Too many levels of symbolic links"
-    with pytest.raises(WeightsError, match=rf"x\.json: {expected}"):
-        measure(snapshot_of(blob), "x.json")
-
-
 def test_cache_bytes_are_those_of_the_cache(pocket: tuple[Decoder, Any], pocket_folder: Path) -> None:
     model, _ = pocket
     stated = cache_bytes(json.loads((pocket_folder / "config.json").read_text()))
-    assert stated is not None
     for bits in (8, 4):
         caches = [model.make_cache(size, kv_bits=bits, kv_group_size=32, bias_split=False) for size in (256, 512)]
         short, long = (sum(layer.nbytes for layer in cache) for cache in caches)
         assert (long - short) / 256 == stated[bits]
     assert stated[16] == 2 * stated[8] / (1 + 2 / 32)
     assert cache_bytes({}) is None
-
-
-def test_the_command_starts_without_the_hub() -> None:
-    code = "import sys, kvant.cli.app; sys.exit('huggingface_hub' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

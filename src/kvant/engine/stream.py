@@ -38,6 +38,7 @@ class _Answer:
     def __init__(self, number: int, wanted: Wanted, tokenizer: Tokenizer) -> None:
         self.last: GenerationResponse | None = None  # where its text ended it; the scheduler has yet to say so
         self.after = 0  # tokens behind that, which came with it
+        self.following: Callable[[], Request] | None = None  # what goes on with it after its last token
         self._number, self.wanted = number, wanted
         self._text = TextStream(tokenizer, wanted.stop)
         self._tokens: list[int] = []
@@ -54,6 +55,10 @@ class _Answer:
         if any(self._tokens[-len(row) :] == list(row) for row in self.wanted.stop_sequences):
             reason = "stop"
         text = "" if reason == "stop" else self._text.add(token.token)
+        self.following = None
+        if reason == "context" and not self._text.stopped and self.wanted.following is not None:
+            self.following = self.wanted.following(self._tokens)
+            reason = reason if self.following is None else None
         if reason is not None and not self._text.stopped:
             text += self._text.finish()
         if self._text.stopped:
@@ -81,12 +86,6 @@ class _Answer:
             since_start_ms=seconds * 1e3,
             cache=token.cache,
         )
-
-    def following(self, made: GenerationResponse) -> Callable[[], Request] | None:
-        """What goes on with it after a full context, if anything does."""
-        if made.finish_reason != "context" or self.wanted.following is None:
-            return None
-        return self.wanted.following(self._tokens)
 
     def ended(self, token: Token) -> GenerationResponse:
         """Its last token, with the cache that came later."""
@@ -156,14 +155,11 @@ class _Stream:
             answer.last = made
             self._scheduler.cancel(token.request, token.answer)
             return
-        following = answer.following(made)
-        if following is None:
-            yield made
-            return
-        yield replace(made, finish_reason=None)
-        request = following()
-        self._scheduler.submit(request)
-        self._answers[request, 0] = answer
+        yield made
+        if answer.following is not None:
+            request = answer.following()
+            self._scheduler.submit(request)
+            self._answers[request, 0] = answer
 
 
 def _as_raised(error: BaseException) -> BaseException:

@@ -215,11 +215,11 @@ class Decoder:
         return lengths[0] if isinstance(cache, ModelCache) else mx.array(lengths), cache
 
     def states(self, inputs: mx.array, start: int | mx.array, caches: Caches) -> mx.array:
-        """:meth:`hidden_states` through anything that attends, in operations that are the same for any array ``start``.
+        """:meth:`hidden_states` through anything that attends.
 
         Args:
             inputs: (B, S) token ids.
-            start: position of the first new token: an int or an integer array () for all sequences, or (B,).
+            start: position of the first new token: an int for all sequences, or an integer array (B,).
             caches: what each layer attends through; None: the tokens themselves.
         """
         check_process()

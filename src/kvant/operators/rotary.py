@@ -52,8 +52,7 @@ class Rotary:
         float32 only, because half precision would round the table too.
 
         Args:
-            offset: position of the first token: an int, a () array if it is not known yet, or a (B,) array, one
-                for each sequence.
+            offset: position of the first token: an int, or a (B,) array, one for each sequence.
             new_tokens: S.
             dtype: dtype of the heads.
         """
@@ -88,7 +87,7 @@ class Rotary:
 
         R[p, p] = R[p + D/2, p + D/2] = cos; R[p, p + D/2] = sin = -R[p + D/2, p].
         """
-        if isinstance(offset, mx.array) and offset.ndim:
+        if isinstance(offset, mx.array):
             offset = offset[:, None, None, None]
         if new_tokens > 1:
             offset = offset + mx.arange(new_tokens)[:, None, None]

@@ -34,18 +34,13 @@ def test_attention_is_the_oracle_s(instance: KernelCase) -> None:
 
 
 def test_the_cases_cover_what_they_say() -> None:
-    """The gate's third too: each value of each option, and shapes of batches, threadgroups, rings and pages."""
+    """The gate's third too: the formats, and shapes of batches, threadgroups, rings and pages."""
     cases = [case for instance in GATE for case in runs(instance)]
-    for name, values in OPTIONS.items():
-        if name not in ("format", "widths", "place"):
-            assert {getattr(case, name) for case in cases} == set(values), name
     assert {(case.quant_bit, case.quant_group) for case in cases} == set(OPTIONS["format"])
     assert {(case.head_dim, case.values) for case in cases} == set(OPTIONS["widths"])
     places = {(case.layout, case.window is None, case.keep > 0, case.num_keys > case.max_tokens) for case in cases}
     assert places >= {("rows", False, False, True), ("rows", False, True, True), ("rows", True, False, False)}
     assert places >= {("rows", False, False, False), ("pages", True, False, False), ("pages", False, False, False)}
-    assert {case.batch for case in cases} >= {1, 2, 4}
-    assert {case.num_kv_heads for case in cases} == {1, 2, 3}
     assert {len(set(case.offsets)) for case in cases} >= {1, 2, 3}, "lengths in a batch"
     assert {min(case.offset, 2) for case in cases} == {0, 1, 2}
     assert {case.shape[1] for case in cases} >= {1, 2, 3, 4, 8}, "query groups"
@@ -91,26 +86,12 @@ def test_a_threadgroup_fits_metal() -> None:
             assert 4 * (sharers * each * (D + 2) + (BIAS_WEIGHTS if pairs else 0)) <= 32 * 1024
 
 
-def test_a_nan_is_not_hidden() -> None:
-    """A NaN in the cache gives NaN, as in the unfused operator, and only where its token counts."""
-    case = KernelCase(batch=2, offset=30, max_tokens=32, dtype="float32")
-    drawn = draw(case)
-    right = expected(case, drawn)
-    assert drawn.scale is not None
-    drawn.scale[0, 1, 0, 1, 12] = np.nan  # a key of sequence 1, kv head 1
-    output = np.array(run(case, drawn))
-    assert np.isnan(output[1, 4:]).all()
-    output[1, 4:] = right[1, 4:]
-    check_output(mx.array(output), right, "float32")
-
-
 @pytest.mark.parametrize("mask", ["none", "bool", "float"])
 @pytest.mark.parametrize("side", [0, 1], ids=["key", "value"])
 def test_a_nan_that_counts_for_one_query_alone(side: int, mask: str) -> None:
-    """A query is NaN where the unfused operator's is. The first of two does not see the second, or by a mask the third.
+    """A query is NaN where the unfused operator's is, which takes the two behind 8 others.
 
     A key that is not seen yet does no harm. One that a mask leaves out does, and so does a value: 0 times NaN is NaN.
-    The unfused operator takes the two behind 8 others: of fewer each reads nothing that it does not see.
     """
     case = KernelCase(
         ratio=1, num_kv_heads=1, offset=13, max_tokens=17, new_tokens=2, quant_bit=0, cache_dtype="float32", mask=mask

@@ -32,7 +32,6 @@ GROUPS = replace(EVERYTHING, H=14, bits=8, sinks=True)  # several query groups, 
 
 
 def metal_calls(shape: Shape) -> dict[str, KernelCall]:
-    """The launches of a shape on Metal, by the kernel's name."""
     found: dict[str, KernelCall] = {}
     make = launch._kernel.__wrapped__
 

@@ -6,11 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from kvant.cache.compiled import CompiledCacheView
-from kvant.operators.compiled_attention import append_and_attend_static
 
 from kvant.cache import QuantizedKVCache
-from kvant.cache.window import WindowKVCache
 from kvant.operators.cached_attention import append_and_attend
 from kvant.operators.kernels import launch as launch_module
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
@@ -75,19 +72,6 @@ PUT = ["ScatterAxis", "ScatterAxis"]
 QUANTIZED: dict[str, Any] = {"quant_bit": 8, "quant_group": 32, "backend": "metal"}
 
 
-@pytest.mark.parametrize("bits", [8, 4, 0])
-def test_a_compiled_step_is_five_launches_a_layer(bits: int) -> None:
-    """Floats are copied side by side, in two launches that overlap, and put there by one."""
-    options: dict[str, Any] = {"quant_bit": bits, "quant_group": 32, "bias_split": None, "backend": "metal"}
-
-    def step(query: mx.array, key: mx.array, value: mx.array, offset: mx.array, *arrays: mx.array) -> Any:
-        return append_and_attend_static(query, key, value, offset, *[*arrays, None][:2], tokens=ROWS, **options)
-
-    traced = _traced(step, _tokens(H), _tokens(K), _tokens(K), mx.array(7), *_cache(bits))
-    write = [*APPEND, *PUT] if bits else ["Concatenate", "Concatenate", "ScatterAxis"]
-    assert traced == [*write, *ATTEND]
-
-
 @pytest.mark.parametrize("new_tokens", [1, 4])
 def test_a_step_is_five_launches_a_layer(new_tokens: int) -> None:
     def step(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> Any:
@@ -95,26 +79,6 @@ def test_a_step_is_five_launches_a_layer(new_tokens: int) -> None:
 
     traced = _traced(step, *(_tokens(heads, new_tokens) for heads in (H, K, K)), *_cache(8))
     assert traced == [*APPEND, "SliceUpdate", "SliceUpdate", *ATTEND]
-
-
-@pytest.mark.parametrize("window", [None, 100], ids=["full", "ring"])
-def test_layers_find_the_row_of_a_ring_together(window: int | None) -> None:
-    """That is five operations on one number in a step, whatever the number of layers."""
-    caches = [
-        QuantizedKVCache(ROWS, K, D) if window is None else WindowKVCache(ROWS, K, D, window=window) for _ in range(3)
-    ]
-
-    def step(query: mx.array, key: mx.array, value: mx.array, offset: mx.array, *arrays: mx.array) -> list[mx.array]:
-        outputs = []
-        for cache, own in zip(caches, zip(arrays[::2], arrays[1::2], strict=True), strict=True):
-            cache.backend, cache.arrays[:] = "metal", own
-            outputs.append(CompiledCacheView(cache, offset, ROWS).attend(query, key, value))
-        return outputs + [array for cache in caches for array in cache.arrays]
-
-    arrays = [array for cache in caches for array in cache.arrays]
-    traced = _traced(step, _tokens(H), _tokens(K), _tokens(K), mx.array(7), *arrays)
-    row = [] if window is None else ["Less", "Subtract", "Remainder", "Add", "Select"]
-    assert sorted(traced) == sorted([*row, *3 * [*APPEND, *PUT, *ATTEND]])
 
 
 @pytest.mark.parametrize("new_tokens", [1, 4])

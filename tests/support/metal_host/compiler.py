@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from kvant.files import user_cache
 from support.metal_host.errors import HostError
 
 VARIABLE = "KVANT_HOST_CXX"
@@ -130,12 +131,9 @@ def _sources() -> bytes:
 
 
 def _cached(compiler: Compiler, text: str, flags: list[str], suffix: str) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):
-        base = os.path.expanduser("~/.cache")
     kept = [flag for flag in flags if flag != str(SOURCES)]  # what they say counts, not where they lie
     content = repr([compiler, kept, text]).encode() + _sources()
-    return Path(base) / "kvant" / "metal-host" / (hashlib.sha256(content).hexdigest()[:32] + suffix)
+    return user_cache() / "metal-host" / (hashlib.sha256(content).hexdigest()[:32] + suffix)
 
 
 def _make(path: Path, name: str, text: str, commands: list[list[str]]) -> None:

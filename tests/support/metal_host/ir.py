@@ -17,6 +17,7 @@ from support.metal_host.source import KernelCall
 # A GPU has no memset_pattern16 and the like. A product and a sum are one there.
 _TARGET = ["-target", "arm64-apple-macos14", "-mcpu=apple-m1", "-fno-vectorize", "-fno-slp-vectorize"]
 _TARGET += ["-fno-builtin", "-ffp-contract=on"]
+_PRINTED = ["-S", "-emit-llvm", "-o", "-", "-"]
 
 
 def allocas(call: KernelCall, flags: Sequence[str] = ("-O2",)) -> list[str]:
@@ -28,11 +29,7 @@ def allocas(call: KernelCall, flags: Sequence[str] = ("-O2",)) -> list[str]:
         "-w",
         *_TARGET,
         *flags,
-        "-S",
-        "-emit-llvm",
-        "-o",
-        "-",
-        "-",
+        *["-S", "-emit-llvm", "-o", "-", "-"],
     ]
     done = subprocess.run(command, input=host_text(call, spaces=True), capture_output=True, text=True)
     found = re.search(rf"^define [^\n]*@_Z\d+{re.escape(call.name)}\w*\(.*?^}}$", done.stdout, re.DOTALL | re.MULTILINE)

@@ -22,10 +22,7 @@ ENVIRONMENT = {"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory a kernel sees: bytes are given to an input and to an output that starts with values.
-
-    unreadable is empty, or holds a byte for each byte of an input: not 0 where it must not be read.
-    """
+    """Memory a kernel sees. unreadable: for each byte of an input another, not 0 where it must not be read."""
 
     name: str
     writable: bool
@@ -82,7 +79,6 @@ class Worker:
             self.close()
 
     def close(self) -> None:
-        """Ends the process."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -110,7 +106,6 @@ def _sanitizer_error(call: KernelCall, complaints: str, status: int) -> HostErro
 
 
 def _line_of(library: Path, offset: int) -> int:
-    """The line of an address in the library; 0 where no tool on this machine can say."""
     tool = shutil.which("llvm-symbolizer") or shutil.which("addr2line")
     if not offset or tool is None:
         return 0

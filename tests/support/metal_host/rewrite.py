@@ -58,10 +58,7 @@ def _threadgroup_arrays(name: str, text: str, plain: str, spaces: bool) -> str:
 
 
 def _check_pointers(name: str, text: str, plain: str) -> None:
-    """Metal wants an address space on every pointer and reference; a host compiler accepts one without.
-
-    A template's own parameter is left to the compiler: its argument may hold the address space.
-    """
+    """Metal wants an address space on every pointer and reference, but those to a template's own parameter."""
     own = re.search(r"^template <(.*)>\n\[\[kernel\]\]", plain, re.MULTILINE)
     named = {macro[1] for macro in _DEFINE.finditer(plain) if _SPACES & {*macro[2].split()}}
     types = {*_SCALARS, *re.findall(r"typename (\w+)", own[1] if own else "")}

@@ -22,7 +22,6 @@ MAX_THREADS = 1024  # of a threadgroup
 
 @cache
 def worker() -> Worker:
-    """The process that runs this session's kernels."""
     return Worker(find_compiler())
 
 
@@ -52,14 +51,10 @@ def on_host(
     orders: Sequence[int] = (FORWARD, REVERSE),
     unreadable: Mapping[str, np.ndarray] | None = None,
 ) -> Callable[..., list[mx.array]]:
-    """A function with the arguments and results of `kernel`, an mx.fast.metal_kernel, that runs it on the host.
+    """A function like `kernel`, an mx.fast.metal_kernel, that runs it on the host, or raises a HostError.
 
-    It raises a HostError. Outputs are poisoned before, and reading them is an error.
-
-    Args:
-        orders: in which the threads take their turns; outputs must not depend on it, to the bit.
-        unreadable: by an input's name, booleans that broadcast to its shape; reading an element where one is true is
-            an error.
+    Outputs are poisoned before, and the same bits in all orders of the threads. ``unreadable``: of an input, by name,
+    booleans that broadcast to its shape; an element where one is true must not be read.
     """
 
     def launch(*, inputs: list[Any], stream: Any = None, **rest: Any) -> list[mx.array]:

@@ -19,11 +19,7 @@ Array = tuple[tuple[int, ...], mx.Dtype]  # shape and dtype
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of the kernel's function, in order.
-
-    index is the array's place among the call's inputs or outputs; -1 for a thread attribute. type is Metal's name of
-    the element.
-    """
+    """One of the kernel's function. index: among the call's inputs or outputs; -1: a thread's attribute."""
 
     kind: Literal["input", "shape", "strides", "ndim", "output", "attribute"]
     name: str

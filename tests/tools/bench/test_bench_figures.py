@@ -62,7 +62,6 @@ def test_every_figure_of_known_delays() -> None:
         assert s.achieved_gb_per_s == pytest.approx(read / (p50 / 1e3) / 1e9)
         assert s.copy_bandwidth_share == pytest.approx(read / (p50 / 1e3) / 10e9)
         for ratio in (s.ratio, s.first_token_ratio):
-            assert ratio is not None
             expected = 0.6 if s.engine == "fast" else 1.0
             assert [ratio.median, ratio.minimum, ratio.maximum] == pytest.approx([expected] * 3)
             assert ratio.count == rounds
@@ -125,7 +124,6 @@ def test_drafts_are_judged_by_the_mean() -> None:
     assert drafted.tokens_per_s == pytest.approx(1000 / 3)
     assert (drafted.tokens_per_step, drafted.draft_acceptance, drafted.drafts_off) == (3.5, pytest.approx(10 / 19), 1)
     for ratio in (drafted.plain_ratio, drafted.ratio):
-        assert ratio is not None
         assert [ratio.minimum, ratio.maximum] == pytest.approx([3 / 6, 3 / 5])
     assert (drafted.latency_p50_ms, drafted.latency_p99_ms, drafted.achieved_gb_per_s) == (None,) * 3
     printed = _printed([plain, drafted])
@@ -154,7 +152,6 @@ def test_every_figure_of_streams() -> None:
 
 
 def test_tables_fit_a_terminal() -> None:
-    """No number is cut at 80 columns; labels may be of any kind."""
     labels = ("slow", "mlx-lm float32", "a [bold]server[/bold] at http://localhost:8080/v1")
     recording = record(lambda *_: 1234.5678, engines=labels, contexts=(131_072,))
     printed = _printed(summarize(recording))

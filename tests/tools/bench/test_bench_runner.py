@@ -25,8 +25,6 @@ FAST, SLOW = EngineSpec("kvant", 8, 32), EngineSpec("mlx-lm", 0)
 
 
 class Bench:
-    """Two fake engines, their questions, and the recording."""
-
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._log, self._monkeypatch = folder / "log", monkeypatch
         self.file = folder / "recording.jsonl"
@@ -51,12 +49,10 @@ class Bench:
             measure(plan, self.recording, self.progress.append)
 
     def log(self, kind: str) -> list[list[Any]]:
-        """The lines of one kind that the engines noted."""
         lines = map(json.loads, self._log.read_text().splitlines()) if self._log.exists() else ()
         return [line[1:] for line in lines if line[0] == kind]
 
     def check_no_process_is_left(self) -> None:
-        """Every engine that was started has ended."""
         started = self.log("starts")
         assert len(started) == 2
         for _, number, _ in started:
@@ -115,7 +111,6 @@ def test_every_engine_reads_the_same_prompt_and_every_stream_and_round_another(b
     ("how", "message"),
     [
         ("exits", "engine mlx-lm: its process ended with exit code 3: out of memory"),
-        ("killed", "engine mlx-lm: its process was ended by SIGKILL"),
         ("error", "engine mlx-lm: it cannot"),
     ],
 )
@@ -133,7 +128,6 @@ def test_interrupted(bench: Bench) -> None:
         while not bench.log("fails"):
             time.sleep(0.01)
         main = threading.main_thread().ident
-        assert main is not None
         signal.pthread_kill(main, signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()

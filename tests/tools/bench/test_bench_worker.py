@@ -23,20 +23,16 @@ TOKENS = 6
 
 
 class Process:
-    """A worker, talked to line by line."""
-
     def __init__(self) -> None:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen([sys.executable, "-m", "kvant.tools.bench.worker"], stdin=pipe, stdout=pipe)
 
     def send(self, **command: Any) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
         self.process.stdin.flush()
 
     def ask(self, **command: Any) -> dict[str, Any]:
         self.send(**command)
-        assert self.process.stdout is not None
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())
         return answer
 
@@ -58,7 +54,6 @@ def started() -> Iterator[Process]:
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Process]:
-    """A process that serves the tests of the module."""
     with started() as made:
         yield made
 
@@ -113,7 +108,6 @@ def test_it_ends_with_its_input(pocket_folder: Path, busy: bool) -> None:
         if busy:
             worker.send(command="run", prompts=[list(range(64))], texts=[None], max_tokens=20_000, together=False)
             time.sleep(0.3)
-        assert worker.process.stdin is not None
         worker.process.stdin.close()
         assert worker.process.wait(5) == 0
 
@@ -176,7 +170,6 @@ def test_settings_of_engines() -> None:
     [
         ("mlxlm", None, 64, "'mlxlm'; expected one of kvant, mlx-lm"),
         ("server", None, 64, "by its URL"),
-        ("mlx-lm:", None, 64, "'mlx-lm:'"),
         ("mlx-lm:int8", None, 64, "'mlx-lm:int8'; mlx-lm takes one of float32, float16, bfloat16"),
         ("mlx-lm:float32:float16", None, 64, "at most once"),
         ("kvant:openblas", None, 64, "'kvant:openblas'; kvant takes one of unfused, fused"),
@@ -220,7 +213,6 @@ def test_every_way_gives_the_same_tokens(
 
 
 def test_kernels_are_the_pools(fused_calls: list[Any]) -> None:
-    """On a GPU."""
     for kernels, is_fused in (("unfused", False), ("fused", True)):
         list(Kvant(EngineSpec("kvant", 0, kernels=kernels), find_model("pocket"), 512).streams(PROMPTS, TOKENS))
         assert bool(fused_calls) == is_fused

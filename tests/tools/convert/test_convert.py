@@ -61,7 +61,6 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def make_source(tmp_path: Path) -> Make:
-    """A function (config changes) -> folder of a random model with a tokenizer."""
     (tmp_path / "out").mkdir()
     return lambda shards=1, **changes: _source(tmp_path / "source", _config(**changes), _reference(**changes), shards)
 
@@ -150,7 +149,6 @@ def test_every_architecture(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize("way", ["each", "joined"])
 @pytest.mark.parametrize("to", [FOUR_BITS, WeightFormat.choose(mode="mxfp4"), WeightFormat.choose(0, dtype="bfloat16")])
 def test_experts_as_transformers_stores_them(tmp_path: Path, way: str, to: WeightFormat) -> None:
-    """They are stacked as mlx-lm has them; its router keeps the bits that mlx-lm gives it, or its own dtype."""
     config = CONFIGS["qwen3_moe"] | {"vocab_size": 1280}
     stacked = _source(tmp_path / "stacked", config, reference_model(config))
     del config["num_experts"], config["decoder_sparse_step"]
@@ -301,25 +299,3 @@ def test_the_command(tmp_path: Path) -> None:
     told = call("generate", "--model", str(dest), QUESTION, "-q", "-m", "24", "--temp", "0")
     assert (told.returncode, told.stderr) == (0, "cut at --max-tokens 24\n")
     assert "Pip" in told.stdout
-    again = call("convert", "pocket", str(dest))
-    assert (again.returncode, again.stdout) == (1, "")
-    assert again.stderr.startswith(f"kvant: error: {dest}: is there already")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--bits 7", "--bits is 7; expected for affine: 2, 3, 4, 5, 6, 8"),
-        ("--mode mxfp4 --group-size 64", "--group-size is 64; expected for mxfp4: 32"),
-        ("--mode gptq", "--mode is 'gptq'; expected affine, mxfp4, mxfp8, nvfp4"),
-        ("--dtype int8", "--dtype is 'int8'; expected float16, bfloat16, float32"),
-        ("--bits 0", "--bits is 0, which changes nothing without --dtype"),
-        ("--bits 0 --dtype float16 --group-size 32", "--group-size is 32, but 0 bits do not quantize"),
-    ],
-)
-def test_usage_errors(arguments: str, message: str, tmp_path: Path) -> None:
-    done = call("convert", "pocket", str(tmp_path / "dest"), *arguments.split())
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("kvant: error: ")
-    assert message in done.stderr
-    assert not (tmp_path / "dest").exists()

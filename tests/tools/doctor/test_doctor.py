@@ -1,4 +1,4 @@
-"""`kvant doctor`: as its user meets it, and what it says of a GPU that is the host's Metal run, right and wrong."""
+"""`kvant doctor`: as its user meets it, of a GPU that is the host's Metal run, right and wrong, and of a group."""
 
 import json
 import sys
@@ -8,19 +8,21 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.command import call
+from support.command import call, refusal
+from support.counts import count
 from support.fused_path import host_kernel
 from support.metal_host import host_pytest_skip
+from support.ranks import run_script
 
 from kvant import machine
-from kvant.cli import app as application
-from kvant.cli.app import make_app
-from kvant.machine import machine_with
+from kvant.cli.doctor import _group_parts
+from kvant.machine import environment, machine_with
 from kvant.operators import dispatch, probe
 from kvant.operators.kernels import attend, launch
 from kvant.operators.kernels.attend import HEAD_DIMS
 from kvant.operators.probe import KernelUse
 from kvant.tools.doctor import diagnosis, kernels
+from kvant.tools.doctor.ranks import RankDiagnosis, RankFindings
 
 
 def test_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +40,7 @@ def test_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     if mx.default_device().type == mx.cpu:
         assert found["kernels"] == []
         assert [text for text in found["unchecked"] if "it has not run here" in text and "host" in text]
-        assert {path["path"] for path in found["paths"]} == {"unfused", "not compiled"}
+        assert {path["path"] for path in found["paths"]} == {"unfused"}
         assert "no GPU" in found["paths"][0]["reason"]
     done = call("doctor")
     assert (done.returncode, done.stderr) == (0, "")
@@ -50,21 +52,10 @@ def test_a_bad_variable_or_flag_is_a_usage_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("KVANT_KERNELS", "fused")
     assert call("generate", "hi", "--kernels", "unfused", "-m", "2").returncode == 0  # the flag wins
     monkeypatch.setenv("KVANT_KERNELS", "metal")
-    cases = [
-        ([*words.split()], "KVANT_KERNELS is 'metal'; expected") for words in ("doctor", "report", "bench", "chat")
-    ]
-    cases.append((["generate", "hi", "--kernels", "quick"], "--kernels is 'quick'; expected 'unfused' or 'fused'"))
-    if mx.default_device().type == mx.cpu:
-        cases.append((["generate", "hi", "--kernels", "fused"], "--kernels is 'fused'; MLX's default device is no GPU"))
-        cases.append(
-            (["bench", "--engine", "kvant:fused"], "--engine kvant's setting is 'fused'; MLX's default device")
-        )
-    for command, line in cases:
-        if "--" in line:
-            monkeypatch.delenv("KVANT_KERNELS", raising=False)
-        done = call(*command)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert line in done.stderr
+    for command in ("doctor", "report", "bench", "chat"):
+        assert "KVANT_KERNELS is 'metal'; expected" in refusal(2, command)
+    monkeypatch.delenv("KVANT_KERNELS")
+    assert "--kernels is 'quick'; expected 'unfused' or 'fused'" in refusal(2, "generate", "hi", "--kernels", "quick")
 
 
 @pytest.fixture
@@ -82,20 +73,17 @@ def host_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "probe_failure", lambda use, backend: None)
 
 
-def diagnosed(capsys: pytest.CaptureFixture[str], code: int) -> tuple[dict[str, Any], str]:
+def diagnosed(code: int) -> tuple[dict[str, Any], str]:
     """What the command finds, as JSON, and what it says of the same findings; both end with this code."""
-    said = []
-    for flags in (["--json"], []):
-        assert (make_app(["doctor"])(["doctor", *flags], standalone_mode=False) or 0) == code
-        said.append(capsys.readouterr().out)
-    found = json.loads(said[0])
-    assert found["healthy"] == (code == 0)
-    return found, said[1]
+    machine, person = (call("doctor", *flags) for flags in (["--json"], []))
+    found = json.loads(machine.stdout)
+    assert (machine.returncode, person.returncode, found["healthy"]) == (code, code, code == 0)
+    return found, person.stdout
 
 
 @host_pytest_skip
-def test_a_kernel_that_is_right(host_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
-    found, _ = diagnosed(capsys, 0)
+def test_a_kernel_that_is_right(host_gpu: None) -> None:
+    found, _ = diagnosed(0)
     assert len(found["kernels"]) == len(kernels.TIMED)
     for result in found["kernels"]:
         assert result["problem"] is None
@@ -105,15 +93,13 @@ def test_a_kernel_that_is_right(host_gpu: None, capsys: pytest.CaptureFixture[st
 
 
 @host_pytest_skip
-def test_a_format_that_the_kernel_does_not_run_for(
-    host_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_format_that_the_kernel_does_not_run_for(host_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def failure(use: KernelUse, backend: str) -> str | None:
         return f"{use}, 3 queries of a kv head: too large" if (use.head_dim, use.quant_bit) == (256, 4) else None
 
     monkeypatch.setattr(kernels, "probe_failure", failure)
     monkeypatch.setattr(kernels, "TIMED", ())
-    found, text = diagnosed(capsys, 1)
+    found, text = diagnosed(1)
     assert len(found["uses"]) == len(HEAD_DIMS) * 6
     of = "3 queries of a kv head: too large"
     said = [f"heads of 256, 4 bits g32, {dtype}, {of}" for dtype in ("float16", "bfloat16")]
@@ -128,7 +114,6 @@ def _does_not_compile(*arguments: Any, **options: Any) -> list[mx.array]:
 
 
 def _spoiled(change: Callable[[mx.array], mx.array]) -> Callable[..., list[mx.array]]:
-    """The kernel, whose outputs are changed."""
     run = attend.launch
 
     def spoiled(name: str, *arguments: Any, **options: Any) -> list[mx.array]:
@@ -153,15 +138,14 @@ NO_NUMBER = _spoiled(lambda x: x * float("nan"))  # which JSON has as null
     ],
 )
 def test_a_kernel_that_is_wrong(
-    host_gpu: None, monkeypatch: Any, capsys: Any, kernel: Any, wrong: int, unknown: int, said: str, forced: bool
+    host_gpu: None, monkeypatch: Any, kernel: Any, wrong: int, unknown: int, said: str, forced: bool
 ) -> None:
-    """Exit code 1, what failed, and no warning beside it."""
     monkeypatch.setattr(attend, "launch", kernel)
     if forced:
         monkeypatch.setenv("KVANT_KERNELS", "fused")
     once = diagnosis.diagnose(lambda done, total: None)
     monkeypatch.setattr("kvant.tools.doctor.diagnose", lambda progress: once)
-    found, text = diagnosed(capsys, 1)
+    found, text = diagnosed(1)
     assert sum(result["problem"] is not None for result in found["kernels"]) == wrong
     assert sum(result["error"] is None for result in found["kernels"]) == unknown
     assert text.count("wrong: ") == wrong
@@ -169,16 +153,11 @@ def test_a_kernel_that_is_wrong(
     assert f"{4 - wrong} of 4 agree" in text
 
 
-def test_a_wrong_kernel_that_is_asked_for_ends_a_command(
-    gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_kernel_that_is_asked_for_ends_a_command(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attend, "launch", _does_not_compile)
     monkeypatch.setattr(dispatch, "probe_failure", probe.probe_failure)
-    monkeypatch.setattr(sys, "argv", ["kvant", "generate", "hi", "--kernels", "fused"])
-    with pytest.raises(SystemExit) as ended:
-        application.main()
-    assert ended.value.code == 1
-    assert "kvant: error: failed: the fused kernel is asked for, but fails here: " in capsys.readouterr().err
+    error = refusal(1, "generate", "hi", "--kernels", "fused")
+    assert "failed: the fused kernel is asked for, but fails here: " in error
 
 
 def _result(fused_ms: float, unfused_ms: float, problem: str | None = None) -> kernels.KernelResult:
@@ -213,3 +192,56 @@ def test_it_says_what_to_do(
     for said, text in zip(found.to_do, expected, strict=True):
         assert said.startswith(text)
     assert found.as_json()["to_do"] == found.to_do
+
+
+HERE = environment()
+SOUND = RankFindings(0, "mini", HERE, 2**34, True, 0.05)
+
+# In turns: nothing is wrong; rank 1's sums are.
+SCRIPT = """
+import json, os
+from kvant.ranks.environment import find_place
+from kvant.ranks.group import Ranks, connect
+from kvant.tools.doctor import ranks as doctor
+
+class WrongSums(Ranks):
+    def all_sum(self, x):
+        return super().all_sum(x) + (self.rank == 1)
+
+ranks = connect(find_place(os.environ).backend)
+doctor.ROUND_TRIPS, doctor.SUMS = 3, 1
+found = [doctor.check_ranks(ranks), doctor.check_ranks(WrongSums(ranks.group))]
+print(json.dumps([each.as_json() for each in found], allow_nan=False))
+"""
+
+
+@pytest.mark.parametrize("size", count([2], [2, 3, 4]))
+def test_a_group(size: int) -> None:
+    outputs = [json.loads(text) for text in run_script(size, SCRIPT)]
+    right, wrong = outputs[0]
+    assert all(other[0]["ranks"] == right["ranks"] for other in outputs)
+    assert (right["healthy"], right["problems"]) == (True, [])
+    assert [each["rank"] for each in right["ranks"]] == list(range(size))
+    assert all(each["host"] and each["memory_bytes"] > 2**28 for each in right["ranks"])
+    trips = [each["round_trip_ms"] for each in right["ranks"]]
+    assert [trip is not None for trip in trips] == ([True, False] if size == 2 else [True] * size)  # each cable once
+    assert (right["sum_bytes"], right["sum_ms"] > 0) == (16 * 2**20, True)
+    assert not wrong["healthy"]
+    assert wrong["problems"] == [f"rank 1 ({right['ranks'][1]['host']}) gets a wrong sum of whole numbers"]
+
+
+def group(**wrong: Any) -> RankDiagnosis:
+    ranks = [SOUND, replace(SOUND, rank=1), replace(SOUND, rank=2, host="studio", **wrong)]
+    return RankDiagnosis(ranks, 2**24, 16.0)
+
+
+def test_what_is_wrong_is_named_and_printed() -> None:
+    found = group(environment=replace(HERE, versions=HERE.versions | {"mlx": "0.31.0"}))
+    assert found.problems == [f"rank 2 (studio) has mlx 0.31.0; rank 0 has {HERE.versions['mlx']}"]
+    _, *lines = _group_parts(group(sum_right=False))
+    assert lines == [
+        *(f"4 bytes from rank {rank} to rank {(rank + 1) % 3} and back: 0.050 ms" for rank in range(3)),
+        "sum of 16.78 MB: 16.0 ms, 1.05 GB/s",
+        "wrong: rank 2 (studio) gets a wrong sum of whole numbers",
+        "the 3 ranks do not agree",
+    ]

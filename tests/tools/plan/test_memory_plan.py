@@ -1,4 +1,4 @@
-"""The memory plan against what MLX counts from load through a run of the full context, each in a process of its own."""
+"""The memory plan against what MLX counts through a run, each in a process of its own, and against what is reserved."""
 
 import json
 import subprocess
@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 from support.checkpoints import qwen2_config, qwen3_config
+from support.command import call
 from support.counts import count
+from support.kinds import KINDS, load_kind
 
 from kvant.cache import CacheOptions
-from kvant.errors import ModelError
+from kvant.cli.fitting import plan_that_fits
+from kvant.errors import ContextError, ModelError
+from kvant.machine import this_machine
 from kvant.models import Decoder, ModelConfig
-from kvant.tools.bench.shapes import SHAPES, Shape, write_random
-from kvant.tools.plan import Checkpoint, LongestContext, Settings, longest_context, plan, split_pairs
-from kvant.tools.plan.memory import as_record
+from kvant.tools.bench.shapes import Shape, write_random
+from kvant.tools.plan import Checkpoint, LongestContext, Settings, longest_context, plan, read_folder, split_pairs
 
 RUN = Path(__file__).parents[2] / "support" / "memory_run.py"
 WIDEST = 2.5  # of the measured peak; on a busy machine MLX's threads keep up with the queue, and hold less
@@ -73,18 +76,15 @@ CASES = {
 LONG = {
     "bfloat16 weights, tied": Case(shape("qwen2", 512, 4, 8, 2, 64, 2048, 4000, True), 130),
     "8-bit weights, untied": Case(shape("qwen3", 1024, 3, 8, 4, 128, 3072, 20000, False), 70, steps(64), weight_bits=8),
-    "an 8-bit cache": Case(shape("qwen2", *MANY_KEYS), TOKENS, steps(64)),
     "a long step through 4-bit weights": Case(
         shape("qwen3", 512, 2, 8, 2, 64, 2048, 1000, True), 1030, steps(1024), weight_bits=4
     ),
     "a few rows of 4-bit weights, a large vocabulary": Case(
         shape("qwen3", 256, 2, 4, 2, 64, 1024, 20000, True), 17, steps(8), weight_bits=4
     ),
-    "windows, 4 bits": Case(shape("qwen3", *MANY_KEYS), 2 * TOKENS, steps(32, bits=4), window=TOKENS // 2),
     "norms of whole projections": Case(shape("olmo2", 256, 2, 4, 2, 64, 2048, 1000, True), 770, steps(768)),
     "experts in turn": Case(experts(16, 4, 256, 512, 2, 8, 2, 64, 512, 1000, True), 770, steps(768)),
     "a pool, windows": Case(shape("qwen2", *FEW_LAYERS), 400, steps(64, sequences=3), window=200),
-    "a pool, 4 bits": Case(shape("qwen3", *FEW_LAYERS), 200, steps(64, bits=4, group=64, sequences=4)),
     "a pool that is not quantized": Case(shape("qwen3", *FEW_LAYERS), 200, steps(64, bits=0, sequences=4)),
     "a pool, many rows of logits": Case(
         shape("qwen3", 256, 2, 4, 2, 64, 512, 10_000, True), 100, steps(128, sequences=32)
@@ -101,8 +101,6 @@ def measure() -> Iterator[Measure]:
     with subprocess.Popen([sys.executable, "-P", RUN], stdin=-1, stdout=-1, text=True) as process:
 
         def run(folder: Path, case: Case) -> dict[str, list[int]]:
-            assert process.stdin
-            assert process.stdout
             options = {name: value for name, value in asdict(case.settings).items() if value is not None}
             print(json.dumps([str(folder), case.tokens, case.streams, options]), file=process.stdin, flush=True)
             found = json.loads(process.stdout.readline())
@@ -130,33 +128,6 @@ def test_the_plan_bounds_what_mlx_counts(measure: Measure, name: str, tmp_path: 
     assert found["guessed"][1] == exact[0]
 
 
-def test_a_plan_has_no_slack_to_hide_in() -> None:
-    """The sums are those of the parts: nothing is added that could hide a part that is too small."""
-    made = plan(Checkpoint.from_facts(qwen2_config()), max_kv_size=100, device="cpu")
-    assert made.arrays == max(made.weights + made.cache + made.scratch, made.loading)
-    record = as_record(made)
-    assert record["total"] == made.total == made.arrays + made.process
-    parts = ["weights", "weights_read", "cache", "state", "scratch", "loading", "process", "arrays", "total"]
-    assert sorted(record) == sorted(parts)
-
-
-def test_the_sizes_of_published_files() -> None:
-    """Their headers, of less than 100 kB, are all that is not counted."""
-
-    def stored(name: str, tied: bool) -> Checkpoint:
-        facts = asdict(SHAPES[name])
-        kind = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[facts["model_type"]]
-        return Checkpoint(ModelConfig.from_dict(facts | {"architectures": [kind]}), 2, tied)
-
-    published = {
-        278_064_920: stored("qwen2.5-0.5b", True).quantized(4, 64),  # mlx-community/Qwen2.5-0.5B-Instruct-4bit
-        988_097_824: stored("qwen2.5-0.5b", True),  # Qwen/Qwen2.5-0.5B-Instruct
-        1_503_300_328: stored("qwen3-0.6b", False),  # Qwen/Qwen3-0.6B, whose tied head is there
-    }
-    for size, checkpoint in published.items():
-        assert 0 < size - checkpoint.stored_bytes < 100_000
-
-
 def test_float_matrices_among_quantized_ones_count_as_floats() -> None:
     config = qwen2_config(tie_word_embeddings=False, torch_dtype="bfloat16")
     formats = {"bits": 4, "group_size": 32}
@@ -175,15 +146,6 @@ def test_the_files_say_what_config_json_leaves_out(tied: bool, float_bytes: int)
     assert Checkpoint.from_facts(config, expected.stored_bytes + 5000) == expected
     without_files = Checkpoint.from_facts(config)
     assert (without_files.float_bytes, without_files.tied) == (2, False)
-
-
-@pytest.mark.parametrize("bits", [0, 4, 8])
-@pytest.mark.parametrize("split", [True, False])
-def test_the_cache_is_exact_for_any_format(pocket: tuple[Decoder, Any], bits: int, split: bool) -> None:
-    model, options = pocket[0], CacheOptions(bits, 16, split)
-    checkpoint, pairs = Checkpoint(model.config, 2, True), split_pairs(model)
-    made = plan(checkpoint, max_kv_size=77, settings=Settings(options), device="cpu", split_pairs=pairs)
-    assert made.cache == sum(layer.nbytes for layer in model.make_cache(77, **options.fields))
 
 
 @pytest.mark.parametrize("sequences", [None, 3])
@@ -247,3 +209,58 @@ def test_as_if_converted() -> None:
 def test_what_cannot_be_planned(settings: Settings, tokens: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(Checkpoint.from_facts(qwen2_config()), max_kv_size=tokens, settings=settings)
+
+
+POOLED = [kind for kind in KINDS if kind != "llama4"]
+
+
+@pytest.mark.parametrize("kind", POOLED)
+def test_it_is_what_a_pool_reserves(kind: str, tmp_path: Path) -> None:
+    model, _ = load_kind(kind, tmp_path / "model")
+    checkpoint, known = read_folder(tmp_path / "model"), split_pairs(model) or None
+    cases = [(8, 3, 8, 512), (200, 2, 0, 32), (1000, 8, 4, 64)]
+    for tokens, n, bits, step in count(cases[1:], cases):
+        options = {"kv_bits": bits, "max_seq_len": tokens, "prefill_step_size": step}
+        rows = -(-tokens // 128) * 128
+        whole, more, half = (
+            model.make_pool(size, sequences=sequences, **options).nbytes
+            for size, sequences in ((n * rows, n), ((n + 1) * rows, n + 1), (n * rows // 2, n))
+        )
+        settings = Settings(CacheOptions(bits), step, n)
+        for given, reserved in ((settings, whole), (replace(settings, pool_tokens=n * rows // 2), half)):
+            made = plan(checkpoint, max_kv_size=tokens, settings=given, device="cpu", split_pairs=known)
+            assert made.cache + made.state == reserved
+            assert made.sequence == more - whole or given is not settings
+
+
+def test_of_a_model_that_has_none(tmp_path: Path) -> None:
+    load_kind("llama4", tmp_path / "model")
+    checkpoint = read_folder(tmp_path / "model")
+    with pytest.raises(ModelError, match="attends in chunks, which a pool has no pages for; one sequence at a time"):
+        plan(checkpoint, max_kv_size=64, settings=Settings(sequences=2), device="cpu")
+
+
+def test_the_caches_beside_a_pool_are_counted(pocket: tuple[Decoder, Any], pocket_folder: Path) -> None:
+    checkpoint = Checkpoint.from_folder(pocket_folder)
+    settings = Settings(sequences=2, cache=CacheOptions(bias_split=False))
+    alone, more = (
+        plan(checkpoint, max_kv_size=300, settings=replace(settings, caches=caches), device="cpu") for caches in (0, 2)
+    )
+    assert more.arrays - alone.arrays == more.caches == 2 * pocket[0].make_cache(300, bias_split=False).nbytes
+    machine = replace(this_machine(), device="cpu", limit_bytes=alone.total)
+    assert plan_that_fits(checkpoint, settings, 300, machine).total == alone.total
+    with pytest.raises(ContextError, match=r"2 sequences of 300 tokens need .*caches for --prompt-cache-file"):
+        plan_that_fits(checkpoint, replace(settings, caches=2), 300, machine)
+
+
+def test_the_command(pocket: tuple[Decoder, Any]) -> None:
+    flags = ["plan", "--device", "cpu", "--max-kv-size", "1000", "--sequences", "8", "--no-kv-bias-split"]
+    record = json.loads(call(*flags, "--json").stdout)
+    pool, more = (pocket[0].make_pool(n * 1024, sequences=n, max_seq_len=1000, bias_split=False).nbytes for n in (8, 9))
+    assert (record["sequences"], record["bytes"]["cache"]) == (8, pool)
+    assert record["bytes"]["sequence"] == more - pool
+    words = " ".join(call(*flags).stdout.split())
+    assert f"cache {pool:,} " in words
+    assert "8 sequences of 1000 tokens at 8 bits; one more would add 1.11 MB" in words
+    assert "longest context that fits, each of 8 sequences:" in words
+    assert call(*flags, "--sequences", "0").returncode == 2

@@ -1,17 +1,22 @@
-"""What `kvant report` is given and what it makes of figures: formats, texts, questions, a plot."""
+"""`kvant report`: its formats, texts and questions, and the command as its user meets it."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 import pytest
+from support.adapters import adapter_config, save_adapter
+from support.checkpoints import load_reference
+from support.command import call
 
 from kvant.engine.generate import generate
 from kvant.errors import PromptError
 from kvant.models import Decoder, load_decoder
 from kvant.text.prompt import encode_rendered, render_chat
-from kvant.tools.report.formats import REFERENCE, CacheFormat, check_formats, default_formats, parse_formats
+from kvant.tools.report.formats import CacheFormat, check_formats, default_formats
 from kvant.tools.report.runs import answer
 from kvant.tools.report.texts import built_in_text, heldout_documents, read_dialogue, recall_dialogues, text_file
 
@@ -20,27 +25,9 @@ FORMAT = CacheFormat(8, 32)
 
 
 class TestFormats:
-    def test_notation(self) -> None:
-        formats = parse_formats("8g32, 4g64:nosplit,0")
-        assert formats == [CacheFormat(8, 32), CacheFormat(4, 64, split=False), REFERENCE]
-        assert parse_formats(",".join(f.label for f in formats)) == formats
-        assert formats[1].flags == "--kv-bits 4 --kv-group-size 64 --no-kv-bias-split"
-        assert formats[2].flags == "--kv-bits 0"
-
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [("8g32,8g32", "twice"), ("2g32", "'2g32'"), ("0g32", "'0g32'"), ("8g32:split", "unknown"), ("", "''"),
-         ("8", "'8'"), ("0,0", "twice")],
-    )  # fmt: skip
-    def test_unknown_ones(self, text: str, message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            parse_formats(text)
-
     def test_what_a_model_cannot_have(
         self, pocket: Pocket, make_checkpoint: Callable[..., tuple[Path, nn.Module]]
     ) -> None:
-        with pytest.raises(ValueError, match="4g48: kv_group_size 48 does not divide the head dimension 64"):
-            check_formats([CacheFormat(4, 48)], pocket[0])
         folder, _ = make_checkpoint(
             architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=48, attention_bias=False
         )
@@ -49,12 +36,6 @@ class TestFormats:
             check_formats([CacheFormat(8, 16, split=False)], unbiased)
         assert [f.label for f in default_formats(unbiased)] == ["8g48", "4g48"]
         assert len(default_formats(pocket[0])) == 8
-
-    def test_bytes_a_token_are_those_of_the_cache(self, pocket: Pocket) -> None:
-        model, _ = pocket
-        assert REFERENCE.bytes_per_token(model) == 4 * 2 * 2 * 64 * 4
-        assert CacheFormat(8, 32).bytes_per_token(model) == 4 * 2 * 2 * (64 + 2 * 2)
-        assert CacheFormat(4, 64).bytes_per_token(model) == 4 * 2 * 2 * (32 + 2)
 
 
 class TestQuestions:
@@ -120,3 +101,62 @@ class TestTexts:
             (tmp_path / "a.txt").write_bytes(data)
         with pytest.raises(PromptError, match=message):
             text_file(tmp_path / "a.txt", pocket[1], 1280, 100, 100)
+
+
+def test_a_table_and_a_plot(tmp_path: Path) -> None:
+    plot = tmp_path / "kld.svg"
+    done = call("report", "--tokens", "300", "--formats", "8g32, 4g64", "--plot", str(plot))
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("pocket on built-in held-out conversations: 300 tokens; the ")
+    rows = [line.split() for line in lines if line.startswith((" 0 ", " 8g32 ", " 4g64 "))]
+    assert [(row[0], row[-3]) for row in rows] == [("0", "4096"), ("8g32", "1088"), ("4g64", "544")]
+    assert len({row[-1] for row in rows}) == 1  # of the first conversation every cache recalls as much
+    assert "/" in rows[0][-1]
+    assert all(len(line) <= 80 for line in lines[3:])
+    drawn = plot.read_text()
+    for text in ("8g32", "4g64", "KLD, nats", "cache, bytes a token"):
+        assert drawn.count(f">{text}<") == 1
+
+
+def test_an_adapter(pocket_folder: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", adapter_config(), load_reference(pocket_folder))
+    arguments = ["--tokens", "32", "--formats", "8g32", "--json"]
+    found = []
+    for flags in ([], ["--adapter-path", str(adapter)]):
+        done = call("report", *arguments, *flags)
+        assert (done.returncode, done.stderr) == (0, "")
+        found.append(json.loads(done.stdout))
+    assert [one["model"] for one in found] == ["pocket", f"pocket with {adapter}"]
+    assert found[0]["reference"]["perplexity"] != found[1]["reference"]["perplexity"]
+
+
+def test_json_of_a_text(tmp_path: Path) -> None:
+    text = tmp_path / "a text.txt"
+    text.write_text("The fox went home. " * 20, encoding="utf-8")
+    done = call("report", "--text", str(text), "--tokens", "64", "--formats", "4g32:nosplit,0", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert report["model"] == "pocket"
+    assert report["text"] == {"name": str(text), "tokens": 64, "pieces": 1, "tokens_left_out": 101 - 64}
+    assert report["versions"].keys() == {"kvant", "mlx", "mlx_lm", "transformers", "python"}
+    four, none = report["formats"]
+    assert none == report["reference"]
+    assert four["format"] == "4g32:nosplit"
+    assert four["flags"] == "--kv-bits 4 --kv-group-size 32 --no-kv-bias-split"
+    assert (four["bytes_per_token"], four["positions"], four["non_finite"]) == (576, 64, 0)
+    assert 0 == none["mean_kld_nats"] < four["mean_kld_nats"] < four["p99_kld_nats"]
+    assert len(four["layer_attention_errors"]) == 4
+    assert min(four["layer_attention_errors"]) > 0
+    assert four["recall"] == {"right": 0, "asked": 0}
+
+
+def test_a_text_of_several_pieces(make_checkpoint: Any, pocket_folder: Path) -> None:
+    """A model of its own with pocket's tokenizer, whose context is shorter than the text."""
+    folder, _ = make_checkpoint(vocab_size=1280, max_position_embeddings=24)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(pocket_folder / name, folder)
+    done = call("report", "--model", str(folder), "--tokens", "60", "--formats", "8g64")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert " on built-in held-out conversations: 60 tokens in " in done.stdout
+    assert " pieces of up to 24; the " in done.stdout

@@ -65,38 +65,12 @@ inline void simdgroup_barrier(mem_flags flags, METAL_HOST_LINE) { metal_host::me
     return metal_host::reduce(x, [](T a, T b) { return T(expression); }, #name, line);     \
   }
 METAL_HOST_REDUCTION(simd_sum, a + b)
-METAL_HOST_REDUCTION(simd_product, a * b)
 METAL_HOST_REDUCTION(simd_max, max(a, b))
-METAL_HOST_REDUCTION(simd_min, min(a, b))
-METAL_HOST_REDUCTION(simd_and, a & b)
-METAL_HOST_REDUCTION(simd_or, a | b)
-METAL_HOST_REDUCTION(simd_xor, a ^ b)
-inline bool simd_all(bool x, METAL_HOST_LINE) {
-  return metal_host::reduce(x, [](bool a, bool b) { return a && b; }, "simd_all", line);
-}
-inline bool simd_any(bool x, METAL_HOST_LINE) {
-  return metal_host::reduce(x, [](bool a, bool b) { return a || b; }, "simd_any", line);
-}
 
 template <class T> inline T simd_shuffle(T x, ushort lane, METAL_HOST_LINE) {
   return metal_host::shuffle(x, [=](uint, uint) { return uint(lane); }, "simd_shuffle", line);
 }
 template <class T> inline T simd_shuffle_xor(T x, ushort mask, METAL_HOST_LINE) {
   return metal_host::shuffle(x, [=](uint lane, uint) { return lane ^ mask; }, "simd_shuffle_xor", line);
-}
-template <class T> inline T simd_broadcast(T x, ushort lane, METAL_HOST_LINE) {
-  return metal_host::shuffle(x, [=](uint, uint) { return uint(lane); }, "simd_broadcast", line);
-}
-template <class T> inline T simd_broadcast_first(T x, METAL_HOST_LINE) {
-  return metal_host::shuffle(x, [](uint, uint) { return 0u; }, "simd_broadcast_first", line);
-}
-// Beyond the last or the first lane a thread keeps its own value.
-template <class T> inline T simd_shuffle_down(T x, ushort delta, METAL_HOST_LINE) {
-  auto from = [=](uint lane, uint lanes) { return lane + delta < lanes ? lane + delta : lane; };
-  return metal_host::shuffle(x, from, "simd_shuffle_down", line);
-}
-template <class T> inline T simd_shuffle_up(T x, ushort delta, METAL_HOST_LINE) {
-  auto from = [=](uint lane, uint) { return lane >= delta ? lane - delta : lane; };
-  return metal_host::shuffle(x, from, "simd_shuffle_up", line);
 }
 }  // namespace metal
