@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import mlx.core as mx
 
@@ -15,6 +15,13 @@ from kvant.cache.sequence import CachedSequence, check_number
 from kvant.errors import SnapshotError
 from kvant.operators.rotary import Rotary
 from kvant.threads import Turn, check_process
+
+
+def _of_sequence(name: str, doc: str) -> Any:
+    """A property of a cache that its sequence has."""
+    return property(
+        lambda cache: getattr(cache._sequence, name), lambda cache, to: setattr(cache._sequence, name, to), doc=doc
+    )
 
 
 class ModelCache(Sequence[KVCache]):
@@ -113,50 +120,12 @@ class ModelCache(Sequence[KVCache]):
         found = {layer.kv_group_size for layer in self._layers if isinstance(layer, QuantizedKVCache) and layer.kv_bits}
         return sorted(found)
 
-    @property
-    def ahead(self) -> int:
-        """Of its tokens the last ones that are computed and not handed out yet. It can be set."""
-        return self._sequence.ahead
-
-    @ahead.setter
-    def ahead(self, count: int) -> None:
-        self._sequence.ahead = count
-
-    @property
-    def identity(self) -> Identity | None:
-        """Of the model whose tokens it holds; None: not known. It can be set."""
-        return self._sequence.identity
-
-    @identity.setter
-    def identity(self, identity: Identity | None) -> None:
-        self._sequence.identity = identity
-
-    @property
-    def rotary(self) -> Rotary | None:
-        """How the model turns keys; None: not known. It can be set."""
-        return self._sequence.rotary
-
-    @rotary.setter
-    def rotary(self, rotary: Rotary | None) -> None:
-        self._sequence.rotary = rotary
-
-    @property
-    def divided(self) -> bool:
-        """Whether other ranks hold a part of it. It cannot be saved, loaded or forked then. It can be set."""
-        return self._sequence.divided
-
-    @divided.setter
-    def divided(self, divided: bool) -> None:
-        self._sequence.divided = divided
-
-    @property
-    def made_for(self) -> object:
-        """The config of the model that made it, which needs no other check; None: not known. It can be set."""
-        return self._sequence.made_for
-
-    @made_for.setter
-    def made_for(self, config: object) -> None:
-        self._sequence.made_for = config
+    # They can be set, too.
+    identity: Identity | None = _of_sequence("identity", "Of the model whose tokens it holds; None: not known.")
+    rotary: Rotary | None = _of_sequence("rotary", "How the model turns keys; None: not known.")
+    divided: bool = _of_sequence("divided", "Whether other ranks hold a part: it is not saved, loaded or forked then.")
+    made_for: object = _of_sequence("made_for", "The config of the model that made it, which needs no other check.")
+    ahead: int = _of_sequence("ahead", "Of its tokens the last ones that are computed and not handed out yet.")
 
     def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
         """Raise a ValueError unless every layer can hold keys and values (batch, num_kv_heads, S, head_dim)."""

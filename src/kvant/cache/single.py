@@ -4,7 +4,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from kvant.cache.layer import KVCache
 from kvant.cache.model import ModelCache
 from kvant.cache.pages import PAGE_SIZE
 
@@ -51,33 +50,18 @@ class SinglePool:
     attends_apart = True
     has_windows = False  # pages that are shared have none here
     page_size = PAGE_SIZE
-    max_sequences = num_pages = 1
+    max_sequences = num_pages = num_free = 1
 
     def __init__(self, cache: ModelCache, prefill_step_size: int) -> None:
         """``prefill_step_size``: new tokens in a step, at most."""
-        self.cache = cache
+        self.cache, self.layers, self.divided = cache, cache.layers, cache.divided
         self.prefill_step_size = prefill_step_size
         self.max_seq_len = cache.max_seq_len or sys.maxsize
-
-    @property
-    def layers(self) -> tuple[KVCache, ...]:
-        """The cache's layers."""
-        return self.cache.layers
 
     @property
     def nbytes(self) -> int:
         """Bytes of the cache."""
         return self.cache.nbytes
-
-    @property
-    def divided(self) -> bool:
-        """Whether other ranks hold a part of it."""
-        return self.cache.divided
-
-    @property
-    def num_free(self) -> int:
-        """Say that the page is free: a scheduler of one runs nothing else."""
-        return 1
 
     def takes_back(self, most: int) -> int:
         """How many of ``most`` tokens of a step can be taken back."""
