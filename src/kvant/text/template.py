@@ -48,9 +48,7 @@ def prepare(messages: object) -> list[dict[str, Any]]:
     prepared = []
     for message in messages:
         if not isinstance(message, Mapping):
-            raise ArgumentError(
-                "conversation", f"has a {type(message).__name__}; expected objects with role and content"
-            )
+            raise ArgumentError("conversation", f"has a {type(message).__name__}; expected messages with roles")
         plain = {key: value for key, value in plain_data(message).items() if value is not None}
         reasoning = next((plain[key] for key in REASONING if plain.get(key) is not None), None)
         if reasoning is not None:
