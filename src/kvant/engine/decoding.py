@@ -57,7 +57,7 @@ class BatchDecoder:
         batch = self._pool.batch([answer.sequence for answer in answers], rows)
         logits = self._model.next_logits(ids[:, None], batch)
         sampled = None
-        if not any(answer.waits for answer in answers):
+        if unread or not any(answer.waits for answer in answers):
             each = [
                 answer.row(ids[number : number + 1] if answer in unread else ())
                 for number, answer in enumerate(answers)

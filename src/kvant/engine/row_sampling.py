@@ -169,8 +169,9 @@ def draw_rows(logits: mx.array, samplers: Sequence[Sampler], keys: mx.array | No
             parts.append((some, draw_seeded(rows_of(logprobs, some), own, keys[first : first + block])))
     if likeliest:
         parts.append((likeliest, greedy(rows_of(logprobs, likeliest))))
-    foreign = sorted({*range(len(samplers))} - {*seeded, *likeliest})
-    parts += [([row], samplers[row](logprobs[row : row + 1])) for row in foreign]
+    if len(seeded) + len(likeliest) < len(samplers):
+        foreign = sorted({*range(len(samplers))} - {*seeded, *likeliest})
+        parts += [([row], samplers[row](logprobs[row : row + 1])) for row in foreign]
     if len(parts) == 1:
         return parts[0][1], logprobs
     order = [row for rows, _ in parts for row in rows]

@@ -196,7 +196,8 @@ class Scheduler:
             if not (self._running and self._burst):
                 self._decode()
             decoded = time.perf_counter()
-            self._feed_prompts()
+            if self._prompt is not None or self._waiting:
+                self._feed_prompts()
             self.decoding_s += decoded - started
             self.feeding_s += time.perf_counter() - decoded
         except BaseException as error:

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -52,7 +52,7 @@ class _Answer:
         self._tokens.append(token.token)
         count = len(self._tokens)
         reason = token.finish_reason
-        if any(self._tokens[-len(row) :] == list(row) for row in self.wanted.stop_sequences):
+        if self.wanted.stop_sequences and self._ends():
             reason = "stop"
         text = "" if reason == "stop" else self._text.add(token.token)
         self.following = None
@@ -87,6 +87,9 @@ class _Answer:
             cache=token.cache,
         )
 
+    def _ends(self) -> bool:
+        return any(self._tokens[-len(row) :] == list(row) for row in self.wanted.stop_sequences)
+
     def ended(self, token: Token) -> GenerationResponse:
         """Its last token, with the cache that came later."""
         assert self.last is not None
@@ -118,6 +121,7 @@ class _Stream:
         self._scheduler, self._tokenizer, self._started = scheduler, tokenizer, started
         self._pending = deque(enumerate(wanted))
         self._answers: dict[tuple[Request, int], _Answer] = {}
+        self._last: _Answer  # whose token was taken last
         self._is_drafting = any(each.request.drafts is not None for each in wanted)
 
     def submit(self) -> None:
@@ -138,28 +142,34 @@ class _Stream:
                 for token in tokens:
                     if token.error is not None:
                         raise _as_raised(token.error)
-                    yield from self._took(token, seconds, drafts)
+                    made = self._took(token, seconds, drafts)
+                    if made is not None:
+                        yield made
+                    if self._last.following is not None:
+                        self._go_on(self._last)
         finally:
             scheduler.close()
 
-    def _took(self, token: Token, seconds: float, drafts: DraftCounts | None) -> Iterator[GenerationResponse]:
+    def _took(self, token: Token, seconds: float, drafts: DraftCounts | None) -> GenerationResponse | None:
         place = token.request, token.answer
-        answer = self._answers[place] if token.finish_reason is None else self._answers.pop(place)
+        answer = self._last = self._answers[place] if token.finish_reason is None else self._answers.pop(place)
         if answer.last is not None:  # it was cancelled below
             answer.after += token.token is not None
-            if token.finish_reason is not None:
-                yield answer.ended(token)
-            return
+            return None if token.finish_reason is None else answer.ended(token)
         made = answer.take(token, seconds, drafts)
         if made.finish_reason is not None and token.finish_reason is None:
             answer.last = made
             self._scheduler.cancel(token.request, token.answer)
-            return
-        yield made
-        if answer.following is not None:
-            request = answer.following()
-            self._scheduler.submit(request)
-            self._answers[request, 0] = answer
+            return None
+        return made
+
+    def _go_on(self, answer: _Answer) -> None:
+        """Submit what follows an answer whose context is full."""
+        following, answer.following = answer.following, None
+        assert following is not None
+        request = following()
+        self._scheduler.submit(request)
+        self._answers[request, 0] = answer
 
 
 def _as_raised(error: BaseException) -> BaseException:

@@ -72,12 +72,13 @@ class Answer:
             mask: of its grammar.
         """
         tokens: Sequence[int] | mx.array = self.tokens
-        if self.work.checked.processors and isinstance(after, mx.array):
+        processors, position = self.work.checked.processors, len(self.tokens) + len(after)
+        if processors and isinstance(after, mx.array):
             known = self._seen if self._seen is not None and self._seen.size == len(tokens) else mx.array(self.tokens)
             tokens = self._seen = mx.concatenate([known, after.astype(known.dtype)])
-        elif len(after):
+        elif processors:
             tokens = [*tokens, *after]
-        return Row(self.sampler, self.work.checked.processors, len(self.tokens) + len(after), tokens, mask)
+        return Row(self.sampler, processors, position, tokens, mask)
 
     @property
     def left(self) -> int:
