@@ -105,7 +105,8 @@ class BatchDrafter:
     def read(self, step: Step, following: Step | None, *, is_counted: bool) -> None:
         """A step was evaluated just now; ``is_counted``: an answer might have drafted in it.
 
-        ``following``: the step that was begun meanwhile. Over several ranks a step is computed where it is begun.
+        ``following``: the step that was begun meanwhile. Several ranks compute a step where it is begun, and a CPU for
+        the most part where it is queued.
         """
         if not is_counted:
             self.paused()
@@ -114,11 +115,10 @@ class BatchDrafter:
         self.counts.tokens += len(step.answers) if step.drafts is None else 0  # of drafts as many as are accepted
         now, before = time.perf_counter(), self._read_at
         self._read_at, self._seconds = now, None if before is None else now - before
-        in_order = self._pool.divided
-        if in_order and step.is_ahead == (following is None):  # none was computed since the last was read, or two
+        if step.is_ahead == (following is None):  # where queueing computes, none was since the last was read, or two
             self._seconds = None
         if step.drafts is None and self._seconds is not None:
-            self._choice.stepped(self._seconds, ahead=step.is_ahead or in_order)
+            self._choice.stepped(self._seconds, ahead=step.is_ahead or self._pool.divided)
 
     def commit(self, step: Step, picked: Sequence[Picked | Exception] | None) -> Found:
         """Commit what was drafted rightly in a step. Returns the next tokens of its answers.
