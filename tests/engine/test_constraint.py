@@ -13,7 +13,7 @@ from support.counts import count
 from support.pools import tiny_model
 from support.schemas import problem, random_root
 
-from kvant import batch_generate, generate, stream_generate
+from kvant import stream_generate
 from kvant.engine.batch_engine import BatchEngine
 from kvant.engine.conversation import Conversation
 from kvant.engine.request import Request, Token
@@ -102,20 +102,6 @@ def test_log_probabilities_are_those_of_allowed_tokens(pocket: Pocket, grammars:
     assert {tokenizer.decode([token]) for token, _ in first.top_logprobs} == {"a", "b"}
     assert sum(mx.exp(mx.array([value for _, value in first.top_logprobs])).tolist()) == pytest.approx(1, abs=1e-5)
     assert {token for token, _ in end.top_logprobs} == tokenizer.eos_token_ids
-
-
-def test_alone(pocket: Pocket, person: Grammar) -> None:
-    model, tokenizer = pocket
-    penalized: dict[str, Any] = {"logits_processors": [person, *make_logits_processors(repetition_penalty=1.1)]}
-    options: dict[str, Any] = {"max_tokens": 120, "logits_processors": [person]}
-    drawn = [make_sampler(1.0, seed=seed) for seed in (1, 2)]
-    texts = [generate(model, tokenizer, "Once", sampler=each, **options | penalized) for each in drawn]
-    texts += batch_generate(model, tokenizer, ["Once", "The bear"], **options).texts
-    assert all(problem(json.loads(text), PERSON) is None for text in texts)
-    *_, last = stream_generate(model, tokenizer, "Once", **options)
-    assert last.finish_reason == "stop"
-    cut = generate(model, tokenizer, "Once", stop='"age"', **options)
-    assert (cut[:9], cut[-1]) == ('{"name":"', ",")
 
 
 def test_a_conversation_that_forgets_in_the_middle_of_an_answer(pocket: Pocket, grammars: Grammars) -> None:

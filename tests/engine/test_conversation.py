@@ -121,19 +121,6 @@ def test_tries_and_edits_feed_what_changed(pocket: Pocket) -> None:
     assert conversation._cache.ids[0][: len(ids)] == ids
 
 
-def test_processors_see_what_is_not_fed_again(pocket: Pocket) -> None:
-    conversation, seen = _make(pocket), list[int]()
-
-    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
-        seen.append(tokens.size)
-        return logits
-
-    text_of(conversation.send(QUESTIONS[0], max_tokens=20))
-    responses = list(conversation.send(QUESTIONS[1], max_tokens=3, logits_processors=[processor]))
-    assert seen[0] == conversation.reused_tokens + responses[0].prompt_tokens
-    assert conversation.reused_tokens > 20
-
-
 def test_stop_strings_do_not_stay_in_the_history(pocket: Pocket) -> None:
     whole = text_of(_make(pocket).send(QUESTIONS[0], max_tokens=40))
     conversation, fresh, stop = _make(pocket, kv_bits=0), _make(pocket, kv_bits=0), whole[30:40]

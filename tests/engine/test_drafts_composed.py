@@ -1,5 +1,6 @@
 """Drafts with everything else, of one answer and of many: texts, tokens and caches are those without drafts."""
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from support.counts import count
 from support.drafts import draft_by_chance
 from support.kinds import Loaded
 from support.openblas import has_small_products
+from support.schemas import problem
 
 from kvant import batch_generate, stream_generate
 from kvant.engine.conversation import Conversation
@@ -81,6 +83,7 @@ def test_stop_strings_and_grammars(pocket: Pocket, answer: Any, drafts: Any) -> 
     grammar = Grammars(pocket[1], pocket[0].config.vocab_size).compile("json_schema", names)
     options |= {"stop": None, "logits_processors": [grammar]}
     expected, made = answer(pocket, [NAMES], **options), answer(pocket, [NAMES], **options, **asked)
+    assert problem(json.loads(expected[0][0]), names) is None
     assert made[:3] == expected[:3]
     assert made[3]
 

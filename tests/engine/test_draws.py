@@ -15,6 +15,7 @@ import pytest
 from support.counts import count
 
 from kvant import stream_generate
+from kvant.cache import FullKVCache
 from kvant.engine.draw import splitmix64
 from kvant.engine.row_sampling import Row, sample_rows
 from kvant.engine.run import Run
@@ -157,18 +158,20 @@ def test_a_seed_is_the_whole_state(pocket: Pocket) -> None:
 
 
 def test_a_run_that_goes_on_draws_as_one_that_was_not_cut(pocket: Pocket) -> None:
-    """The position counts what the cache holds, not this run's tokens."""
+    """Positions and processors count what the cache holds, not this run's tokens alone."""
     model, tokenizer = pocket
-    settings = {"sampler": make_sampler(1.5, seed=4), "logits_processors": make_logits_processors({0: -1e9, 2: -1e9})}
-    whole = [r.token for r in stream_generate(model, tokenizer, QUESTION, max_tokens=20, **settings)]
-    cache = model.make_cache(100)
-    parts: list[int] = []
-    for prompt in (QUESTION, None):
-        fed = [parts[-1]] if prompt is None else prompt
-        run = stream_generate(model, tokenizer, fed, max_tokens=10, prompt_cache=cache, **settings)
-        parts += [response.token for response in run]
-        cache.trim(1)  # the last token is fed again
-    assert parts == whole
+    processors = make_logits_processors({0: -1e9, 2: -1e9}, repetition_penalty=1.5)
+    settings = {"sampler": make_sampler(1.5, seed=4), "logits_processors": processors}
+    for bits, cache in ((8, model.make_cache(100)), (0, [FullKVCache() for _ in model.layers])):
+        whole = [r.token for r in stream_generate(model, tokenizer, QUESTION, 20, kv_bits=bits, **settings)]
+        parts: list[int] = []
+        for prompt in (QUESTION, None):
+            fed = [parts[-1]] if prompt is None else prompt
+            run = stream_generate(model, tokenizer, fed, 10, prompt_cache=cache, **settings)
+            parts += [response.token for response in run]
+            for layer in cache:
+                layer.trim(1)  # the last token is fed again
+        assert parts == whole
 
 
 def test_sampling_starts_no_compiler(tmp_path: Path) -> None:

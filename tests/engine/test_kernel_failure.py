@@ -5,13 +5,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.batches import PAGES, run_all, scheduler_of
 from support.drafts import KnownDrafts
 from support.failing_kernel import WORDS, FailingKernel
 from support.metal_host import host_pytest_skip
 
 from kvant import batch_generate, generate
-from kvant.engine.request import Request
 from kvant.engine.run import Run
 from kvant.errors import KernelError
 from kvant.models import Decoder
@@ -54,13 +52,6 @@ def test_an_answer_ends_with_one_error(pocket: Pocket, kernel: FailingKernel, an
         answer(*pocket)
     cache = pocket[0].make_cache(512, kernels="unfused")
     assert len([token for token, _ in Run(pocket[0], PROMPT, cache, max_tokens=5)]) == 5
-
-
-def test_requests_in_the_step_fail_and_their_pages_are_free(pocket: Pocket, kernel: FailingKernel) -> None:
-    scheduler, pool = scheduler_of(pocket[0])
-    told = run_all(scheduler, [Request(PROMPT, max_tokens=9), Request(PROMPT[:50], max_tokens=9)])
-    assert all(isinstance(tokens[-1].error, KernelError) for tokens in told.values())
-    assert pool.num_free == PAGES
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])

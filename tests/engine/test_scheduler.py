@@ -2,18 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from support.batches import OPTIONS, PAGES, alone, ids_of, run_all, scheduler_of
-from support.checkpoints import mistral_config, reference_model, save_checkpoint
 
 from kvant import stream_generate
-from kvant.engine.load import load_model
 from kvant.engine.request import Request
-from kvant.errors import ContextError, PromptError, QueueFullError
+from kvant.errors import ContextError, QueueFullError
 from kvant.models import Decoder
 from kvant.sample_utils import make_sampler
 
@@ -54,9 +51,6 @@ def test_every_request_as_alone(pocket: Pocket, prompts: list[list[int]]) -> Non
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"prompt": []}, PromptError, "empty"),
-    ({"prompt": [5, 99_999]}, PromptError, "token id 99999"),
-    ({"max_tokens": 0}, ValueError, "max_tokens is 0"),
     ({"answers": 9}, ValueError, "answers is 9; the batch has room for 8"),
     ({"top_logprobs": -1}, ValueError, "top_logprobs is -1"),
     ({"salt": "me"}, ValueError, "salt is 'me'"),
@@ -154,13 +148,6 @@ def test_which_prompts_are_fed_in_a_step(
         seen += expected
 
 
-def test_an_answers_first_token_does_not_wait_for_its_second(pocket: Pocket) -> None:
-    scheduler, _ = scheduler_of(pocket[0])
-    scheduler.submit(Request([5], max_tokens=3))
-    assert [len(scheduler.step()) for _ in range(3)] == [1, 1, 1]
-    assert scheduler.idle
-
-
 def test_memory_of_a_chunk_is_given_back_before_the_next(pocket: Pocket, heldout_ids: list[int]) -> None:
     scheduler, _ = scheduler_of(pocket[0], pool={"prefill_step_size": 128})
     scheduler.submit(Request(heldout_ids[:400], max_tokens=2))
@@ -220,16 +207,6 @@ def test_a_cache_that_was_changed_since(pocket: Pocket) -> None:
     assert pool.num_free == PAGES
 
 
-def test_the_end_of_the_context(pocket: Pocket) -> None:
-    scheduler, _ = scheduler_of(pocket[0], pool={"max_seq_len": 30})
-    limited, unlimited = (Request(range(20, 40), max_tokens=n) for n in (50, -1))
-    told = run_all(scheduler, [limited, unlimited])
-    for request in (limited, unlimited):
-        expected = alone(pocket[0], request, reserved=30)
-        assert ids_of(told[request]) == expected
-        assert (len(expected), told[request][-1].finish_reason) == (11, "context")
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_second_turn_feeds_what_is_new(pocket: Pocket, heldout_ids: list[int], deterministic: bool) -> None:
     """With determinism only what a prompt's chunks computed."""
@@ -242,18 +219,3 @@ def test_a_second_turn_feeds_what_is_new(pocket: Pocket, heldout_ids: list[int],
         tokens = run_all(scheduler, [request])[request]
         assert {token.cached_tokens for token in tokens} == {shared}
         assert ids_of(tokens) == alone(pocket[0], request)
-
-
-def test_prompts_that_part_share_a_window(tmp_path: Path) -> None:
-    config = mistral_config(sliding_window=160)
-    save_checkpoint(tmp_path / "model", config, reference_model(config))
-    model = load_model(tmp_path / "model")
-    assert isinstance(model, Decoder)
-    scheduler, pool = scheduler_of(model, pool={"prefill_step_size": 128})
-    ids = [7 * i % 97 for i in range(400)]
-    run_all(scheduler, [Request(ids, max_tokens=2)])
-    request = Request([*ids[:300], 5, 6, *ids[:30]], max_tokens=4)
-    tokens = run_all(scheduler, [request])[request]
-    assert tokens[0].cached_tokens == 256
-    assert ids_of(tokens) == alone(model, request)
-    assert pool.num_free == pool.num_pages

@@ -32,6 +32,7 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
     "a negative token": ({"sampler": lambda logprobs: mx.array([-1])}, "the sampler picked token -1"),
     "no numbers": ({"logits_processors": [lambda tokens, logits: logits * math.nan]}, "NaN"),
     "logits of another shape": ({"logits_processors": [lambda tokens, logits: logits[:, :5]]}, "expected"),
+    "no logits": ({"logits_processors": [lambda tokens, logits: None]}, "returned a NoneType"),
     "no array": ({"sampler": lambda logprobs: 5}, ""),
 }
 

@@ -138,17 +138,6 @@ def test_another_thread_during_a_step(pocket: Pocket, grows: bool) -> None:
     assert refused == [*ATTEMPTS] * 5
 
 
-def test_a_run_that_another_thread_ended_says_so(pocket: Pocket) -> None:
-    """Its text would be cut without a word."""
-    cache = pocket[0].make_cache(100)
-    run = stream_generate(*pocket, PROMPT, prompt_cache=cache)
-    next(run)
-    _apart(generate, *pocket, PROMPT, max_tokens=3, prompt_cache=cache)
-    with pytest.raises(RuntimeError, match="the run was ended"):
-        next(run)
-    assert list(run) == []
-
-
 def test_one_thread_after_the_other(pocket: Pocket) -> None:
     model, _ = pocket
     expected = [r.token for r in stream_generate(*pocket, PROMPT, max_tokens=10)]
