@@ -1,12 +1,15 @@
 """The cache of a model: one count for all layers, steps that count when they are committed, and mlx-lm's habits."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from support.counts import count
+from support.interruption import Interruption
 
 from kvant.cache import FullKVCache, ModelCache, QuantizedKVCache
 from kvant.engine.run import Run
@@ -67,6 +70,31 @@ def test_a_step_counts_when_it_is_committed(pocket: Pocket, caches: list[ModelCa
     model(mx.array([[50, 51, 8, 8, 8]]), cache=fresh)
     fresh.trim(3)
     assert mx.array_equal(*(model(mx.array([[60, 61]]), cache=used) for used in (cache, fresh)))
+
+
+def test_interrupted_steps(pocket: Pocket, caches: list[ModelCache]) -> None:
+    """At any line: the cache holds all of a step or nothing, and says which."""
+    (model, _), (cache, fresh) = pocket, caches
+    counted, held = Interruption(0), set()
+
+    def feed(used: ModelCache, first: int, end: int) -> None:
+        if not first:
+            used.reset()
+        mx.eval(model(mx.array([IDS[first:end]]), cache=used))
+
+    feed(cache, 0, 9)
+    counted.of(partial(feed, cache, 9, 14))
+    for at in [*range(1, counted.lines, count(counted.lines // 9, 5)), *range(counted.lines - 40, counted.lines)]:
+        feed(cache, 0, 9)
+        assert Interruption(at).of(partial(feed, cache, 9, 14))
+        held.add(cache.offset)
+        assert cache.ids == [IDS[: cache.offset]]
+        assert {layer.offset for layer in cache} == {cache.offset}
+        feed(fresh, 0, 9)
+        if cache.offset == 14:
+            feed(fresh, 9, 14)
+        assert mx.array_equal(*(model(mx.array([[60, 61]]), cache=used) for used in caches))
+    assert held == {9, 14}
 
 
 def test_steps_and_commits_that_are_refused(pocket: Pocket) -> None:

@@ -91,6 +91,7 @@ def _draft(
         _check(scheduler, told, plain)
     assert {request for request in plain if told[request][-1].finish_reason == "cancelled"} <= {*cancelled}
     assert scheduler.drafts.drafted > 40
+    assert kind != "small" or scheduler.drafts.off == "the draft model's context, 146 tokens, is full"
     assert kind != "known" or 0.4 * scheduler.drafts.drafted < scheduler.drafts.accepted
     for each in (pool, drafts.pool):
         assert isinstance(each, Pool)

@@ -20,7 +20,7 @@ from kvant.cache.single import SinglePool
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import Request
-from kvant.engine.run import CacheScheduler, Run
+from kvant.engine.run import CacheScheduler
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import ModelError
 from kvant.models import Decoder, LanguageModel
@@ -114,19 +114,6 @@ def test_no_id_that_the_model_does_not_have(small: LanguageModel) -> None:
     drafters[1].extend([small.config.vocab_size])
     assert drafters[1].propose(3) == []
     assert drafters[1].ended == f"token {small.config.vocab_size} is not in the draft model's vocabulary"
-
-
-def test_its_context_ends_before_the_models(
-    pocket: Pocket, small: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, prompt = pocket[0], (PROMPT * 4)[:135]
-    draft_by_chance(monkeypatch, 2)
-    drafts = ModelDrafts(model=small, vocab_size=model.config.vocab_size)
-    plain, drafted = (Run(model, prompt, model.make_cache(256), max_tokens=24, drafts=each) for each in (None, drafts))
-    assert [token for token, _ in drafted] == [token for token, _ in plain]
-    assert drafted.drafts is not None
-    assert drafted.drafts.drafted
-    assert drafted.drafts.off == "the draft model's context, 146 tokens, is full"
 
 
 @ONE_AND_MANY

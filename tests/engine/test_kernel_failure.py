@@ -62,12 +62,3 @@ def test_the_kernel_is_not_blamed_for_a_callers_error(pocket: Pocket, fused_call
     for ask, prompt in ((generate, PROMPT), (batch_generate, [PROMPT])):
         with pytest.raises(kind, match=r"^the sampler fails$"):
             ask(*pocket, prompt, sampler=sampler)  # type: ignore[operator]
-
-
-def test_nor_is_a_cache_without_it(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*arguments: Any) -> mx.array:
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(pocket[0], "next_logits", fails)
-    with pytest.raises(RuntimeError, match=r"^no memory$"):
-        generate(*pocket, PROMPT)

@@ -74,15 +74,10 @@ def test_another_model_is_refused(pocket: Pocket, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 777.0}))
     loaded = kvant.load_prompt_cache(path)
-    for wrong, message in (
-        (kvant.load(folder)[0], "of another model: the model's digest is [0-9a-f]{64}; expected"),
-        (load_decoder(folder), "of another model: RoPE's frequency of pair 1 is"),
-        (BridgedModel(build("qwen3")[0], BridgedConfig("qwen3", 97, None), mx.float32), "of another"),
-    ):
-        for _ in range(2):  # the second time too
-            with pytest.raises(SnapshotError, match=message) as error:
-                wrong(mx.array([[5]]), cache=loaded)
-            assert str(error.value).startswith(f"{path}: ")
+    bridged = BridgedModel(build("qwen3")[0], BridgedConfig("qwen3", 97, None), mx.float32)
+    for wrong in (kvant.load(folder)[0], load_decoder(folder), bridged) * 2:  # the second time too
+        with pytest.raises(SnapshotError, match=rf"^{path}: .*of another"):
+            wrong(mx.array([[5]]), cache=loaded)
     model(mx.array([[5]]), cache=loaded)  # the right one can still use it
     assert loaded.cache.offset == 10
     with pytest.raises(ValueError, match="tokens of another model"):

@@ -148,15 +148,6 @@ def test_which_prompts_are_fed_in_a_step(
         seen += expected
 
 
-def test_memory_of_a_chunk_is_given_back_before_the_next(pocket: Pocket, heldout_ids: list[int]) -> None:
-    scheduler, _ = scheduler_of(pocket[0], pool={"prefill_step_size": 128})
-    scheduler.submit(Request(heldout_ids[:400], max_tokens=2))
-    mx.clear_cache()
-    scheduler.step()
-    assert scheduler.counts.prefilling
-    assert mx.get_cache_memory() < 100_000  # without giving it back: 3.7 MB
-
-
 @pytest.mark.parametrize("length", [5, 128, 200])
 def test_several_answers_of_one_prompt(pocket: Pocket, heldout_ids: list[int], length: int) -> None:
     scheduler, pool = scheduler_of(pocket[0], pages=7)
