@@ -230,17 +230,13 @@ def test_the_reservation_is_prompt_and_max_tokens(
         ({"prompt": [1, 10**6]}, PromptError, "token id 1000000"),
         ({"prompt": [1, -1]}, PromptError, "token id -1"),
         ({"prompt": mx.array([[1, 2]])}, PromptError, "shape"),
-        *(
-            ({"prompt": bad}, PromptError, "prompt (is a|has) ")
-            for bad in (b"a", None, 5, {}, [{"role": 5}], "\ud800")
-        ),
+        *(({"prompt": bad}, PromptError, "prompt (is a|has) ") for bad in (b"a", None, 5, {}, [{"role": 5}], "\ud800")),
         ({"prompt": [1] * 2049}, ContextError, "the prompt has 2049 tokens; the model's context is 2048"),
     ],
 )
 def test_bad_arguments_are_refused_at_the_call(
     pocket: Pocket, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    """For many prompts too."""
     options = {"prompt": [1, 2]} | arguments
     with pytest.raises(error, match=message):
         stream_generate(*pocket, **options)
