@@ -89,9 +89,9 @@ LogitBias = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """The flags of a command that runs a model, beside those of sampling: for config file and presets, too."""
+@dataclass(frozen=True)
+class ModelFlags:
+    """Which model, and what the config file has for it."""
 
     model: Model = POCKET
     preset: Annotated[
@@ -101,6 +101,15 @@ class RunOptions:
         ),
     ] = None
     adapter_path: AdapterPath = None
+
+    def __post_init__(self) -> None:
+        check_text(model=self.model, adapter_path=self.adapter_path)
+
+
+@dataclass(frozen=True)
+class AnswerFlags:
+    """What is said to the model, and what ends its answer."""
+
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Generate at most this many tokens.")] = 256
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None
     extra_eos_token: Annotated[
@@ -114,6 +123,22 @@ class RunOptions:
         str | None,
         typer.Option(metavar="JSON", help="Variables for the chat template, such as '{\"enable_thinking\": false}'."),
     ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]  # of the other concerns
+        check_counts(max_tokens=self.max_tokens)
+        check_text(system_prompt=self.system_prompt)
+        check_stop(self.stop or ())
+        check_text(**{"--extra-eos-token": "".join(self.extra_eos_token or ())})
+        template_variables(self.chat_template_config)
+        if self.ignore_eos and self.extra_eos_token:
+            raise BadValueError("--extra-eos-token ends a text, and --ignore-eos goes on past all that ends one")
+
+
+@dataclass(frozen=True)
+class CacheFlags:
+    """How the cache stores tokens, how many, and how they are read and fed."""
+
     kv_bits: Annotated[int, typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization.")] = 8
     kv_group_size: Annotated[
         int | None, typer.Option(help="Cached values that share one scale; divides the head dimension; default: 32.")
@@ -141,6 +166,30 @@ class RunOptions:
         ),
     ] = None
     prefill_step_size: PrefillStepSize = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        check_counts(prefill_step_size=self.prefill_step_size)
+        kv_size(self.max_kv_size)
+        check_kernels(self.kernels)
+        _ = self.cache
+
+    @property
+    def cache(self) -> CacheOptions:
+        """How caches and pools store their tokens."""
+        if self.kv_bits == 0 and self.kv_group_size is not None:
+            raise BadValueError(f"--kv-group-size is {self.kv_group_size}, but --kv-bits 0 does not quantize")
+        group = DEFAULT_KV_GROUP_SIZE if self.kv_group_size is None else self.kv_group_size
+        try:
+            return CacheOptions(self.kv_bits, group, self.kv_bias_split, self.kernels)
+        except ArgumentError as error:
+            raise BadValueError(error.worded(flag)) from error
+
+
+@dataclass(frozen=True)
+class DraftFlags:
+    """What drafts."""
+
     draft: Annotated[
         Source,
         typer.Option(
@@ -157,6 +206,16 @@ class RunOptions:
         ),
     ] = None
     num_draft_tokens: NumDraftTokens = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        check_draft(self.draft, self.draft_model, self.num_draft_tokens)
+
+
+@dataclass(frozen=True)
+class RunOptions(DraftFlags, CacheFlags, AnswerFlags, ModelFlags):
+    """The flags of a command that runs a model, beside those of sampling: for config file and presets, too."""
+
     parallel: Annotated[
         str | None,
         typer.Option(
@@ -178,29 +237,8 @@ class RunOptions:
     origins: Mapping[str, tuple[Any, str]] = field(default_factory=dict, metadata={"flag": False})
 
     def __post_init__(self) -> None:
-        check_counts(max_tokens=self.max_tokens, prefill_step_size=self.prefill_step_size)
-        kv_size(self.max_kv_size)
-        check_kernels(self.kernels)
-        _ = self.cache
-        check_text(model=self.model, adapter_path=self.adapter_path, system_prompt=self.system_prompt)
-        check_draft(self.draft, self.draft_model, self.num_draft_tokens)
-        check_stop(self.stop or ())
-        check_text(**{"--extra-eos-token": "".join(self.extra_eos_token or ())})
-        template_variables(self.chat_template_config)
+        super().__post_init__()
         check_parallel(self.parallel)
-        if self.ignore_eos and self.extra_eos_token:
-            raise BadValueError("--extra-eos-token ends a text, and --ignore-eos goes on past all that ends one")
-
-    @property
-    def cache(self) -> CacheOptions:
-        """How caches and pools store their tokens."""
-        if self.kv_bits == 0 and self.kv_group_size is not None:
-            raise BadValueError(f"--kv-group-size is {self.kv_group_size}, but --kv-bits 0 does not quantize")
-        group = DEFAULT_KV_GROUP_SIZE if self.kv_group_size is None else self.kv_group_size
-        try:
-            return CacheOptions(self.kv_bits, group, self.kv_bias_split, self.kernels)
-        except ArgumentError as error:
-            raise BadValueError(error.worded(flag)) from error
 
     @property
     def shared(self) -> dict[str, Any]:
