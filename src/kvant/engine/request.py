@@ -70,7 +70,7 @@ class Request:
     keep_logprobs: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Token:
     """A token of one answer, or its end.
 

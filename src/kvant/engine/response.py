@@ -8,7 +8,7 @@ from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.request import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GenerationResponse:
     """One generated token, with mlx-lm's fields, and those from ``latency_ms`` on.
 

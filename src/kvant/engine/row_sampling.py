@@ -46,7 +46,7 @@ class Picked(NamedTuple):
     logprobs: mx.array | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sampled:
     """The next token of every row, not evaluated.
 
