@@ -125,7 +125,6 @@ class AnswerFlags:
     ] = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()  # type: ignore[misc]  # of the other concerns
         check_counts(max_tokens=self.max_tokens)
         check_text(system_prompt=self.system_prompt)
         check_stop(self.stop or ())
@@ -168,7 +167,6 @@ class CacheFlags:
     prefill_step_size: PrefillStepSize = 512
 
     def __post_init__(self) -> None:
-        super().__post_init__()  # type: ignore[misc]
         check_counts(prefill_step_size=self.prefill_step_size)
         kv_size(self.max_kv_size)
         check_kernels(self.kernels)
@@ -208,7 +206,6 @@ class DraftFlags:
     num_draft_tokens: NumDraftTokens = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()  # type: ignore[misc]
         check_draft(self.draft, self.draft_model, self.num_draft_tokens)
 
 
@@ -237,7 +234,10 @@ class RunOptions(DraftFlags, CacheFlags, AnswerFlags, ModelFlags):
     origins: Mapping[str, tuple[Any, str]] = field(default_factory=dict, metadata={"flag": False})
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        ModelFlags.__post_init__(self)
+        AnswerFlags.__post_init__(self)
+        CacheFlags.__post_init__(self)
+        DraftFlags.__post_init__(self)
         check_parallel(self.parallel)
 
     @property

@@ -55,16 +55,14 @@ class PromptFeeder:
         tell = work.checked.request.progress
         if tell is not None and start == work.start:
             tell(0, len(ids) - start)
+        batch = self._pool.batch([sequence])
         if end == len(ids):
-            batch = self._pool.batch([sequence])
             logits = self._model.next_logits(mx.array([chunk]), batch)
             mx.eval(logits)
-            batch.commit(ids=[chunk])
         else:
-            batch = self._pool.batch([sequence])
             mx.eval(self._model.feed(mx.array([chunk]), batch))
             mx.clear_cache()  # a chunk's activations; without it MLX kept four times as much (measured)
-            batch.commit(ids=[chunk])
+        batch.commit(ids=[chunk])
         if work.exact == start and len(chunk) == CHUNK:
             work.exact = end
         if tell is not None:

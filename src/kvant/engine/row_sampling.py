@@ -141,27 +141,17 @@ def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.arr
     masks = {number: row.mask for number, row in enumerate(rows) if row.mask is not None}
     if masks:
         logits = with_rows(logits, [*masks], allowed_only(rows_of(logits, [*masks]), [*masks.values()]))
-    seeded = [number for number, sampler in enumerate(samplers) if isinstance(sampler, SeededSampler)]
-    keys = draw_keys([samplers[n] for n in seeded], [rows[n].position for n in seeded]) if seeded else None
-    return draw_rows(logits, samplers, keys)
-
-
-def draw_rows(logits: mx.array, samplers: Sequence[Sampler], keys: mx.array | None) -> tuple[mx.array, mx.array]:
-    """A token for each row by its own sampler, as the sampler alone would pick it.
-
-    Args:
-        logits: (B, vocab), float32.
-        samplers: of each row.
-        keys: (S, 2), of the S rows whose sampler is seeded, in their order; None: there are none.
-
-    Returns:
-        The tokens (B,) and the log-probabilities (B, vocab).
-    """
     logprobs = logits - logsumexp(logits)
+    return _draw(logprobs, samplers, [row.position for row in rows]), logprobs
+
+
+def _draw(logprobs: mx.array, samplers: Sequence[Sampler], positions: Sequence[int]) -> mx.array:
+    """The tokens (B,) that each row's own sampler picks at its position, as the sampler alone would pick it."""
     seeded = [row for row, sampler in enumerate(samplers) if isinstance(sampler, SeededSampler)]
     likeliest = [row for row, sampler in enumerate(samplers) if sampler is greedy]
     parts: list[tuple[list[int], mx.array]] = []  # rows and their tokens
-    if keys is not None:
+    if seeded:
+        keys = draw_keys([samplers[row] for row in seeded], [positions[row] for row in seeded])
         block = len(seeded) if mx.default_device().type == mx.gpu else max(1, BLOCK // logprobs.shape[-1])
         for first in range(0, len(seeded), block):
             some = seeded[first : first + block]
@@ -173,10 +163,10 @@ def draw_rows(logits: mx.array, samplers: Sequence[Sampler], keys: mx.array | No
         foreign = sorted({*range(len(samplers))} - {*seeded, *likeliest})
         parts += [([row], samplers[row](logprobs[row : row + 1])) for row in foreign]
     if len(parts) == 1:
-        return parts[0][1], logprobs
+        return parts[0][1]
     order = [row for rows, _ in parts for row in rows]
     tokens = mx.concatenate([tokens for _, tokens in parts])
-    return tokens[mx.array(sorted(range(len(order)), key=order.__getitem__))], logprobs
+    return tokens[mx.array(sorted(range(len(order)), key=order.__getitem__))]
 
 
 def _no_token(sampler: Sampler, processors: Sequence[Change], logprob: float) -> LogitsError | None:

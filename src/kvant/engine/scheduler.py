@@ -395,6 +395,8 @@ class Scheduler:
         self, work: Work, reason: FinishReason, numbers: Collection[int], error: BaseException | None = None
     ) -> None:
         """End answers of a request before their time."""
+        if isinstance(error, StopIteration):  # whoever iterates an answer would take it for its end, as PEP 479 says
+            error = RuntimeError("a sampler, logits processor or progress raised StopIteration")
         for number in sorted(numbers):
             cache = None
             for answer in [each for each in self._running if each.work is work and each.number == number]:

@@ -121,7 +121,6 @@ class _Stream:
         self._scheduler, self._tokenizer, self._started = scheduler, tokenizer, started
         self._pending = deque(enumerate(wanted))
         self._answers: dict[tuple[Request, int], _Answer] = {}
-        self._last: _Answer  # whose token was taken last
         self._is_drafting = any(each.request.drafts is not None for each in wanted)
 
     def submit(self) -> None:
@@ -141,18 +140,20 @@ class _Stream:
                 drafts = scheduler.drafts if self._is_drafting else None
                 for token in tokens:
                     if token.error is not None:
-                        raise _as_raised(token.error)
-                    made = self._took(token, seconds, drafts)
+                        raise token.error
+                    place = token.request, token.answer
+                    answer = self._answers[place] if token.finish_reason is None else self._answers.pop(place)
+                    made = self._took(answer, token, seconds, drafts)
                     if made is not None:
                         yield made
-                    if self._last.following is not None:
-                        self._go_on(self._last)
+                    if answer.following is not None:
+                        self._go_on(answer.following, answer)
         finally:
             scheduler.close()
 
-    def _took(self, token: Token, seconds: float, drafts: DraftCounts | None) -> GenerationResponse | None:
-        place = token.request, token.answer
-        answer = self._last = self._answers[place] if token.finish_reason is None else self._answers.pop(place)
+    def _took(
+        self, answer: _Answer, token: Token, seconds: float, drafts: DraftCounts | None
+    ) -> GenerationResponse | None:
         if answer.last is not None:  # it was cancelled below
             answer.after += token.token is not None
             return None if token.finish_reason is None else answer.ended(token)
@@ -163,17 +164,8 @@ class _Stream:
             return None
         return made
 
-    def _go_on(self, answer: _Answer) -> None:
+    def _go_on(self, following: Callable[[], Request], answer: _Answer) -> None:
         """Submit what follows an answer whose context is full."""
-        following, answer.following = answer.following, None
-        assert following is not None
         request = following()
         self._scheduler.submit(request)
         self._answers[request, 0] = answer
-
-
-def _as_raised(error: BaseException) -> BaseException:
-    """Give an error that can leave an iterator: a StopIteration would end it without a word, as PEP 479 says."""
-    if isinstance(error, StopIteration):
-        return RuntimeError("a sampler, logits processor or progress raised StopIteration")
-    return error
