@@ -3,7 +3,6 @@
 A failure names the case with its seed; `draw_case(seed)` makes it again. Refused calls are in test_pmx_errors.py.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -144,19 +143,15 @@ def test_memory_of_a_call_does_not_grow_with_the_cache(attends: bool, mode: int,
 
 @on_a_cpu
 def test_memory_of_the_attention_does_not_grow_with_the_sequences() -> None:
-    """Each sequence's keys and values are dequantized when it is its turn."""
-    K, D, tokens, most = 2, 64, 1024, 16
+    """Each sequence's keys and values are dequantized when it is its turn, or while it waits in MLX's queue of ten."""
+    K, D, tokens, most = 2, 64, 512, 64
     arrays = [mx.zeros((1, 2, K, most * tokens, D), mx.int8), mx.zeros((1, 2, K, most * tokens, D // 8), mx.float16)]
     floats = 2 * K * tokens * D * 4  # of one sequence
     options = {"num_heads": K, "head_dim": D, "quant_bit": 8, "cache_layout": 3}
-    peaks: dict[int, int] = {}
-    for B in [4, most] * 3:  # how far MLX queues ahead depends on what else the machine does
-        new, ends = mx.ones((B, K, D)), list(range(0, (B + 1) * tokens, tokens))
-        index = (list(range(B + 1)), ends, ends[:-1], [tokens - 1] * B, B, 1, tokens)
-        call = partial(dynamic_batching.multi_head_cache_attention, new, new, new, *index, *arrays, **options)
-        peaks[B] = min(peak_of(call, [new, *arrays]), peaks.get(B, sys.maxsize))
-    assert floats < peaks[most] < most / 2 * floats
-    assert peaks[most] < peaks[4] + 2 * floats
+    new, ends = mx.ones((most, K, D)), list(range(0, (most + 1) * tokens, tokens))
+    index = (list(range(most + 1)), ends, ends[:-1], [tokens - 1] * most, most, 1, tokens)
+    call = partial(dynamic_batching.multi_head_cache_attention, new, new, new, *index, *arrays, **options)
+    assert floats < peak_of(call, [new, *arrays]) < 20 * floats  # 8 where nothing else runs
 
 
 def spoilt_call(packed: bool, quant_bit: int, which: str, bad: float) -> tuple[Array, list[Array]]:
