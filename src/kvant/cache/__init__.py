@@ -2,11 +2,10 @@
 
 from kvant.cache.full import FullKVCache
 from kvant.cache.identity import Identity
-from kvant.cache.layer import AttentionCache, KVCache
-from kvant.cache.model import ModelCache
+from kvant.cache.layer import AttentionCache
+from kvant.cache.model import KVCache, ModelCache
 from kvant.cache.options import CacheOptions
 from kvant.cache.quantized import QuantizedKVCache
-from kvant.cache.window import WindowKVCache
 
 __all__ = [
     "AttentionCache",
@@ -16,5 +15,4 @@ __all__ = [
     "KVCache",
     "ModelCache",
     "QuantizedKVCache",
-    "WindowKVCache",
 ]

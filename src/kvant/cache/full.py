@@ -2,39 +2,24 @@
 
 import mlx.core as mx
 
-from kvant.cache.layer import KVCache
-from kvant.cache.layer_format import LayerFormat
-from kvant.operators.attention import attend_tokens
-from kvant.operators.masks import both_masks, window_mask
-from kvant.operators.validation import check_tokens
 
-
-class FullKVCache(KVCache):
+class FullKVCache:
     """Keys and values as they came, (B, K, T, D); every append copies all of them.
 
     The contract is Tiny-LLM's TinyKvFullCache.
+
+    Attributes:
+        offset: tokens so far; the position of the next one.
     """
 
-    def __init__(self, window: int | None = None) -> None:
-        """``window``: the last tokens that a query sees in :meth:`attend`; None: all."""
-        super().__init__()
-        self.window = window
+    def __init__(self) -> None:
+        self.offset = 0
         self._key_value: tuple[mx.array, mx.array] | None = None
 
     @property
-    def max_seq_len(self) -> None:
-        """None: the cache grows."""
-        return
-
-    @property
-    def buffers(self) -> list[mx.array]:
-        """Keys and values."""
-        return [] if self._key_value is None else list(self._key_value)
-
-    @property
-    def format(self) -> LayerFormat:
-        """How it stores tokens: as they come."""
-        return LayerFormat("full", window=self.window)
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(array.nbytes for array in self._key_value or ())
 
     def update_and_fetch(
         self, key: mx.array, value: mx.array, mask_length: int | None = None, mask: mx.array | str | None = None
@@ -54,56 +39,20 @@ class FullKVCache(KVCache):
         """
         if key.ndim != 4 or key.shape != value.shape:
             raise ValueError(f"key has shape {tuple(key.shape)}, value {tuple(value.shape)}; expected one (B, H, S, D)")
-        offset = self.offset
-        if self._key_value is not None and offset:
-            self.check_shape(key.shape[0], key.shape[1], key.shape[3])
-            # Without the tokens of a step that was not committed.
-            cached_key, cached_value = (x[:, :, :offset] for x in self._key_value)
-            if key.dtype != cached_key.dtype:
-                raise ValueError(f"key is {key.dtype}; the cache holds {cached_key.dtype}")
+        if self._key_value is not None:
+            cached_key, cached_value = self._key_value
+            (B, K, _, D), (b, k, _, d) = cached_key.shape, key.shape
+            if (B, K, D, cached_key.dtype) != (b, k, d, key.dtype):
+                raise ValueError(
+                    f"the cache holds a batch of {B}, {K} kv heads and a head_dim of {D}, {cached_key.dtype}; "
+                    f"given {b}, {k} and {d}, {key.dtype}"
+                )
             key = mx.concatenate([cached_key, key], axis=2)
             value = mx.concatenate([cached_value, value], axis=2)
-        self._key_value = (key, value)
-        if not self.sequence.shared:
-            self.sequence.commit(key.shape[2] - offset)
-        return key, value, key.shape[2], mask
-
-    def attend(
-        self,
-        query: mx.array,
-        key: mx.array,
-        value: mx.array,
-        mask: mx.array | None = None,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        """Append keys and values and attend to every token so far; see :class:`kvant.cache.KVCache`."""
-        check_tokens(query, key, value, mask, self.offset)
-        S = key.shape[2]
-        all_keys, all_values, T, _ = self.update_and_fetch(key, value)
-        if self.window is not None and self.window < T:
-            seen = window_mask(S, T, self.window)
-            mask = seen if mask is None else both_masks(seen, mask)
-        return attend_tokens(query, all_keys, all_values, mask=mask, sinks=sinks)
-
-    def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
-        """Raise a ValueError unless the cache is empty or holds keys and values of this shape."""
-        if self._key_value is None or not self.offset:
-            return
-        B, K, _, D = self._key_value[0].shape
-        if (batch, num_kv_heads, head_dim) != (B, K, D):
-            raise ValueError(
-                f"the cache holds a batch of {B}, {K} kv heads and a head_dim of {D}; "
-                f"given {batch}, {num_kv_heads} and {head_dim}"
-            )
-
-    def reserve(self, num_tokens: int) -> None:
-        """There is always room: the cache grows."""
+        self._key_value = key, value
+        self.offset = key.shape[2]
+        return key, value, self.offset, mask
 
     def reset(self) -> None:
         """Forget every token, and free them."""
-        super().reset()
-        self._key_value = None
-
-    def release(self) -> None:
-        """The same as :meth:`reset`: nothing is reserved."""
-        self.reset()
+        self._key_value, self.offset = None, 0

@@ -1,5 +1,6 @@
 """How a layer's cache stores its tokens: what two caches must have in common for one to take the other's."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -31,12 +32,11 @@ class LayerFormat:
     """A layer's format. Sizes count elements; windows count tokens.
 
     Attributes:
-        kind: "quantized", the reserved cache, at 0 bits too; "chunks", Llama 4's; "full", which grows; "state", of a
-            linear layer.
+        kind: "quantized", at 0 bits too; "chunks", Llama 4's; "state", of a linear layer.
         num_kv_heads, head_dim, value_head_dim: of its tokens.
         kv_bits, kv_group_size: 0 where nothing is quantized.
         dtype, scale_dtype: of the stored arrays, as safetensors writes them; no scales: "".
-        window, keep, slack: of a ring, as :class:`kvant.cache.WindowKVCache` has them; window None: all tokens stay.
+        window, keep, slack: of a ring, window None: all tokens stay.
         split_pairs: the rotary pairs of the bias split; None: keys and values have their biases.
         state: each array of a state; None: it has not been computed yet.
         shared: other layers of a bridged model ask for what this one fetched.
@@ -143,6 +143,11 @@ class LayerFormat:
             "key_bias": ("F32", (heads, 2, len(self.split_pairs))),
             "value_bias": ("F32", (heads, self.head_dim)),
         }
+
+
+def state_format(arrays: Sequence[mx.array | None]) -> LayerFormat:
+    """The format of a state with these arrays."""
+    return LayerFormat("state", state=tuple(None if a is None else (DTYPE_NAMES[a.dtype], a.shape) for a in arrays))
 
 
 def stored_dtype(kv_bits: int) -> str:

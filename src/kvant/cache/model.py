@@ -1,209 +1,206 @@
-"""The key/value cache of a model: the arrays of all layers, and the sequence they hold."""
+"""The cache of a conversation: a pool of one sequence, as a sequence of its layers."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import mlx.core as mx
 
 from kvant.cache import snapshot
 from kvant.cache.identity import Identity
-from kvant.cache.layer import KVCache
-from kvant.cache.quantized import QuantizedKVCache
-from kvant.cache.sequence import CachedSequence, check_number
-from kvant.errors import SnapshotError
-from kvant.operators.rotary import Rotary
-from kvant.threads import Turn, check_process
+from kvant.cache.layer_format import LayerFormat
+from kvant.cache.paged_layers import SLACK
+from kvant.cache.pool import Pool
+from kvant.cache.pool_batch import PoolBatch, PoolLayerView
+from kvant.cache.pool_sequence import PoolSequence
+from kvant.threads import check_process
 
 
-def _of_sequence(name: str, doc: str) -> Any:
-    """A property of a cache that its sequence has."""
-    return property(
-        lambda cache: getattr(cache._sequence, name), lambda cache, to: setattr(cache._sequence, name, to), doc=doc
-    )
+class NotSaved:
+    """What mlx-lm's ``save_prompt_cache`` finds in a cache of kvant's, and refuses by these words."""
+
+    def __str__(self) -> str:
+        return "kvant's cache is saved by kvant.save_prompt_cache"
 
 
-class ModelCache(Sequence[KVCache]):
+class KVCache(PoolLayerView):
+    """A layer of a :class:`ModelCache`. All layers have the same tokens: a trim of each in turn counts once."""
+
+    batch: "ModelCache"
+
+    @property
+    def offset(self) -> int:
+        """Tokens so far; the position of the next one."""
+        return self.batch.offset
+
+    @property
+    def window(self) -> int | None:
+        """The last tokens that a query sees, its own included; None: it sees all."""
+        return self.part.window
+
+    @property
+    def format(self) -> LayerFormat:
+        """How it stores tokens."""
+        return self.layer.format
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it holds, with its bias tables."""
+        return self.layer.nbytes
+
+    @property
+    def state(self) -> list[object]:
+        """For mlx-lm, which evaluates it."""
+        return [NotSaved(), *self.layer.arrays]
+
+    def trim(self, num_tokens: int) -> int:
+        """Forget the last tokens of all layers, as mlx-lm does layer by layer."""
+        return self.batch.trim_layer(id(self.layer), num_tokens)
+
+    def is_trimmable(self) -> bool:
+        """Whether the last token can be forgotten."""
+        return self.batch.can_trim_to(max(0, self.offset - 1))
+
+
+class ModelCache(PoolBatch, Sequence[Any]):
     """One cache for all layers of a model. ``model.make_cache()`` makes it.
 
     It is a sequence of its layers, as mlx-lm expects of a ``prompt_cache``. All layers have the same length.
 
     A step has three parts: :meth:`begin`, the computation, in which every layer attends through ``cache[i].attend``,
-    and :meth:`commit`. Only a committed step counts.
+    and :meth:`commit`. Only a committed step counts. A step that fails, is interrupted or is abandoned is never
+    committed, and the next one overwrites what it wrote.
+
+    Attributes:
+        sequence: that it holds.
+        ahead: of its tokens the last ones that are computed and not handed out yet.
     """
 
-    def __init__(self, layers: Sequence[KVCache]) -> None:
-        """Make one cache of layers, which must be empty or belong together already.
-
-        Raises:
-            ValueError: an object that is no layer's cache, a layer given twice, layers of several caches, or layers
-                that hold tokens of their own.
-        """
-        self._layers = tuple(layers)
-        for layer in self._layers:
-            if not isinstance(layer, KVCache):
-                raise ValueError(f"the cache holds a {type(layer).__name__}; expected what model.make_cache returns")
-        if len({id(layer) for layer in self._layers}) != len(self._layers) or not self._layers:
-            raise ValueError(f"the cache has {len(self._layers)} layers; expected at least one, none twice")
-        first = self._layers[0].sequence
-        if not first.shared:
-            first = CachedSequence(shared=True, limits={limit for layer in self._layers for limit in layer.limits})
-            for number, layer in enumerate(self._layers):
-                if layer.sequence.shared or layer.offset:
-                    raise ValueError(f"layer {number} of the cache holds {layer.offset} tokens; expected an empty one")
-            for number, layer in enumerate(self._layers):
-                layer.bind(first, number)
-        elif any(layer.sequence is not first for layer in self._layers):
-            raise ValueError("the cache has layers of several caches; expected those of one")
-        self._sequence = first
-        self._smallest = min(self._layers, key=lambda layer: layer.max_seq_len or math.inf)
+    def __init__(self, pool: Pool) -> None:
+        """Open the sequence of a pool of one, which is made for it."""
+        self.sequence: PoolSequence = pool.sequence(pool.max_seq_len)
+        super().__init__(pool, [self.sequence])
+        self.ahead = 0
+        self._layers: tuple[Any, ...] = tuple(
+            KVCache(self, part, layer) for layer in pool.layers for part in pool.parts if layer in part.layers
+        )
+        self._trimmed: tuple[int, int, set[int]] | None = None
+        self._is_torn = False  # pages are being handed out
 
     @classmethod
-    def of(cls, layers: Sequence[KVCache]) -> "ModelCache":
-        """The cache itself, or one made of a list of layers; the same list again gives the same length."""
-        return layers if isinstance(layers, ModelCache) else cls(layers)
+    def of(cls, layers: Sequence[Any]) -> "ModelCache":
+        """The cache itself, or that of a list of all its layers."""
+        if isinstance(layers, ModelCache):
+            return layers
+        for layer in layers:
+            if not isinstance(layer, KVCache):
+                raise ValueError(f"the cache holds a {type(layer).__name__}; expected what model.make_cache returns")
+        if not layers or any(given is not own for given, own in zip(layers, layers[0].batch, strict=False)):
+            raise ValueError(f"a list of {len(layers)} layers; expected those of one cache, in order")
+        cache: ModelCache = layers[0].batch
+        if len(cache) != len(layers):
+            raise ValueError(f"the cache has {len(layers)} layers; expected the {len(cache)} of one")
+        return cache
 
     @overload
-    def __getitem__(self, index: int) -> KVCache: ...
+    def __getitem__(self, index: int) -> Any: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[KVCache]: ...
-    def __getitem__(self, index: int | slice) -> KVCache | Sequence[KVCache]:
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
         return self._layers[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._layers)
 
     def __len__(self) -> int:
         return len(self._layers)
 
     @property
-    def turn(self) -> Turn:
-        """Held by the thread that computes through the cache."""
-        return self._sequence.turn
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Its tokens, as a batch has them of each sequence."""
-        return (self._sequence.length,)
-
-    @property
     def offset(self) -> int:
         """Tokens so far; the position of the next one."""
-        return self._sequence.length
+        return self.sequence.length
 
     @property
-    def ids(self) -> list[list[int]]:
-        """Ids of its tokens, as a batch has them of each sequence."""
-        return [self._sequence.ids]
+    def max_seq_len(self) -> int:
+        """The reservation: tokens it can have."""
+        return self.pool.max_seq_len
 
     @property
-    def step(self) -> mx.array | None:
-        """Token ids (1, S) of a step that was begun and is not committed."""
-        return self._sequence.step
-
-    @property
-    def max_seq_len(self) -> int | None:
-        """The reservation: tokens it can have; None: the cache grows."""
-        return self._smallest.max_seq_len
-
-    @property
-    def layers(self) -> tuple[KVCache, ...]:
+    def layers(self) -> tuple[Any, ...]:
         """All layers that hold something, in order."""
         return self._layers
 
     @property
     def nbytes(self) -> int:
         """Bytes of all layers."""
-        return sum(layer.nbytes for layer in self._layers)
+        return self.pool.nbytes
 
     @property
     def groups(self) -> list[int]:
         """The sizes of the groups that share a scale, each once; none if nothing is quantized."""
-        found = {layer.kv_group_size for layer in self._layers if isinstance(layer, QuantizedKVCache) and layer.kv_bits}
-        return sorted(found)
+        return sorted({layer.format.kv_group_size for layer in self.pool.layers} - {0})
 
-    # They can be set, too.
-    identity: Identity | None = _of_sequence("identity", "Of the model whose tokens it holds; None: not known.")
-    rotary: Rotary | None = _of_sequence("rotary", "How the model turns keys; None: not known.")
-    divided: bool = _of_sequence("divided", "Whether other ranks hold a part: it is not saved, loaded or forked then.")
-    made_for: object = _of_sequence("made_for", "The config of the model that made it, which needs no other check.")
-    ahead: int = _of_sequence("ahead", "Of its tokens the last ones that are computed and not handed out yet.")
+    @property
+    def identity(self) -> Identity | None:
+        """Of the model whose tokens it holds; None: not known."""
+        return self.pool.identity
 
-    def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
-        """Raise a ValueError unless every layer can hold keys and values (batch, num_kv_heads, S, head_dim)."""
-        for layer in self._layers:
-            layer.check_shape(batch, num_kv_heads, head_dim)
+    @property
+    def divided(self) -> bool:
+        """Whether other ranks hold a part: it is not saved, loaded or forked then."""
+        return self.pool.divided
 
     def reserve(self, num_tokens: int) -> None:
-        """Make sure that there is room for ``num_tokens`` more tokens.
-
-        Raises:
-            ContextError: there is no such room.
-            RuntimeError: the cache was released.
-        """
-        self._smallest.reserve(num_tokens)
+        """Raise a ContextError unless there is room for so many more tokens, a RuntimeError if it was released."""
+        self.sequence.check_room(num_tokens)
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
-        """Begin a step of token ids (1, S); an earlier one that was not committed is gone.
-
-        Returns:
-            the position of the first new token, as a batch has it of each sequence.
-
-        Raises:
-            ContextError: no room; nothing was begun.
-            ValueError: several sequences.
-        """
-        batch, num_tokens = inputs.shape
-        if batch != 1:
-            raise ValueError(
-                f"inputs has {batch} sequences; a cache has one, and model.make_pool makes a pool for more"
-            )
-        self.reserve(num_tokens)
-        self._sequence.step = inputs
-        self._sequence.values.clear()
-        return self.lengths
+        self._trimmed = None
+        self._hand_out()
+        lengths = super().begin(inputs)
+        self._is_torn = False
+        return lengths
 
     def commit(
         self, num_tokens: int | Sequence[int] | None = None, *, ids: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Count the tokens of the step that was begun.
-
-        Args:
-            num_tokens: the first so many of its tokens, an int or a list of it; None: all. The others are gone: so a
-                draft's rejected tokens are.
-            ids: the step's token ids, (1, S); None: they are read from what the step was begun with.
-
-        Raises:
-            RuntimeError: no step was begun, or a trim, a reset or another thread came in between.
-            ValueError: more tokens than the step has.
-        """
-        if (step := self._sequence.step) is None:
-            raise RuntimeError("no step to commit: none was begun, or the cache was trimmed or reset since")
-        if isinstance(num_tokens, Sequence):
-            (num_tokens,) = num_tokens
-        count = step.shape[1] if num_tokens is None else num_tokens
-        check_number(count)
-        if count > step.shape[1]:
-            raise ValueError(f"num_tokens is {num_tokens}; the step has {step.shape[1]}")
-        given: Sequence[Sequence[int]] = step.tolist() if ids is None else ids  # type: ignore[assignment]
-        self._sequence.commit(count, given[0])
-        for layer in self._layers:
-            layer.settle()
-
-    def end_step(self) -> None:
-        """Drop a step that was begun and is not committed."""
-        self._sequence.step = None
+        self._hand_out()
+        super().commit(num_tokens, ids=ids)
+        self._is_torn = False
 
     def trim(self, num_tokens: int) -> int:
-        """Forget the last tokens; see :meth:`CachedSequence.trim`."""
-        return self._sequence.trim(num_tokens)
+        """Forget the last tokens, or all there are; see :meth:`PoolSequence.trim`."""
+        with self.turn:
+            self._hand_out()
+            self.end_step()
+            forgotten = self.sequence.trim(num_tokens)
+            self._is_torn = False
+            self.ahead = 0
+            self._trimmed = None
+            return forgotten
+
+    def trim_layer(self, layer: int, num_tokens: int) -> int:
+        """Trim, for one of the layers: those that follow with the same number have the same answer."""
+        if self._trimmed is not None:
+            number, forgotten, layers = self._trimmed
+            if number == num_tokens and layer not in layers:
+                layers.add(layer)
+                return forgotten
+        forgotten = self.trim(num_tokens)
+        self._trimmed = num_tokens, forgotten, {layer}
+        return forgotten
 
     def trim_to(self, num_tokens: int) -> None:
         """Forget what it has past its first ``num_tokens`` tokens."""
-        check_number(num_tokens)
-        self.trim(max(0, self.offset - num_tokens))
+        self.trim(max(0, self.offset - num_tokens) if type(num_tokens) is int and num_tokens >= 0 else num_tokens)
 
     def can_trim_to(self, num_tokens: int) -> bool:
         """Whether it can go back to its first ``num_tokens`` tokens, exactly."""
-        return self._sequence.can_return(min(self.offset, num_tokens))
+        return self.sequence.can_trim_to(num_tokens)
+
+    def takes_back(self, most: int) -> int:
+        """How many of ``most`` tokens of a step can be taken back."""
+        return min(most, SLACK + 1) if any(table.moves for table in self.sequence.tables) else most
 
     def go_back(self, num_tokens: int) -> bool:
         """Forget what it has past ``num_tokens`` tokens; everything, if some layer cannot go back so far.
@@ -211,11 +208,9 @@ class ModelCache(Sequence[KVCache]):
         Returns:
             whether the tokens up to there are still held.
         """
-        if not self.can_trim_to(num_tokens):
-            self.reset()
-            return False
-        self.trim_to(num_tokens)
-        return True
+        can = self.can_trim_to(num_tokens)
+        self.trim_to(num_tokens if can else 0)
+        return can
 
     def keep_common(self, ids: Sequence[int]) -> int:
         """Go back to what it has in common with these tokens.
@@ -224,30 +219,34 @@ class ModelCache(Sequence[KVCache]):
             how many of them it holds now, at least one less than there are: one has to be fed for there to be logits. 0
             if a window or a state cannot go back so far.
         """
-        held = self.ids[0]
+        held = self.sequence.ids
         length = min(len(held), len(ids) - 1)
         common = next((i for i in range(length) if held[i] != ids[i]), length)
         return common if self.go_back(common) else 0
 
     def reset(self) -> None:
         """Forget every token; the memory stays reserved."""
-        self._sequence.reset()
+        self.trim(self.offset)
 
     def release(self) -> None:
         """Give the memory back. The cache cannot be used after it."""
         with self.turn:
-            for layer in self._layers:
-                layer.release()
+            self.end_step()
+            self.sequence.release()
+            self.pool.release()
 
-    def fork(self) -> "ModelCache":
+    def fork(self) -> Self:
         """A cache of its own with the same tokens and the same reservation; what one appends the other never sees.
 
         Raises:
             RuntimeError: another thread uses the cache, or it was released.
-            SnapshotError: it grows, or is divided over ranks.
+            SnapshotError: it is divided over ranks.
         """
         with self.turn:
-            return ModelCache(self._forked())
+            self._check_whole()
+            made: Self = self.pool.make_cache(self.max_seq_len)
+            made.sequence.load(self.sequence)
+            return made
 
     def save(self, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
         """Save the committed tokens: one safetensors file, for its owner only, in place of what is at ``path``.
@@ -259,13 +258,13 @@ class ModelCache(Sequence[KVCache]):
             metadata: what :meth:`load` is to return.
 
         Raises:
-            SnapshotError: it cannot be written, grows or is divided over ranks; what was at ``path`` still is.
+            SnapshotError: it cannot be written, or is divided over ranks; what was at ``path`` still is.
             RuntimeError: another thread uses the cache, or it was released.
             ValueError: metadata that is no text.
         """
         with self.turn:
             self._check_whole()
-            snapshot.save(Path(path), self.layers, metadata=metadata or {})
+            snapshot.save(Path(path), self.sequence, metadata=metadata or {})
 
     def load(self, path: str | Path) -> dict[str, str]:
         """Take the tokens of a snapshot, in place of those that the cache has.
@@ -283,27 +282,20 @@ class ModelCache(Sequence[KVCache]):
         with self.turn:
             self._check_whole()
             self.reset()
-            try:
-                return snapshot.restore(Path(path), self.layers)
-            except BaseException:
-                self.reset()
-                raise
+            return snapshot.restore(Path(path), self.sequence)
 
     def _check_whole(self) -> None:
-        """Raise unless it has all rows, in memory that is reserved."""
+        """Raise unless it has all rows, and no tokens that wait to be written."""
         check_process()
-        if self.divided:
-            raise SnapshotError("the cache is divided over several ranks: it cannot be saved, loaded or forked")
-        if self.max_seq_len is None:
-            raise SnapshotError("the cache grows: it cannot be saved, loaded or forked")
+        self.pool.check_whole()
         self.reserve(0)
+        self._hand_out()
+        self.settle()
+        self._is_torn = False
 
-    def _forked(self) -> list[KVCache]:
-        """Layers with the same tokens, of a cache of their own."""
-        self._check_whole()
-        sequence, made = self._sequence.fork(), []
-        for number, layer in enumerate(self.layers):
-            layer.settle_committed()
-            made.append(layer.fork())
-            made[-1].bind(sequence, number)
-        return made
+    def _hand_out(self) -> None:
+        """Begin to hand out pages; after an interruption in the middle of it the free ones are found again."""
+        if self._is_torn:
+            for part, table in zip(self.pool.parts, self.sequence.tables, strict=True):
+                part.pages.hold_only(table.pages)
+        self._is_torn = True

@@ -17,20 +17,24 @@ from kvant.operators.kernels.attend import unsupported_reason
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.probe import KernelUse
 
+SLACK = 16  # tokens that a sequence can go back at least, where pages of a window move along
+
 
 @dataclass(slots=True)
 class PageTable:
     """The pages of one sequence in the layers that share them, in the order of positions.
 
     Attributes:
-        first: the first position whose row is still there; 0 without a window.
+        first: the first position whose row is still there; 0 unless pages move.
         pages: page 0 is that of position ``first``.
         limit: pages that it may have at once.
+        moves: its window's pages move along with it; else it keeps those of all its tokens.
     """
 
     first: int
     pages: list[int]
     limit: int
+    moves: bool = False
 
     @property
     def start(self) -> int:
@@ -55,12 +59,17 @@ class PoolLayer:
     backend: Backend | None = None
     arrays: list[mx.array] = field(default_factory=list)
 
-    def allocate(self, num_pages: int) -> None:
+    def allocate(self, rows: int) -> None:
         """Allocate the arrays and touch them; they never grow."""
-        stored = self.format.arrays(num_pages * PAGE_SIZE).values()
+        stored = self.format.arrays(rows).values()
         self.arrays.extend(mx.zeros(shape, DTYPES[dtype]) for dtype, shape in stored)
         split = self.bias_split
         mx.eval(self.arrays, [] if split is None else [split.key_bias, split.rotation, split.value_bias])
+
+    def tables(self) -> dict[str, mx.array]:
+        """The biases that tokens are stored without, by their names in a snapshot."""
+        split = self.bias_split
+        return {} if split is None else {"key_bias": split.key_bias, "value_bias": split.value_bias}
 
     @property
     def nbytes(self) -> int:
@@ -72,8 +81,9 @@ class PagedLayers:
     """The layers that share page tables: those that see all tokens, or those of one window width.
 
     Without a window a sequence is given all its pages when it is opened. With one its pages move along: a page whose
-    rows all left the window is given back, and one is taken for new rows. How many it may have at once is promised when
-    it is opened, and the promises to all sequences are never more than there are pages. So a page is always found.
+    rows all left the window, and the 16 tokens before it that it may go back, is given back, and one is taken for new
+    rows. How many it may have at once is promised when it is opened, and the promises to all sequences are never more
+    than there are pages. So a page is always found.
 
     Attributes:
         window: tokens that a query sees, its own included; None: all.
@@ -98,6 +108,9 @@ class PagedLayers:
         """Pages that a sequence may have at once."""
         return int(min(pages_for(max_tokens), self._ring))
 
+    def _empty(self, max_tokens: int, first: int = 0, pages: Sequence[int] = ()) -> PageTable:
+        return PageTable(first, [*pages], self.limit(max_tokens), moves=self._ring < pages_for(max_tokens))
+
     @property
     def num_free(self) -> int:
         """Pages that a new sequence could have: also those that only the prefix index holds."""
@@ -114,7 +127,7 @@ class PagedLayers:
     def open(self, chain: Sequence[bytes], max_tokens: int) -> PageTable:
         """Pages for ``max_tokens`` tokens, of which those under a chain of digests are shared."""
         first = self.first_seen(len(chain) * PAGE_SIZE) // PAGE_SIZE
-        table = PageTable(first * PAGE_SIZE, self.prefix.hold(chain[first:]), self.limit(max_tokens))
+        table = self._empty(max_tokens, first * PAGE_SIZE, self.prefix.hold(chain[first:]))
         return self._reserve(table, max_tokens)
 
     def fork(self, table: PageTable, length: int, max_tokens: int) -> PageTable:
@@ -125,7 +138,7 @@ class PagedLayers:
         """
         whole, rest = (length - table.start) // PAGE_SIZE, length % PAGE_SIZE
         self.pages.share(table.pages[:whole])
-        made = self._reserve(PageTable(table.first, table.pages[:whole], self.limit(max_tokens)), max_tokens)
+        made = self._reserve(self._empty(max_tokens, table.first, table.pages[:whole]), max_tokens)
         if rest:
             if len(made.pages) == whole:
                 made.pages += self._take(1)
@@ -171,14 +184,25 @@ class PagedLayers:
             self.make_room([table], [0], length)
             return
         self.pages.release(table.pages)
-        table.first, table.pages = max(first, self.first_seen(length) // PAGE_SIZE * PAGE_SIZE), []
+        table.first, table.pages = max(first, self._first_kept(length) if table.moves else 0), []
         table.pages = self._take(pages_for(length - table.start))
+
+    def waits(self, table: PageTable, length: int, new_tokens: int) -> bool:
+        """Whether new tokens would take the place of rows that they, or other tokens in their place, see."""
+        start = max(table.start, self._first_kept(length))
+        return table.moves and pages_for(length + new_tokens - start) > table.limit
+
+    def move_to(self, table: PageTable, length: int) -> None:
+        """Have pages for so many tokens, and for what the last of them and those 16 before it see."""
+        self._move(table, length - 1, length)
 
     def make_room(self, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int) -> None:
         """Give each table pages of its own for the rows of tokens behind ``lengths``. A shared page is copied."""
         for table, length in zip(tables, lengths, strict=True):
             if self.window is not None:
                 self._move(table, length, length + new_tokens)
+        if not self.pages.num_shared:
+            return
         written = [
             (table, number, max(0, length - table.start - number * PAGE_SIZE))
             for table, length in zip(tables, lengths, strict=True)
@@ -204,12 +228,17 @@ class PagedLayers:
                 table.pages[number] = own
                 self.pages.release([page])
 
+    def _first_kept(self, length: int) -> int:
+        """The first row of the first page that a sequence of so many tokens, or up to 16 fewer, sees."""
+        return self.first_seen(max(0, length - SLACK)) // PAGE_SIZE * PAGE_SIZE
+
     def _move(self, table: PageTable, start: int, end: int) -> None:
-        """Give back the pages that no query from position ``start`` on sees, and take those up to ``end``."""
-        gone = min(self.first_seen(start) // PAGE_SIZE - table.first // PAGE_SIZE, len(table.pages))
-        if gone > 0:
-            given, start = table.pages[:gone], table.start
-            table.first, table.pages = start + gone * PAGE_SIZE, table.pages[gone:]
+        """Give back the pages that no query from 16 before position ``start`` on sees, and take those up to ``end``."""
+        first = self._first_kept(start) if table.moves else 0
+        if first > table.start:
+            gone = (first - table.start) // PAGE_SIZE
+            given = table.pages[:gone]
+            table.first, table.pages = first, table.pages[gone:]
             self.pages.release(given)
         table.pages += self._take(max(0, pages_for(end - table.start) - len(table.pages)))
 
@@ -280,4 +309,4 @@ def backend_of(
 
 def ring_pages(window: int | None, step_size: int) -> float:
     """Pages that hold what steps of ``step_size`` tokens see through a window; without one any number."""
-    return math.inf if window is None else pages_for(window - 1 + step_size) + 1
+    return math.inf if window is None else pages_for(window - 1 + SLACK + step_size) + 1

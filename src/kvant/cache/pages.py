@@ -1,7 +1,7 @@
 """Pages of a pool: which are free, and how many hold each. No arrays."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvant.errors import ContextError
 
@@ -15,10 +15,12 @@ class Pages:
 
     Attributes:
         num, num_free: pages in all, and those that are free.
+        num_shared: those that are held more than once.
     """
 
     def __init__(self, num: int) -> None:
         self.num = self.num_free = num
+        self.num_shared = 0
         self._holders = [0] * num
         self._free = [(0, num)] if num else []  # the first page and the number of each free stretch, in order
 
@@ -48,13 +50,23 @@ class Pages:
         for page in pages:
             assert self._holders[page], f"page {page} is free"
             self._holders[page] += 1
+            self.num_shared += self._holders[page] == 2
 
     def release(self, pages: Sequence[int]) -> None:
         """Hold pages once less."""
         for page in pages:
             assert self._holders[page], f"page {page} is free"
             self._holders[page] -= 1
+            self.num_shared -= self._holders[page] == 1
             if not self._holders[page]:
+                self._add_free(page)
+
+    def hold_only(self, pages: Collection[int]) -> None:
+        """Hold these once, and no others."""
+        self.num_free = self.num_shared = 0
+        self._holders, self._free = [int(page in pages) for page in range(self.num)], []
+        for page in range(self.num):
+            if page not in pages:
                 self._add_free(page)
 
     def refcount(self, page: int) -> int:

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import DTYPES, LayerFormat
-from kvant.cache.model import ModelCache
-from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, backend_of, ring_pages
+from kvant.cache.paged_layers import SLACK, PagedLayers, PageTable, PoolLayer, backend_of, ring_pages
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence, PoolState, close
@@ -48,8 +47,8 @@ class Pool(PoolState):
         tokens: int,
         sequences: int,
         max_seq_len: int,
-        prefill_step_size: int,
-        make_cache: Callable[[int], ModelCache],
+        prefill_step_size: int | None,
+        make_cache: Callable[[int], Any],
         identity: Identity | None = None,
         kernels: str | None = None,
         dtype: mx.Dtype = mx.float16,
@@ -65,8 +64,9 @@ class Pool(PoolState):
             tokens: of all sequences together; whole pages are made of them.
             sequences: that can be open at once.
             max_seq_len: tokens that one can have.
-            prefill_step_size: new tokens of one in a step, at most.
-            make_cache: makes a cache for so many tokens of one sequence, in the same format.
+            prefill_step_size: new tokens of one in a step, at most. None: any number. The pool is for one sequence then,
+                which shares no pages; it has as many rows as it has tokens, and of a window few more than are seen.
+            make_cache: makes a :class:`kvant.cache.ModelCache` for so many tokens, in the same format.
             identity: of the model; None: not known.
             kernels: "unfused" or "fused" forces how attention is computed, as in :class:`kvant.cache.QuantizedKVCache`.
                 A step of more than 8 new tokens a sequence, as in a prefill, is always unfused. What the pool needs of
@@ -76,7 +76,7 @@ class Pool(PoolState):
             windows: of the whole model's layers, where ``formats`` are a rank's alone: pages are counted for all.
         """
         sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
-        for name, number in (sizes | {"prefill_step_size": prefill_step_size}).items():
+        for name, number in (sizes | {"prefill_step_size": prefill_step_size or 1}).items():
             if type(number) is not int or number < 1:
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
         check_process()
@@ -88,10 +88,10 @@ class Pool(PoolState):
         # In the order of the layers; where none keeps rows, pages still count tokens.
         for window in dict.fromkeys(windows or [own.window for own in formats]) or [None]:
             of_part = [layer for layer in layers if layer.format.window == window]
-            num_pages = _num_pages(window, tokens, sequences, prefill_step_size)
+            num_pages, rows = _size(window, tokens, sequences, prefill_step_size)
             for layer in of_part:
-                layer.allocate(num_pages)
-            parts.append(PagedLayers(window, of_part, num_pages, prefill_step_size))
+                layer.allocate(rows)
+            parts.append(PagedLayers(window, of_part, num_pages, prefill_step_size or SLACK + 1))
         super().__init__(
             layers,
             parts,
@@ -101,6 +101,24 @@ class Pool(PoolState):
             make_cache=make_cache,
             identity=identity,
         )
+
+    @classmethod
+    def alone(
+        cls,
+        formats: Sequence[LayerFormat],
+        bias_splits: Sequence[BiasSplit | None],
+        max_seq_len: int,
+        make_cache: Callable[..., Any],
+        **options: Any,
+    ) -> Self:
+        """Allocate a pool for one sequence; see :meth:`__init__`."""
+        sizes: dict[str, Any] = {"tokens": max_seq_len, "max_seq_len": max_seq_len, "prefill_step_size": None}
+        return cls(formats, bias_splits, **sizes, sequences=1, make_cache=make_cache, **options)
+
+    def release(self) -> None:
+        """Give the memory back. The pool cannot be used after it."""
+        for layer in self.layers:
+            layer.arrays.clear()
 
     def describe(self) -> str:
         """Its size and format, in a line."""
@@ -208,12 +226,12 @@ class Pool(PoolState):
 
 
 def pool_bytes(
-    formats: Sequence[LayerFormat], *, tokens: int, sequences: int, max_seq_len: int, prefill_step_size: int
+    formats: Sequence[LayerFormat], *, tokens: int, sequences: int, max_seq_len: int, prefill_step_size: int | None
 ) -> int:
     """:attr:`Pool.nbytes` of a pool with these arguments, which is not made."""
     total = 0
     for own in formats:
-        rows = PAGE_SIZE * _num_pages(own.window, tokens, sequences, prefill_step_size)
+        _, rows = _size(own.window, tokens, sequences, prefill_step_size)
         stored = [*own.arrays(rows).values(), *own.tables().values()]
         if own.split_pairs is not None:
             stored.append(("F32", (2, len(own.split_pairs), max_seq_len)))  # cosines and sines
@@ -225,6 +243,8 @@ def pool_bytes(
     return total
 
 
-def _num_pages(window: int | None, tokens: int, sequences: int, step_size: int) -> int:
-    """Pages of a layer: as many as the sequences can use of those that the tokens take."""
-    return int(min(pages_for(tokens), sequences * ring_pages(window, step_size)))
+def _size(window: int | None, tokens: int, sequences: int, step_size: int | None) -> tuple[int, int]:
+    """Pages and rows of a layer: as many as the sequences can use of those that the tokens take."""
+    num_pages = int(min(pages_for(tokens), sequences * ring_pages(window, step_size or SLACK + 1)))
+    rows = num_pages * PAGE_SIZE
+    return num_pages, rows if step_size else min(rows, tokens)

@@ -11,7 +11,7 @@ from kvant.cache.pages import pages_for, runs
 from kvant.cache.pool_sequence import PoolSequence, PoolState
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
-from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
+from kvant.operators.paged_attention import PagedRows, append_and_attend_paged, put_rows
 from kvant.operators.paged_kernel import StepPages, step_pages
 from kvant.threads import Turn
 
@@ -46,6 +46,8 @@ class PoolBatch:
             raise ValueError(f"rows is {rows!r}; expected an int, at least {count} for so many sequences")
         self.step: mx.array | None = None
         self._placed: dict[PagedLayers, PagedRows] = {}
+        self._start = 0  # the position of the first of the tokens that wait
+        self._waiting: dict[PagedLayers, list[tuple[PoolLayer, list[mx.array]]]] = {}
 
     def __getitem__(self, layer: int) -> AttentionCache:
         return list(self)[layer]
@@ -85,19 +87,22 @@ class PoolBatch:
         """
         rows, S = inputs.shape
         if rows != self.rows:
-            raise ValueError(f"the batch has {self.rows} rows; given {rows}")
+            raise ValueError(f"inputs has {rows} sequences; expected {self.rows}")
         if self.pool.prefill_step_size < S:
             raise ValueError(f"{S} new tokens in one step; the pool takes {self.pool.prefill_step_size}")
         with self.turn:
             for sequence in self.sequences:
                 sequence.check_room(S)
+            self.settle()
             lengths = [sequence.length for sequence in self.sequences]
             placed = {}
             for number, part in enumerate(self.pool.parts):
                 tables = [sequence.tables[number] for sequence in self.sequences]
-                part.make_room(tables, lengths, S)
-                placed[part] = place_rows(part, tables, lengths, S)
-            self._placed = placed
+                waits = self.pool.alone and part.waits(tables[0], lengths[0], S)
+                if not waits:
+                    part.make_room(tables, lengths, S)
+                placed[part] = place_rows(part, tables, lengths, S, waits=waits)
+            self._placed, self._start = placed, lengths[0]
             self.step = inputs
             for sequence in self.sequences:
                 sequence.step = self.step
@@ -134,8 +139,29 @@ class PoolBatch:
 
     def end_step(self) -> None:
         """Drop a step that was begun and is not committed."""
+        self.settle()
         self.step = None
         self._placed = {}
+
+    def settle(self) -> None:
+        """Write those of the tokens that wait which count by now; the others are gone."""
+        if not self._waiting:
+            return
+        (sequence,) = self.sequences
+        for table, part in zip(sequence.tables, self.pool.parts, strict=True):
+            if sequence.length <= self._start or part not in self._waiting:
+                continue
+            part.move_to(table, sequence.length)
+            first = max(table.first, self._start)
+            rows = runs(table.pages, first - table.start, sequence.length - table.start)
+            for layer, arrays in self._waiting[part]:
+                for array, tokens in zip(layer.arrays, arrays, strict=True):
+                    put_rows(array, tokens[0, :, :, first - self._start :], rows)
+        self._waiting = {}
+
+    def wait(self, part: PagedLayers, layer: PoolLayer, tokens: list[mx.array]) -> None:
+        """Keep a layer's new tokens, as it stores them, until the step is committed."""
+        self._waiting.setdefault(part, []).append((layer, tokens))
 
     def placed(self, part: PagedLayers) -> PagedRows:
         """Where the step's tokens are, in some of the layers."""
@@ -144,7 +170,7 @@ class PoolBatch:
         return self._placed[part]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class PoolLayerView:
     """A layer of a pool as a model sees it in a step."""
 
@@ -166,9 +192,8 @@ class PoolLayerView:
         sinks: mx.array | None = None,
     ) -> mx.array:
         """Append and attend; see :meth:`kvant.cache.AttentionCache.attend`. R rows, padding among them."""
-        assert mask is None
         own = self.layer.format
-        return append_and_attend_paged(
+        output, waiting = append_and_attend_paged(
             query,
             key,
             value,
@@ -176,15 +201,27 @@ class PoolLayerView:
             self.batch.placed(self.part),
             quant_bit=own.kv_bits,
             quant_group=own.kv_group_size,
+            mask=mask,
             bias_split=self.bias_split,
             sinks=sinks,
             backend=self.layer.backend,
         )
+        if waiting is not None:
+            self.batch.wait(self.part, self.layer, waiting)
+        return output
 
 
-def place_rows(part: PagedLayers, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int) -> PagedRows:
-    """Where S new tokens of each sequence are written, and what their queries read."""
+def place_rows(
+    part: PagedLayers, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int, *, waits: bool = False
+) -> PagedRows:
+    """Where S new tokens of each sequence are written, and what their queries read.
+
+    ``waits``: they are written when the step is committed.
+    """
     first = [part.first_seen(length) for length in lengths]
+    if waits:
+        held = runs(tables[0].pages, first[0] - tables[0].start, lengths[0] - tables[0].start)
+        return PagedRows(None, [held], first, part.window)
     new, read = [], []
     for table, length, seen in zip(tables, lengths, first, strict=True):
         end, start = length + new_tokens, table.start

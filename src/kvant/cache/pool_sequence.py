@@ -1,21 +1,20 @@
 """A sequence of a pool: its tokens, and the pages they are in."""
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import mlx.core as mx
 
 from kvant.cache.identity import Identity
-from kvant.cache.layer import KVCache
 from kvant.cache.layer_format import difference
-from kvant.cache.model import ModelCache
-from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
+from kvant.cache.paged_layers import SLACK, PagedLayers, PageTable, PoolLayer
 from kvant.cache.pages import PAGE_SIZE, runs
 from kvant.cache.prefix import digests, extended, root
-from kvant.cache.window import SLACK
 from kvant.errors import ContextError, SnapshotError
 from kvant.operators.paged_attention import put_rows, stored_rows
+from kvant.operators.rotary import Rotary
 from kvant.threads import Turn
 
 
@@ -29,9 +28,12 @@ class PoolState:
         max_sequences: sequences that can be open at once.
         num_sequences: sequences that are open.
         max_seq_len: tokens that a sequence can have.
-        prefill_step_size: new tokens of a sequence in one step, at most.
-        make_cache: a cache for so many tokens of one sequence, in the pool's format.
+        alone: it is for one sequence, which shares no pages.
+        prefill_step_size: new tokens of a sequence in one step, at most; any number where it is alone.
+        make_cache: makes a :class:`kvant.cache.ModelCache` for so many tokens, in the pool's format.
         identity: of the model whose tokens it holds; None: not known.
+        rotary: how the model turns keys; None: not known.
+        layout: what a bridged model expects in its cache, as JSON; "": a decoder's.
         divided: other ranks hold a part of the rows. A sequence takes no cache and gives none then.
         takes_back: a step of a sequence may be committed in part, one of several sequences too.
         made_for: the config of the model that made it; None: not known.
@@ -40,6 +42,8 @@ class PoolState:
     divided = False
     takes_back = True
     made_for: object = None
+    rotary: Rotary | None = None
+    layout = ""
 
     def __init__(
         self,
@@ -48,8 +52,8 @@ class PoolState:
         *,
         max_sequences: int,
         max_seq_len: int,
-        prefill_step_size: int,
-        make_cache: Callable[[int], ModelCache],
+        prefill_step_size: int | None,
+        make_cache: Callable[[int], Any],
         identity: Identity | None,
     ) -> None:
         self.turn = Turn()
@@ -58,7 +62,8 @@ class PoolState:
         self.max_sequences = max_sequences
         self.num_sequences = 0
         self.max_seq_len = max_seq_len
-        self.prefill_step_size = prefill_step_size
+        self.alone = prefill_step_size is None
+        self.prefill_step_size = prefill_step_size or sys.maxsize
         self.make_cache = make_cache
         self.identity = identity
 
@@ -158,8 +163,8 @@ class PoolSequence:
             length = self._length - lost
             if not self.can_trim_to(length):
                 raise ValueError(
-                    f"{lost} of {self._length} tokens are to be forgotten; the pages of a window that {length} tokens "
-                    "would need were given back"
+                    f"{lost} of {self._length} tokens are to be forgotten; its windows or states go back no further "
+                    f"than to {self.oldest} tokens, or to none"
                 )
             self.step = None
             self._length = length
@@ -175,9 +180,13 @@ class PoolSequence:
 
     def can_trim_to(self, num_tokens: int) -> bool:
         """Whether it can go back to its first ``num_tokens`` tokens, exactly."""
-        length = min(num_tokens, self._length)
+        return num_tokens == 0 or num_tokens >= min(self.oldest, self._length)
+
+    @property
+    def oldest(self) -> int:
+        """The shortest length, except 0, that it can go back to exactly."""
         parts = zip(self.pool.parts, self.tables, strict=True)
-        return length == self._length or all(part.can_go_back(table, length) for part, table in parts)
+        return max((table.first + part.window - 1 for part, table in parts if part.window and table.first), default=0)
 
     def fork(self, max_tokens: int | None = None) -> Self:
         """A sequence of its own with the same tokens. It shares their pages; what one writes the other never sees.
@@ -227,92 +236,96 @@ class PoolSequence:
                     )
                 part.prefix.use(chain)
 
-    def load(self, cache: ModelCache) -> None:
-        """Take the tokens of a cache of the same model and format. The sequence must be empty.
-
-        Args:
-            cache: of any reservation; it stays as it is.
-        """
+    def load(self, other: "PoolSequence") -> None:
+        """Take the tokens of a sequence of another pool, of the same model and format. This one must be empty."""
         self.pool.check_whole()
-        with self.pool.turn, cache.turn:
-            length = cache.offset
+        other.pool.check_whole()
+        with self.pool.turn, other.pool.turn:
+            other.check_open()
+            length, ids = other.length, other.ids
             self.check_room(length)
             if self._length:
                 raise ValueError(f"the sequence holds {self._length} tokens; expected an empty one")
-            held = self._check_format(cache)
-            (ids,) = cache.ids
+            self._check_format(other.pool)
             if len(ids) != length:
                 raise ValueError(f"the cache knows the ids of {len(ids)} of its {length} tokens")
+            source = dict(zip(self.pool.layers, other.pool.layers, strict=True))
             self.step = None
             try:
-                for part, table in zip(self.pool.parts, self.tables, strict=True):
-                    own = [(layer, held[self.pool.layers.index(layer)]) for layer in part.layers]
-                    self._load(part, table, own, length, cache.layers[0].sequence.written)
+                lost = {layer: other._table_of(given).first for layer, given in source.items()}
+                self.begin_at(lost, length)
+                for layer, given in source.items():
+                    self.put(layer, other.held_rows(given, max(lost[layer], self._table_of(layer).first)), length)
             except BaseException:
-                for part, table in zip(self.pool.parts, self.tables, strict=True):
-                    part.go_back(table, 0)
+                self.empty()
                 raise
             self.commit(ids)
 
-    def _load(
-        self,
-        part: PagedLayers,
-        table: PageTable,
-        layers: Sequence[tuple[PoolLayer, KVCache]],
-        length: int,
-        written: int,
-    ) -> None:
-        """:meth:`load`, of some layers and those of the cache; without counting the tokens."""
-        first = max((given.format.first(length, written) for _, given in layers), default=0)
-        part.begin_at(table, first, length)
-        rows = runs(table.pages, table.first - table.start, length - table.start)
-        for layer, given in layers:
-            given.settle_committed()
-            skipped = table.first - given.format.first(length, written)
-            for array, tokens in zip(layer.arrays, given.stored(), strict=True):
-                put_rows(array, tokens[:, :, skipped:], rows)
-            mx.eval(layer.arrays)  # or the cache's next append would copy its whole array
+    @property
+    def saved_layers(self) -> list[PoolLayer | list[mx.array | None]]:
+        """What a snapshot has of it, in the order of the model: layers with rows, or the arrays of a state."""
+        return list(self.pool.layers)
 
-    def to_cache(self, max_seq_len: int | None = None) -> ModelCache:
-        """A cache of its own with the same tokens, for ``save`` or another engine.
+    def restore_states(self, states: Sequence[list[mx.array | None]]) -> None:
+        """Put in the arrays of the states that a snapshot has."""
+        assert not states
+
+    def held_rows(self, layer: PoolLayer, first: int) -> list[mx.array]:
+        """The rows (2, K, rows, D') of a layer's tokens from position ``first`` on, as they are stored; a copy."""
+        table = self._table_of(layer)
+        rows = runs(table.pages, first - table.start, self._length - table.start)
+        return [stored_rows(array, rows) for array in layer.arrays]
+
+    def _table_of(self, layer: PoolLayer) -> PageTable:
+        return next(table for part, table in zip(self.pool.parts, self.tables, strict=True) if layer in part.layers)
+
+    def begin_at(self, lost: Mapping[PoolLayer, int], length: int) -> None:
+        """Take pages for ``length`` tokens, which :meth:`put` fills.
 
         Args:
-            max_seq_len: its reservation; None: as many tokens as the sequence has pages for.
+            lost: of each layer, the number of first tokens that there are no rows of.
         """
-        self.pool.check_whole()
-        with self.pool.turn:
-            self.check_open()
-            made = self.pool.make_cache(self.max_tokens if max_seq_len is None else max_seq_len)
-            length = self._length
-            made.reserve(length)
-            held = _with_tokens(made)
-            # A ring that had this many tokens has lost the rows that are missing here.
-            parts = list(zip(self.pool.parts, self.tables, strict=True))
-            lost = [table.first + (part.window or 0) + SLACK for part, table in parts if table.first]
-            written = max([length, *lost])
-            for part, table in parts:
-                for layer in part.layers:
-                    own = held[self.pool.layers.index(layer)]
-                    first = own.format.first(length, written)
-                    rows = runs(table.pages, first - table.start, length - table.start)
-                    own.restore([stored_rows(array, rows) for array in layer.arrays], first, length)
-                    mx.eval(own.buffers)  # or the pool's next append would copy its whole array
-            made.layers[0].sequence.restore(length, written, self.ids)
-            return made
+        for part, table in zip(self.pool.parts, self.tables, strict=True):
+            first = max((lost[layer] for layer in part.layers), default=0)
+            if first and part.window is None:
+                raise ValueError(f"tokens before {first} are forgotten; a cache without a window needs all of them")
+            part.begin_at(table, first, length)
 
-    def _check_format(self, cache: ModelCache) -> list[KVCache]:
-        """The layers of a cache that hold tokens."""
-        held = _with_tokens(cache)
-        if len(held) != len(self.pool.layers):
-            raise ValueError(f"the cache has {len(held)} layers; expected {len(self.pool.layers)}")
-        if None not in (cache.identity, self.pool.identity) and cache.identity != self.pool.identity:
+    def put(self, layer: PoolLayer, tokens: Sequence[mx.array], length: int) -> None:
+        """Write the rows (2, K, rows, D') of a layer's tokens before ``length``, those that there are pages for."""
+        table = self._table_of(layer)
+        count = length - table.first
+        rows = runs(table.pages, table.first - table.start, length - table.start)
+        for array, each in zip(layer.arrays, tokens, strict=True):
+            put_rows(array, each[:, :, each.shape[2] - count :], rows)
+        mx.eval(layer.arrays)  # or the next append would copy the whole array that was read
+
+    @property
+    def written(self) -> int:
+        """The most tokens that a ring of the window and 16 rows may have had which lacks the rows that are missing."""
+        parts = zip(self.pool.parts, self.tables, strict=True)
+        return max(self._length, *(table.first + part.window + SLACK for part, table in parts if part.window and table.first), 0)
+
+    def restore(self, length: int, ids: Sequence[int]) -> None:
+        """Count tokens whose rows were put in; ``ids`` are theirs, or nothing."""
+        self.step = None
+        self._ids, self._length = list(ids), length
+
+    def empty(self) -> None:
+        """Have none of what was put in."""
+        for part, table in zip(self.pool.parts, self.tables, strict=True):
+            part.go_back(table, 0)
+
+    def _check_format(self, given: PoolState) -> None:
+        """Refuse tokens of another model or format."""
+        if len(given.layers) != len(self.pool.layers):
+            raise ValueError(f"the cache has {len(given.layers)} layers; expected {len(self.pool.layers)}")
+        if None not in (given.identity, self.pool.identity) and given.identity != self.pool.identity:
             raise ValueError("the cache holds tokens of another model than the pool's")
-        for number, (given, layer) in enumerate(zip(held, self.pool.layers, strict=True)):
-            own = replace(layer.format, slack=given.format.slack)
-            differs = difference(given.format, own, given.max_seq_len, self.pool.max_seq_len)
+        for number, (one, own) in enumerate(zip(given.layers, self.pool.layers, strict=True)):
+            differs = difference(one.format, own.format, given.max_seq_len, self.pool.max_seq_len)
             if differs:
                 raise ValueError(f"the cache is of another format: {differs}, in layer {number}")
-        return held
 
     def release(self) -> None:
         """Give its pages back. It cannot be used after it; to release it again does nothing."""
@@ -321,11 +334,6 @@ class PoolSequence:
                 self._released = True
                 self.pool.num_sequences -= 1
                 close(self.pool, self.tables)
-
-
-def _with_tokens(cache: ModelCache) -> list[KVCache]:
-    """The layers of a cache that a pool has too: not those of a state."""
-    return [layer for layer in cache.layers if layer.format.has_tokens]
 
 
 def close(pool: PoolState, tables: Sequence[PageTable]) -> None:

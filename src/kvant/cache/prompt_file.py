@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvant.cache.layer import KVCache
-from kvant.cache.model import ModelCache
+from kvant.cache.model import KVCache, ModelCache
 from kvant.cache.snapshot import read_header
 from kvant.errors import ContextError, SnapshotError
 

@@ -65,7 +65,7 @@ class SinglePool:
 
     def takes_back(self, most: int) -> int:
         """How many of ``most`` tokens of a step can be taken back."""
-        return min((limit.tokens for limit in self.layers[0].sequence.limits), default=most)
+        return self.cache.takes_back(most)
 
     def held(self, prompt: Sequence[int]) -> int:
         """Tokens of the cache, if the prompt begins with them all."""

@@ -6,7 +6,7 @@ docs/python.md describes the file. A layer is copied at a time, so nothing is he
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -15,8 +15,9 @@ import mlx.core as mx
 
 from kvant.cache.atomic import atomic_file
 from kvant.cache.identity import Identity
-from kvant.cache.layer import KVCache
 from kvant.cache.layer_format import DTYPES, Stored, difference
+from kvant.cache.paged_layers import PoolLayer
+from kvant.cache.pool_sequence import PoolSequence
 from kvant.cache.snapshot_header import RopeFacts, SnapshotHeader, describe, parse
 from kvant.errors import SnapshotError, one_line
 from kvant.files import open_regular
@@ -26,24 +27,24 @@ from kvant.tensor_header import read_header as read_tensor_header
 DIGEST_BYTES = 32
 
 
-def save(path: Path, layers: Sequence[KVCache], *, metadata: Mapping[str, str]) -> None:
-    """Write what the layers of one cache hold, in place of what is at ``path``.
+def save(path: Path, sequence: PoolSequence, *, metadata: Mapping[str, str]) -> None:
+    """Write what a sequence holds, in place of what is at ``path``.
 
     Args:
         path: its folder is there.
-        layers: of one cache. A step that is not committed is left out.
+        sequence: a step that is not committed is left out.
         metadata: text by its name.
     """
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise ValueError("metadata has a key or a value that is no text; expected a dict of str to str")
-    header = describe(layers, metadata)
+    header = describe(sequence, metadata)
     data = _encode(header)
     if len(data) > MAX_HEADER_BYTES:
         raise SnapshotError(f"{path}: its header would have {len(data)} bytes; at most {MAX_HEADER_BYTES} are read")
     try:
         with atomic_file(path) as file:
             whole = hashlib.sha256()
-            for part in (data, hashlib.sha256(data).digest(), *_contents(header, layers)):
+            for part in (data, hashlib.sha256(data).digest(), *_contents(header, sequence)):
                 file.write(part)
                 whole.update(part)
             file.write(whole.digest())
@@ -57,42 +58,39 @@ def read_header(path: Path) -> SnapshotHeader:
         return header
 
 
-def restore(path: Path, layers: Sequence[KVCache]) -> dict[str, str]:
-    """Put a snapshot's tokens into the layers of one cache, which is empty.
-
-    After an error the layers are to be reset: rows may have been written, none counts.
-
-    Returns:
-        the metadata it was saved with.
-    """
-    sequence = layers[0].sequence
+def restore(path: Path, sequence: PoolSequence) -> dict[str, str]:
+    """Put a snapshot's tokens into an empty sequence. Returns the metadata it was saved with."""
     with _open(path) as (file, header, whole):
         try:
-            check_fits(header, layers)
-            ids = fill(header, layers, _Reader(file, whole))
+            _check_fits(header, sequence)
+            ids = _fill(header, sequence, _Reader(file, whole))
             if file.read(DIGEST_BYTES + 1) != whole.digest():
                 raise ValueError("altered: its SHA-256 is another")
         except (OSError, ValueError) as error:
+            sequence.empty()
             raise SnapshotError(f"{path}: {one_line(error)}") from error
-    if sequence.identity is None:
-        sequence.identity = header.identity
-    sequence.restore(header.length, header.written, ids)
+        except BaseException:
+            sequence.empty()
+            raise
+    if sequence.pool.identity is None:
+        sequence.pool.identity = header.identity
+    sequence.restore(header.length, ids)
     return dict(header.metadata)
 
 
-def check_fits(header: SnapshotHeader, layers: Sequence[KVCache]) -> None:
-    """Refuse a snapshot that the layers of a cache cannot take."""
-    own = describe(layers, {})
-    check_model(header, own)
-    for number, (given, layer) in enumerate(zip(header.layers, layers, strict=True)):
-        differs = difference(given, layer.format, header.reservation, layer.max_seq_len)
+def _check_fits(header: SnapshotHeader, sequence: PoolSequence) -> None:
+    """Refuse a snapshot that a sequence cannot take."""
+    own = describe(sequence, {})
+    _check_model(header, own)
+    for number, (given, expected) in enumerate(zip(header.layers, own.layers, strict=True)):
+        differs = difference(given, expected, header.reservation, own.reservation)
         if differs:
             raise ValueError(f"of another format: {differs}, in layer {number}")
     if header.length > own.reservation:
         raise ValueError(f"lengths has {header.length} tokens; the cache has {own.reservation} reserved")
 
 
-def check_model(given: SnapshotHeader, own: SnapshotHeader) -> None:
+def _check_model(given: SnapshotHeader, own: SnapshotHeader) -> None:
     """Refuse another model's. What one of them does not know is not compared."""
     _check_identity(given.identity, own.identity)
     if len(given.layers) != len(own.layers):
@@ -129,14 +127,14 @@ def _encode(header: SnapshotHeader) -> bytes:
     entries: dict[str, object] = {"__metadata__": header.as_metadata()}
     end = 0
     for name, (dtype, shape) in header.tensors().items():
-        first, end = end, end + nbytes((dtype, shape))
+        first, end = end, end + _nbytes((dtype, shape))
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [first, end]}
     data = json.dumps(entries, separators=(",", ":")).encode()
     data += b" " * (-len(data) % 8)
     return len(data).to_bytes(8, "little") + data
 
 
-def nbytes(stored: Stored) -> int:
+def _nbytes(stored: Stored) -> int:
     """Bytes of an array."""
     dtype, shape = stored
     size = DTYPES[dtype].size
@@ -145,15 +143,16 @@ def nbytes(stored: Stored) -> int:
     return size
 
 
-def _contents(header: SnapshotHeader, layers: Sequence[KVCache]) -> Iterator[bytes | memoryview]:
+def _contents(header: SnapshotHeader, sequence: PoolSequence) -> Iterator[bytes | memoryview]:
     """The bytes of every tensor between the digests, in order."""
     if header.has_ids:
-        yield _bytes(mx.array(layers[0].sequence.ids, mx.uint32))
-    for layer in layers:
-        layer.settle_committed()
-        for array in (*layer.tables().values(), *layer.stored_state()):
-            yield _bytes(array)
-        for array in layer.stored() if layer.format.has_tokens else ():
+        yield _bytes(mx.array(sequence.ids, mx.uint32))
+    for own, layer in zip(header.layers, sequence.saved_layers, strict=True):
+        if isinstance(layer, PoolLayer):
+            arrays = [*layer.tables().values(), *sequence.held_rows(layer, own.first(header.length, header.written))]
+        else:
+            arrays = [array for array in layer if array is not None]
+        for array in arrays:
             yield _bytes(array)
 
 
@@ -163,12 +162,11 @@ def _bytes(array: mx.array) -> bytes | memoryview:
     return memoryview(mx.view(mx.contiguous(array).reshape(-1), mx.uint8))  # type: ignore[arg-type]
 
 
-def fill(header: SnapshotHeader, layers: Sequence[KVCache], reader: "_Reader") -> list[int]:
-    """Write every layer's tokens into it, without counting them.
+def _fill(header: SnapshotHeader, sequence: PoolSequence, reader: "_Reader") -> list[int]:
+    """Write every layer's tokens into a sequence, without counting them.
 
     Args:
-        header: fits the layers.
-        layers: of one cache, empty.
+        header: fits the sequence, which is empty.
         reader: gives the arrays in the order of a snapshot.
 
     Returns:
@@ -176,19 +174,22 @@ def fill(header: SnapshotHeader, layers: Sequence[KVCache], reader: "_Reader") -
     """
     length, written = header.length, header.written
     ids: list[int] = reader.take(("U32", (length,))).tolist() if header.has_ids else []  # type: ignore[assignment]
-    for number, (given, layer) in enumerate(zip(header.layers, layers, strict=True)):
-        tables = {name: reader.take(stored) for name, stored in given.tables().items()}
-        check_tables(number, tables, layer.tables())
-        if not given.has_tokens:
-            layer.restore_state([None if stored is None else reader.take(stored) for stored in given.state])
-            continue
-        tokens = [reader.take(stored) for stored in given.arrays(given.rows(length, written)).values()]
-        layer.restore(tokens, given.first(length, written), length)
-        mx.eval(layer.buffers)  # written now, so that what was read is freed before the next is
+    layers = list(zip(header.layers, sequence.saved_layers, strict=True))
+    lost = {own: given.first(length, written) for given, own in layers if isinstance(own, PoolLayer)}
+    sequence.begin_at(lost, length)
+    states = []
+    for number, (given, own) in enumerate(layers):
+        if isinstance(own, PoolLayer):
+            _check_tables(number, {name: reader.take(stored) for name, stored in given.tables().items()}, own.tables())
+            tokens = [reader.take(stored) for stored in given.arrays(given.rows(length, written)).values()]
+            sequence.put(own, tokens, length)
+        else:
+            states.append([None if stored is None else reader.take(stored) for stored in given.state])
+    sequence.restore_states(states)
     return ids
 
 
-def check_tables(number: int, given: Mapping[str, mx.array], own: Mapping[str, mx.array]) -> None:
+def _check_tables(number: int, given: Mapping[str, mx.array], own: Mapping[str, mx.array]) -> None:
     """Raise a ValueError unless the biases of a layer's tokens are the same."""
     for name, array in given.items():
         if not mx.array_equal(array, own[name]):
@@ -203,12 +204,12 @@ class _Reader:
 
     def take(self, stored: Stored) -> mx.array:
         """The next array."""
-        data = read_exactly(self._file, nbytes(stored))
+        data = _read_exactly(self._file, _nbytes(stored))
         self._whole.update(data)
-        return as_array(data, stored)
+        return _as_array(data, stored)
 
 
-def read_exactly(file: BinaryIO, count: int) -> bytearray:
+def _read_exactly(file: BinaryIO, count: int) -> bytearray:
     """So many bytes, or a ValueError."""
     data = bytearray(count)
     if file.readinto(data) != count:  # type: ignore[attr-defined]
@@ -216,7 +217,7 @@ def read_exactly(file: BinaryIO, count: int) -> bytearray:
     return data
 
 
-def as_array(data: bytearray, stored: Stored) -> mx.array:
+def _as_array(data: bytearray, stored: Stored) -> mx.array:
     """The array of these bytes, which are as many as it has."""
     dtype, shape = stored
     if not data:

@@ -6,11 +6,12 @@ docs/python.md describes the file.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kvant.cache.identity import Identity
-from kvant.cache.layer_format import LayerFormat, Stored, check_number, check_numbers
-from kvant.cache.sequence import CachedSequence
+from kvant.cache.layer_format import LayerFormat, Stored, check_number, check_numbers, state_format
+from kvant.cache.paged_layers import PoolLayer
+from kvant.cache.pool_sequence import PoolSequence
 from kvant.files import unique_keys
 
 FORMAT, VERSION = "kvant cache", 1
@@ -37,7 +38,7 @@ class SnapshotHeader:
         rope: how its keys turn; None: mlx-lm's model turns them.
         reservation: tokens it could have.
         length: its tokens.
-        written: the most tokens that it has had; see :class:`kvant.cache.sequence.CachedSequence`.
+        written: the most tokens that it has had; see :attr:`kvant.cache.pool_sequence.PoolSequence.written`.
         has_ids: whether the ids of the tokens are there.
         layers: the format of each.
         layout: of a bridged model's cache, the caches that mlx-lm's model expects, as JSON; "": a decoder's.
@@ -91,35 +92,21 @@ class SnapshotHeader:
         return found | {"sha256": DIGEST}
 
 
-class Described(Protocol):
-    """What a header says of a layer; :class:`kvant.cache.KVCache`."""
-
-    sequence: CachedSequence
-
-    @property
-    def format(self) -> LayerFormat:
-        """How it stores tokens."""
-
-    @property
-    def max_seq_len(self) -> int | None:
-        """Tokens it can have; None: it grows."""
-
-
-def describe(layers: Sequence[Described], metadata: Mapping[str, str]) -> SnapshotHeader:
-    """The header of a snapshot of these layers, of one cache."""
+def describe(sequence: PoolSequence, metadata: Mapping[str, str]) -> SnapshotHeader:
+    """The header of a snapshot of a sequence."""
     from importlib.metadata import version  # not at every start: it takes milliseconds
 
-    sequence = layers[0].sequence
-    rotary = sequence.rotary
+    pool, rotary = sequence.pool, sequence.pool.rotary
+    layers = [layer.format if isinstance(layer, PoolLayer) else state_format(layer) for layer in sequence.saved_layers]
     return SnapshotHeader(
-        identity=sequence.identity,
+        identity=pool.identity,
         rope=None if rotary is None else RopeFacts(tuple(map(float, rotary.frequencies)), float(rotary.factor)),
-        reservation=min(n for layer in layers if (n := layer.max_seq_len) is not None),
+        reservation=sequence.max_tokens,
         length=sequence.length,
         written=sequence.written,
         has_ids=len(sequence.ids) == sequence.length,
-        layers=tuple(layer.format for layer in layers),
-        layout=sequence.layout,
+        layers=tuple(layers),
+        layout=pool.layout,
         metadata=metadata,
         kvant=version("kvant"),
     )

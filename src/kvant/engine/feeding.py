@@ -35,7 +35,7 @@ class PromptFeeder:
                 return
             first = sequences[0]
             assert isinstance(first, PoolSequence)
-            first.load(checked.cache)
+            first.load(checked.cache.sequence)
             work.start = checked.held
             if first.ids != checked.ids[: checked.held]:
                 raise ValueError("the request's cache was changed after it was submitted")

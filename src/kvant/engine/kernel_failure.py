@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvant.cache import ModelCache, QuantizedKVCache
-from kvant.cache.paged_layers import PoolLayer
+from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
 from kvant.cache.single import SinglePool
 from kvant.errors import KernelError, one_line
@@ -29,4 +28,5 @@ def kernel_failures(cache: ModelCache | Pool | SinglePool) -> Iterator[None]:
 
 def uses_kernel(cache: ModelCache | Pool | SinglePool) -> bool:
     """Whether a layer of it uses the fused kernel."""
-    return any(isinstance(each, QuantizedKVCache | PoolLayer) and each.backend is not None for each in cache.layers)
+    pool = cache if isinstance(cache, Pool) else cache.cache.pool if isinstance(cache, SinglePool) else cache.pool
+    return any(layer.backend is not None for layer in pool.layers)

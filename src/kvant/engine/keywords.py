@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvant.cache import KVCache, QuantizedKVCache
+from kvant.cache import KVCache
 from kvant.cache.options import DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE, CacheOptions
 from kvant.engine.limits import check_count, reservation
 from kvant.errors import ArgumentError
@@ -139,16 +139,16 @@ def cache_for(
     cache = model.check_cache(given)
     if max_kv_size not in (None, cache.max_seq_len):
         raise ArgumentError("max_kv_size", f"is {max_kv_size}; {cache.max_seq_len} is that of the", "prompt_cache")
-    layers = [layer for layer in cache.layers if isinstance(layer, QuantizedKVCache)]
-    for bits in {layer.kv_bits for layer in layers} or {0}:
+    formats = [layer.format for layer in cache.pool.layers]
+    for bits in {own.kv_bits for own in formats} or {0}:
         if kv_bits not in (None, bits):
             raise ArgumentError("kv_bits", f"is {kv_bits}; {bits} is that of the", "prompt_cache")
-    for layer in layers:
+    for own in formats:
         # A bridged layer whose widths the group does not divide has a smaller one.
-        group = math.gcd(kv_group_size or 0, layer.head_dim, layer.value_head_dim)
-        if kv_group_size is not None and layer.kv_bits and layer.kv_group_size != group:
+        group = math.gcd(kv_group_size or 0, own.head_dim, own.value_head_dim)
+        if kv_group_size is not None and own.kv_bits and own.kv_group_size != group:
             raise ArgumentError(
-                "kv_group_size", f"is {kv_group_size}; {layer.kv_group_size} is that of the", "prompt_cache"
+                "kv_group_size", f"is {kv_group_size}; {own.kv_group_size} is that of the", "prompt_cache"
             )
     return cache
 

@@ -1,6 +1,5 @@
 """A model's caches and pools: their formats and bytes, and whether one is for this model."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, stored_dtype
 from kvant.cache.options import CacheOptions
+from kvant.cache.paged_layers import SLACK
 from kvant.cache.pool import pool_bytes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.prompt_file import PromptCacheFile
@@ -40,23 +40,19 @@ def check_cache(
     """The cache, or one made of a list of layers, or of a file. One that this model made is taken as it is."""
     if isinstance(cache, PromptCacheFile):
         cache = cache.taken(make_cache)
-    if isinstance(cache, ModelCache) and cache.made_for is config:
+    if isinstance(cache, ModelCache) and cache.pool.made_for is config:
         return cache
     if len(cache) != config.num_hidden_layers:
         raise ValueError(f"the cache has {len(cache)} layers; expected {config.num_hidden_layers}")
     checked = ModelCache.of(cache)
     if None not in (checked.identity, identity) and checked.identity != identity:
         raise ValueError("the cache holds tokens of another model")
-    checked.check_shape(1, config.num_key_value_heads, config.head_dim)
-    for number, (window, layer) in enumerate(zip(config.windows, checked, strict=True)):
-        shorter = layer.window is None and (layer.max_seq_len or math.inf) <= (window or 0)
-        if layer.window != window and not shorter:
-            raise ValueError(f"layer {number} of the cache has a window of {layer.window}; the model's has {window}")
+    check_batch(checked, config)
     return checked
 
 
 def check_batch(batch: PoolBatch, config: ModelConfig) -> PoolBatch:
-    """The batch, if it is of a pool for such a model. One that this model made is taken as it is."""
+    """The batch, if its pool is for such a model. One that this model made is taken as it is."""
     if batch.pool.made_for is config:
         return batch
     formats = [layer.format for layer in batch.pool.layers]
@@ -100,7 +96,8 @@ def pool_formats(
     formats = []
     for number, window in enumerate(config.windows):
         pairs = None if split_pairs is None else tuple(split_pairs[number])
-        formats.append(replace(plain, window=narrow_window(window, max_seq_len), split_pairs=pairs))
+        seen = narrow_window(window, max_seq_len)
+        formats.append(replace(plain, window=seen, slack=0 if seen is None else SLACK, split_pairs=pairs))
     return formats
 
 

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import mlx.core as mx
 
-from kvant.cache import AttentionCache, KVCache, ModelCache, QuantizedKVCache, WindowKVCache
+from kvant.cache import AttentionCache, KVCache, ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.options import CacheFields, CacheOptions
 from kvant.cache.pool import Pool, pool_bytes
@@ -237,28 +237,14 @@ class Decoder:
         return check_cache(cache, self.config, self.identity, self.make_cache)
 
     def _checked(self, cache: Sequence[KVCache] | PoolBatch) -> ModelCache | PoolBatch:
-        return check_batch(cache, self.config) if isinstance(cache, PoolBatch) else self.check_cache(cache)
+        if isinstance(cache, PoolBatch) and not isinstance(cache, ModelCache):
+            return check_batch(cache, self.config)
+        return self.check_cache(cache)
 
     def make_cache(self, max_seq_len: int | None = None, **fields: Unpack[CacheFields]) -> ModelCache:
-        check_process()
-        config, chosen = self.config, CacheOptions(**fields)
         if max_seq_len is None:
-            max_seq_len = default_reservation(config)
-        row_bits = config.head_dim * (chosen.kv_bits or 8 * self.dtype.size)  # no scales: a lower bound is enough
-        least = max_seq_len * len(self.layers) * 2 * config.num_key_value_heads * row_bits // 8
-        check_memory(max_seq_len, least)
-        options: dict[str, Any] = {
-            "kv_bits": chosen.kv_bits,
-            "kv_group_size": chosen.kv_group_size,
-            "dtype": self.dtype,
-            "kernels": chosen.kernels,
-            "num_heads": config.num_attention_heads,
-        }
-        cache = ModelCache(
-            [_layer_cache(config, layer.self_attn, max_seq_len, chosen.bias_split, options) for layer in self.layers]
-        )
-        cache.identity, cache.rotary, cache.made_for = self.identity, self._rotary, config
-        return cache
+            max_seq_len = default_reservation(self.config)
+        return ModelCache(self._pool(CacheOptions(**fields), max_seq_len, 1, max_seq_len, None))
 
     def make_pool(
         self,
@@ -269,11 +255,23 @@ class Decoder:
         prefill_step_size: int = 512,
         **fields: Unpack[CacheFields],
     ) -> Pool:
+        chosen = CacheOptions(**fields)
+        return self._pool(chosen, tokens, sequences, max_seq_len, prefill_step_size)
+
+    def _pool(
+        self,
+        chosen: CacheOptions,
+        tokens: int,
+        sequences: int,
+        max_seq_len: int | None,
+        prefill_step_size: int | None,
+    ) -> Pool:
+        """A pool; without a step size that of one sequence alone, as :class:`kvant.cache.pool.Pool` has it."""
         check_process()
-        for name, number in (("tokens", tokens), ("sequences", sequences), ("prefill_step_size", prefill_step_size)):
+        given = {"max_seq_len": max_seq_len or 1} if prefill_step_size is None else {"tokens": tokens}
+        for name, number in (given | {"sequences": sequences, "prefill_step_size": prefill_step_size or 1}).items():
             if type(number) is not int or number < 1:
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
-        chosen = CacheOptions(**fields)
         max_seq_len = longest_sequence(self.config, tokens, max_seq_len)
         biases = [layer.self_attn.qkv_bias for layer in self.layers] if chosen.bias_split else []
         split = [bias for bias in biases if bias is not None]
@@ -284,7 +282,7 @@ class Decoder:
             max_seq_len=max_seq_len,
             split_pairs=[bias.pairs for bias in split] if split else None,
         )
-        sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
+        sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
         sizes["prefill_step_size"] = prefill_step_size
         check_memory(tokens, pool_bytes(formats, **sizes))
         splits = [bias.split(self.config, max_seq_len) for bias in split]
@@ -299,7 +297,7 @@ class Decoder:
             num_heads=self.config.num_attention_heads,
             windows=[narrow_window(window, max_seq_len) for window in self.all_windows],
         )
-        pool.made_for = self.config
+        pool.made_for, pool.rotary = self.config, self._rotary
         return pool
 
     def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
@@ -335,17 +333,3 @@ class Decoder:
         """Every weight array."""
         head = [] if self._lm_head is None else self._lm_head.arrays
         return [*self._embed_tokens.arrays, *(a for layer in self.layers for a in layer.arrays), self._norm, *head]
-
-
-def _layer_cache(
-    config: ModelConfig, attention: Any, max_seq_len: int, bias_split: bool, options: Mapping[str, Any]
-) -> QuantizedKVCache:
-    """An empty cache for a layer, with ``options`` of :class:`kvant.cache.QuantizedKVCache`."""
-    sizes = (max_seq_len, config.num_key_value_heads, config.head_dim)
-    bias, window = attention.qkv_bias if bias_split else None, attention.window
-    if window is None or window >= max_seq_len:
-        split = None if bias is None else bias.split(config, max_seq_len)
-        return QuantizedKVCache(*sizes, bias_split=split, **options)
-    split = None if bias is None else bias.split(config, 0)  # the ring has angles of its own
-    rotary = config.rope.rotary(config.head_dim)
-    return WindowKVCache(*sizes, window=window, bias_split=split, rotary=rotary, **options)
