@@ -16,7 +16,7 @@ from support.oracle import Array
 from kvant.cache import QuantizedKVCache
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
-from kvant.operators.cached_attention import append_and_attend, write_tokens
+from kvant.operators.stored_tokens import append_and_attend, write_tokens
 from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
 from kvant.operators.rotary import Rotary
 

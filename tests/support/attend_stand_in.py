@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.operators.cached_attention import float_tokens
+from kvant.operators.stored_tokens import float_tokens
 from kvant.operators.kernels.attend import PAGE_SIZE
 
 

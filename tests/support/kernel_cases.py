@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.cached_attention import stored_tokens
+from kvant.operators.stored_tokens import stored_tokens
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels import attend as attend_module
 from kvant.operators.kernels import launch as launch_module

@@ -13,10 +13,10 @@ from kvant.bridge.window_masks import WindowMask, meaning_of, remember
 from kvant.cache import QuantizedKVCache, WindowKVCache
 from kvant.cache.layer_format import LayerFormat
 from kvant.operators.attention import attend_tokens
-from kvant.operators.cached_attention import first_rows
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.probe import KernelUse
+from kvant.operators.stored_tokens import first_rows
 
 Mask = mx.array | str | None
 

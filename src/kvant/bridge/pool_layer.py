@@ -11,9 +11,9 @@ from kvant.bridge import hook
 from kvant.bridge.layers import Mask, refuse_values, scaled_query
 from kvant.cache.paged_layers import PoolLayer
 from kvant.operators.attention import attend_tokens
-from kvant.operators.cached_attention import float_tokens
 from kvant.operators.paged_attention import PagedRows, attend_rows, stored_rows, write_rows
 from kvant.operators.paged_kernel import StepPages, attend_pages
+from kvant.operators.stored_tokens import float_tokens
 
 UNKNOWN = -1  # in place of a window
 

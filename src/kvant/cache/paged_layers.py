@@ -91,6 +91,7 @@ class PagedLayers:
         pages: of each of these layers.
         prefix: the pages that new sequences may share.
         promised: pages that sequences may have, with a window.
+        is_fused: whether the fused kernel takes steps of a few tokens.
         copied: page, page and number of rows of each copy since it was emptied; None: nobody wants to know.
     """
 
@@ -102,6 +103,7 @@ class PagedLayers:
         self.prefix = PrefixIndex(self.pages)
         self.promised = 0
         self.copied: list[tuple[int, int, int]] | None = None
+        self.is_fused = any(layer.backend is not None for layer in layers)
         self._ring = ring_pages(window, step_size)
 
     def limit(self, max_tokens: int) -> int:
@@ -189,8 +191,9 @@ class PagedLayers:
 
     def waits(self, table: PageTable, length: int, new_tokens: int) -> bool:
         """Whether new tokens would take the place of rows that they, or other tokens in their place, see."""
-        start = max(table.start, self._first_kept(length))
-        return table.moves and pages_for(length + new_tokens - start) > table.limit
+        if not table.moves:
+            return False
+        return pages_for(length + new_tokens - max(table.start, self._first_kept(length))) > table.limit
 
     def move_to(self, table: PageTable, length: int) -> None:
         """Have pages for so many tokens, and for what the last of them and those 16 before it see."""

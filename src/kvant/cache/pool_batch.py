@@ -156,7 +156,7 @@ class PoolBatch:
             rows = runs(table.pages, first - table.start, sequence.length - table.start)
             for layer, arrays in self._waiting[part]:
                 for array, tokens in zip(layer.arrays, arrays, strict=True):
-                    put_rows(array, tokens[0, :, :, first - self._start :], rows)
+                    put_rows(array, tokens[:, :, first - self._start :], rows)
         self._waiting = {}
 
     def wait(self, part: PagedLayers, layer: PoolLayer, tokens: list[mx.array]) -> None:
@@ -227,7 +227,7 @@ def place_rows(
         end, start = length + new_tokens, table.start
         new.append(runs(table.pages, length - start, end - start))
         read.append(runs(table.pages, seen - start, end - start))
-    is_fused = new_tokens <= MAX_NEW_TOKENS and any(layer.backend is not None for layer in part.layers)
+    is_fused = part.is_fused and new_tokens <= MAX_NEW_TOKENS
     pages = _pages(part, tables, lengths, new_tokens) if is_fused else None
     if len(new) == 1:
         return PagedRows(new[0], read, first, part.window, pages)

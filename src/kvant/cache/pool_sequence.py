@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Self
 
 import mlx.core as mx
@@ -304,7 +303,11 @@ class PoolSequence:
     def written(self) -> int:
         """The most tokens that a ring of the window and 16 rows may have had which lacks the rows that are missing."""
         parts = zip(self.pool.parts, self.tables, strict=True)
-        return max(self._length, *(table.first + part.window + SLACK for part, table in parts if part.window and table.first), 0)
+        return max(
+            self._length,
+            *(table.first + part.window + SLACK for part, table in parts if part.window and table.first),
+            0,
+        )
 
     def restore(self, length: int, ids: Sequence[int]) -> None:
         """Count tokens whose rows were put in; ``ids`` are theirs, or nothing."""

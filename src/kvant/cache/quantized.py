@@ -93,7 +93,7 @@ class QuantizedKVCache(KVCache):
         """
         check_tokens(query, key, value, mask, self.offset)
         (B, K, S, D), own = key.shape, self.layer.format
-        if (B, K, D) != (1, own.num_kv_heads, own.head_dim):
+        if (1, own.num_kv_heads, own.head_dim) != (B, K, D):
             raise ValueError(
                 f"the cache is for one sequence, {own.num_kv_heads} kv heads and a head_dim of {own.head_dim}; "
                 f"given {B}, {K} and {D}"

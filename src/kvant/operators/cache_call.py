@@ -9,9 +9,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.operators.cached_attention import stored_tokens
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, quantized_dtype
+from kvant.operators.stored_tokens import stored_tokens
 from kvant.operators.validation import ArrayRow, check_arrays, check_numbers
 
 # By cache_layout. The last axis is D, D/2 bytes or D/G.

@@ -11,9 +11,9 @@ import mlx.core as mx
 
 from kvant.operators.attention import attend_tokens
 from kvant.operators.cache_call import PACKED_LAYOUTS, CacheCall, check_call
-from kvant.operators.cached_attention import float_tokens
 from kvant.operators.dispatch import resolve
 from kvant.operators.packed_sequences import PackedSequence, Run, check_sequences
+from kvant.operators.stored_tokens import float_tokens
 from kvant.operators.validation import MAX_ELEMENTS, check_attn_mask, check_heads, check_numbers, check_repeat
 
 Ints = mx.array | Sequence[int]

@@ -14,11 +14,11 @@ import mlx.core as mx
 
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.cached_attention import float_tokens, stored_tokens
 from kvant.operators.cpu_attention import attend_singly, queries_at_once
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import both_masks, window_mask
 from kvant.operators.paged_kernel import StepPages, attend_pages
+from kvant.operators.stored_tokens import float_tokens, stored_tokens
 from kvant.operators.streams import FEW_ROWS
 
 # Bytes of keys and values as float32 that are made at once, of one sequence at least.
@@ -82,7 +82,7 @@ def append_and_attend_paged(
     own = None if pages is None or mask is not None else backend
     options: dict[str, Any] = {"quant_bit": quant_bit, "bias_split": bias_split, "sinks": sinks}
     if rows.new is None:
-        new = stored_tokens(key, value, arrays, quant_bit=quant_bit, quant_group=quant_group)
+        new = stored_tokens(key, value, arrays, quant_bit=quant_bit, quant_group=quant_group, alone=True)
         return attend_rows(query, arrays, rows, mask=mask, waiting=new, **options), new
     write_rows(key[:B], value[:B], arrays, rows.new, quant_bit=quant_bit, quant_group=quant_group, backend=own)
     if own is None or pages is None:
@@ -108,7 +108,8 @@ def attend_rows(
     few = S <= FEW_ROWS and mx.default_device().type == mx.cpu
     dtype = mx.float32 if few else query.dtype
     if R == 1:
-        keys, values = read_rows(arrays, rows.runs[0], waiting, quant_bit=quant_bit, dtype=dtype, key_dim=D, new=S)
+        one = few and S == 1 and quant_bit > 0
+        keys, values = read_rows(arrays, rows.runs[0], waiting, quant_bit=quant_bit, dtype=dtype, key_dim=D, copy=one)
         first, T = rows.first[0], keys.shape[2]
         if few and mask is None and rows.window is not None and queries_at_once(1, H, S, T) == S:
             return _attend_few_of_each(query, [(keys, values, first)], rows.window, bias_split, sinks)
@@ -121,7 +122,7 @@ def attend_rows(
         joined = [run for own in rows.runs[share] for run in own]
         # Without this dependency MLX reads the tokens of every share before it uses the first.
         readable = mx.depends(arrays, outputs[-1:]) if outputs else arrays
-        keys, values = read_rows(readable, joined, quant_bit=quant_bit, dtype=dtype, key_dim=D, new=1)
+        keys, values = read_rows(readable, joined, quant_bit=quant_bit, dtype=dtype, key_dim=D, copy=few)
         ends = list(accumulate(counts[share]))[:-1]
         tokens = list(zip(mx.split(keys, ends, axis=2), mx.split(values, ends, axis=2), rows.first[share], strict=True))
         if few and queries_at_once(1, H, S, sum(counts[share])) == S:
@@ -142,24 +143,22 @@ def read_rows(
     quant_bit: int,
     dtype: mx.Dtype,
     key_dim: int,
-    new: int,
+    copy: bool = False,
 ) -> tuple[mx.array, mx.array]:
     """Keys and values (1, K, T, D) of rows, and of tokens behind them that wait to be written.
 
-    A single run is read as a slice. For one new token its quantized values are copied to lie side by side: MLX converts
+    A single run is read as a slice. With ``copy`` its quantized values are copied to lie side by side: MLX converts
     rows that are apart to float three times as slowly on a CPU (1,500 rows of 8 heads of 64: 225 us; a copy and the
     conversion of it 70 and 76).
     """
-    copies = quant_bit and new == 1 and mx.default_device().type == mx.cpu
-    if len(runs) != 1:
-        stored = [stored_rows(array, runs)[None] for array in arrays]
-    else:
+    if len(runs) == 1:
         ((first, end),) = runs
-        stored = [array[None, :, :, first:end] for array in arrays]
-        if copies:
-            stored[0] = stored_rows(arrays[0], runs)[None]
+        stored = [stored_rows(arrays[0], runs) if copy else arrays[0][:, :, first:end]]
+        stored += [array[:, :, first:end] for array in arrays[1:]]
+    else:
+        stored = [stored_rows(array, runs) for array in arrays]
     if waiting:
-        stored = [mx.concatenate([held, more], axis=3) for held, more in zip(stored, waiting, strict=True)]
+        stored = [mx.concatenate([held, more], axis=2) for held, more in zip(stored, waiting, strict=True)]
     return float_tokens(stored, quant_bit=quant_bit, dtype=dtype, key_dim=key_dim)
 
 
@@ -177,12 +176,14 @@ def write_rows(
 
     That is one operation an array, or an array and run.
 
-    ``backend``: as :func:`kvant.operators.cached_attention.stored_tokens` has it.
+    ``backend``: as :func:`kvant.operators.stored_tokens.stored_tokens` has it.
     """
-    new = stored_tokens(key, value, arrays, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
+    alone = not isinstance(rows, mx.array)
+    options: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "backend": backend}
+    new = stored_tokens(key, value, arrays, **options, alone=alone)
     for array, part in zip(arrays, new, strict=True):
         if not isinstance(rows, mx.array):
-            put_rows(array, part.squeeze(0), rows)  # [0] would be a gather
+            put_rows(array, part, rows)
             continue
         # In words of four bytes: Metal writes fewer one by one, with an atomic exchange of all four each.
         words = mx.uint32 if array.shape[-1] * array.dtype.size % 4 == 0 else array.dtype
@@ -195,6 +196,9 @@ def write_rows(
 def put_rows(array: mx.array, tokens: mx.array, rows: Sequence[Run]) -> None:
     """Write tokens (2, K, rows, last) in place; MLX copies the whole array if anything else holds it."""
     done = 0
+    if len(rows) == 1 and tokens.shape[2] == rows[0][1] - rows[0][0]:
+        array[:, :, rows[0][0] : rows[0][1]] = tokens
+        return
     for first, end in rows:
         array[:, :, first:end] = tokens[:, :, done : done + end - first]
         done += end - first

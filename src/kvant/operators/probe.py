@@ -16,13 +16,13 @@ import mlx.core as mx
 
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.cached_attention import float_tokens, stored_tokens
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS, PAGE_SIZE
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import alibi_slopes
 from kvant.operators.paged_kernel import step_pages
 from kvant.operators.quantization import multiply_scale, quantized_dtype
+from kvant.operators.stored_tokens import float_tokens, stored_tokens
 
 KV_HEADS = 4
 ROWS = 512  # so many that the second pass has its largest threadgroup

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from kvant.cache import QuantizedKVCache
-from kvant.operators.cached_attention import append_and_attend
+from kvant.operators.stored_tokens import append_and_attend
 from kvant.operators.kernels import launch as launch_module
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
 from kvant.operators.paged_kernel import step_pages

@@ -9,10 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvant.cache.pages import pages_for
 from kvant.errors import one_line
-from kvant.operators.cached_attention import append_and_attend
 from kvant.operators.kernels.attend import HEAD_DIMS
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
+from kvant.operators.paged_kernel import step_pages
 from kvant.operators.probe import KernelUse, Trial, probe_failure
 from kvant.operators.quantization import quantized_dtype
 
@@ -81,16 +83,18 @@ def _try(H: int, K: int, D: int, bits: int, backend: Backend) -> KernelResult:
 
 def _median_ms(H: int, K: int, D: int, bits: int, backend: Backend | None) -> float:
     """Of a step's attention through a full cache of zeros."""
-    shape, width = (1, 1, 2, K, TOKENS), D // 2 if bits == 4 else D
-    cache = mx.zeros((*shape, width), quantized_dtype(bits) if bits else mx.float16)
-    scale = mx.zeros((*shape, D // 32), mx.float16) if bits else None
+    shape, width = (2, K, TOKENS), D // 2 if bits == 4 else D
+    arrays = [mx.zeros((*shape, width), quantized_dtype(bits) if bits else mx.float16)]
+    arrays += [mx.zeros((*shape, D // 32), mx.float16)] if bits else []
     query, key = mx.ones((1, H, 1, D), mx.float16), mx.ones((1, K, 1, D), mx.float16)
-    mx.eval(cache, scale, query, key)
+    pages = step_pages([range(pages_for(TOKENS))], [0], [TOKENS - 1], TOKENS, None)
+    rows = PagedRows([(TOKENS - 1, TOKENS)], [[(0, TOKENS)]], [0], None, pages)
+    mx.eval(arrays, query, key)
     times: list[float] = []
     for _ in range(1 + REPEATS):  # the first compiles what has not run yet
         started = time.perf_counter()
         form: dict[str, Any] = {"quant_bit": bits, "quant_group": 32, "backend": backend}
-        mx.eval(append_and_attend(query, key, key, TOKENS - 1, cache, scale, **form))
+        mx.eval(append_and_attend_paged(query, key, key, arrays, rows, **form)[0])
         mx.synchronize()
         times.append((time.perf_counter() - started) * 1e3)
     return median(times[1:])
