@@ -1,124 +1,225 @@
-"""kvant's caches of one layer, as mlx-lm's models use a cache."""
+"""A layer in one step, as mlx-lm's model sees its cache.
+
+R rows: sequences of the step, B of them real and the others padding. S new tokens each, K kv heads, D head_dim.
+"""
 
 import math
-from dataclasses import replace
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import create_attention_mask
 
 from kvant.bridge import hook
-from kvant.bridge.window_masks import WindowMask, meaning_of, remember
-from kvant.cache import QuantizedKVCache, WindowKVCache
-from kvant.cache.layer_format import LayerFormat
+from kvant.cache.paged_layers import PagedLayers, PoolLayer
+from kvant.cache.pool_batch import PoolBatch
 from kvant.operators.attention import attend_tokens
-from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels.launch import Backend
-from kvant.operators.probe import KernelUse
-from kvant.operators.stored_tokens import first_rows
+from kvant.operators.paged_attention import PagedRows, attend_rows, read_rows, write_rows
+from kvant.operators.paged_kernel import StepPages, attend_pages
+from kvant.operators.stored_tokens import float_tokens, stored_tokens
 
+UNKNOWN = -1  # in place of a window
 Mask = mx.array | str | None
 
 
-def scaled_query(query: mx.array, scale: float) -> mx.array:
-    """A query for attention that multiplies the scores by 1/sqrt(D), so that they are multiplied by ``scale``."""
-    factor = scale * math.sqrt(query.shape[3])
-    return query if math.isclose(factor, 1, rel_tol=1e-6) else query * factor
+@dataclass(slots=True)
+class StepRows:
+    """What the layers that share page tables have in common in a step.
+
+    Attributes:
+        rows: where the tokens are.
+        window: tokens that a query sees; None: all.
+        lengths: tokens of each of the R rows before the step.
+        new_tokens: S.
+        masks: those that were made for several rows, by the window that was asked for.
+        masks_of_one: the same for one row, (S, T), by the window and T.
+    """
+
+    rows: PagedRows
+    window: int | None
+    lengths: tuple[int, ...]
+    new_tokens: int
+    masks: dict[int | None, mx.array] = field(default_factory=dict)
+    masks_of_one: dict[tuple[int | None, int], mx.array] = field(default_factory=dict)
+    _padded: mx.array | None = None
+
+    @classmethod
+    def of(cls, batch: PoolBatch, part: PagedLayers, new_tokens: int) -> "StepRows":
+        """What the layers of a part have in common in a step that a batch has begun."""
+        step = cls(batch.placed(part), part.window, batch.lengths, new_tokens)
+        if part.in_chunks:  # one token sees all that is read; of several, the model's mask decides
+            step.window = step.counts[0]
+            if new_tokens > 1:
+                step.rows = replace(step.rows, pages=None)
+        return step
+
+    @property
+    def counts(self) -> list[int]:
+        """How many tokens of each sequence are read, those that wait to be written included."""
+        waiting = self.new_tokens if self.rows.new is None else 0
+        return [sum(end - first for first, end in runs) + waiting for runs in self.rows.runs]
+
+    def padded_rows(self) -> mx.array:
+        """The rows that are read, (R * T,) for the longest T: shorter sequences on the right, as mlx-lm pads them."""
+        if self._padded is None:
+            T = max(self.counts)
+            parts = []
+            for count, runs in zip(self.counts, self.rows.runs, strict=True):
+                # row 0 in place of none; masks leave it out
+                parts += [mx.zeros(T - count, mx.int32), *(mx.arange(first, end) for first, end in runs)]
+            parts.append(mx.zeros(T * (len(self.lengths) - len(self.rows.runs)), mx.int32))
+            self._padded = mx.concatenate(parts)
+        return self._padded
+
+    def mask(self, window: int | None) -> mx.array:
+        """Which of the padded rows each query sees: boolean (R, 1, S, T).
+
+        A query of padding sees a row that nobody reads the answer of: softmax of nothing would be NaN.
+        """
+        if window not in self.masks:
+            T, S = max(self.counts), self.new_tokens
+            length = mx.array(self.lengths)[:, None, None, None]
+            first = mx.array([*self.rows.first, *[0] * (len(self.lengths) - len(self.rows.first))])
+            query = length + mx.arange(S)[:, None]
+            token = length + S - T + mx.arange(T)
+            seen = (token >= first[:, None, None, None]) & (token <= query)
+            self.masks[window] = seen if window is None else seen & (token > query - window)
+        return self.masks[window]
+
+    def mask_of_one(self, window: int | None) -> mx.array:
+        """:meth:`mask` where the step has one row: (S, T)."""
+        key = window, self.counts[0]
+        if key not in self.masks_of_one:
+            self.masks_of_one[key] = self.mask(window)[0, 0]
+        return self.masks_of_one[key]
+
+    def seen(self, mask: Mask) -> PagedRows | None:
+        """The rows that a mask shows of each sequence, all up to a query's own; None: not known, or they go with it."""
+        window = self._window_of(mask)
+        if window == UNKNOWN:
+            return None
+        if window is None or window == self.window:
+            return self.rows
+        return self._last(window) if self.new_tokens == 1 else None
+
+    def seen_pages(self, mask: Mask) -> StepPages | None:
+        """:meth:`seen` for the fused kernel; None also for a step that it does not take."""
+        window, pages = self._window_of(mask), self.rows.pages
+        return None if pages is None or window == UNKNOWN else replace(pages, window=window)
+
+    def _window_of(self, mask: Mask) -> int | None:
+        """How many tokens a query sees by a mask of what was fetched, its own included; None: all; or UNKNOWN."""
+        if mask is None:
+            return self.window if self.new_tokens == 1 else UNKNOWN
+        if isinstance(mask, str):  # causal: all that was fetched, which may be more than a window
+            narrow = self.window is not None and self.window < max(self.counts)
+            return UNKNOWN if narrow or len(self.lengths) > 1 else self.window
+        longest = max(self.lengths) + self.new_tokens
+        own = {window: made for (window, T), made in self.masks_of_one.items() if max(self.counts) == T}
+        for window, made in (*self.masks.items(), *own.items()):
+            if mask is made:
+                if window is None or window >= longest:
+                    return self.window
+                if self.window is None or window <= self.window:
+                    return window
+                return self.window if self.new_tokens == 1 else UNKNOWN  # no more was fetched
+        return UNKNOWN
+
+    def _last(self, count: int) -> PagedRows:
+        """The last rows of each sequence: some models show a window of what a layer without one keeps."""
+        runs = []
+        for own in self.rows.runs:
+            left, last = count, []
+            for first, end in reversed(own):
+                last.append((max(first, end - left), end))
+                left -= end - last[-1][0]
+            runs.append([run for run in reversed(last) if run[0] < run[1]])
+        return replace(self.rows, runs=runs)
 
 
-def refuse_values(value_head_dim: int) -> None:
-    """Raise an AttributeError where a model sets the values of its cache, and values are kept."""
-    if value_head_dim:
-        raise AttributeError("a model sets the values of its cache; kvant's takes them by update_and_fetch")
-
-
-class BridgedKVCache(QuantizedKVCache):
-    """Keys and values of one layer of mlx-lm's model.
+class BridgedLayer:
+    """In place of mlx-lm's caches of a layer: of one sequence, or of several as its ``BatchKVCache``.
 
     The model appends through :meth:`update_and_fetch`, which gives all tokens as lazy arrays: an array that nobody
     reads is not computed. The model's attention to them comes to :meth:`attend_fetched` (:mod:`kvant.bridge.hook`).
 
     Attributes:
-        shared: whether other layers of the model ask for what this one fetched.
-        absent: another process computes the layer. It has no kv heads here.
+        offset: tokens so far: an int where the step has one row, otherwise (R,).
+        start_position: the first token that is read, where the step has one row, for Llama 4's chunks.
+        attends: whether all of the model's attention to what it fetched was computed here, for each sequence alone.
     """
 
-    def __init__(self, *arguments: Any, shared: bool = False, **options: Any) -> None:
-        """As the class of kvant's that it is; ``value_head_dim`` is 0 where only keys are kept."""
-        super().__init__(*arguments, **options)
-        self.shared = shared
-        self.absent = not self.arrays[0].shape[3]
-        self._appended = 0  # tokens of a step that is not committed
+    def __init__(
+        self, batch: PoolBatch, part: PagedLayers, layer: PoolLayer, step: StepRows, offset: int | mx.array
+    ) -> None:
+        """``layer``: appended to; its arrays are replaced. ``offset``: tokens before the step."""
+        self.offset = offset
+        self.start_position = step.rows.first[0]
+        self.attends: bool | None = None
+        self._batch, self._part, self._layer, self._step = batch, part, layer, step
+        self._alone = isinstance(offset, int)
         self._fetched: tuple[mx.array, mx.array] | None = None
 
     @property
-    def offset(self) -> int:
-        """Tokens so far, with those that a step appended before it is committed."""
-        return self.sequence.length + (self._appended if self.sequence.step is not None else 0)
+    def new_tokens(self) -> int:
+        """S."""
+        return self._step.new_tokens
 
     @property
-    def format(self) -> LayerFormat:
-        """How it stores tokens."""
-        return replace(super().format, shared=self.shared)
-
-    def fork(self) -> Self:
-        made = super().fork()
-        made.begin()
-        return made
-
-    def _as_used(self, use: KernelUse) -> KernelUse:
-        return replace(super()._as_used(use), sinks=True)  # as gpt-oss has them; which models do is not known here
-
-    def begin(self) -> None:
-        """Forget what a step appended that was not committed."""
-        self._appended = 0
-        self._fetched = None
-
-    def settle(self) -> None:
-        """Do what waited for the step to be committed."""
-        self.begin()
-        super().settle()
+    def has_fetched(self) -> bool:
+        """Whether the step's tokens were appended."""
+        return self._fetched is not None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append (B, K, S, D) keys and (B, K, S, Dv) values.
+        """Append (R, K, S, D) keys and (R, K, S, Dv) values.
 
         Returns:
-            what new queries may see: keys (B, K, T, D) and values (B, K, T, Dv), dequantized lazily, in the keys'
-            dtype. :meth:`make_mask` belongs to them.
+            what new queries may see, as lazy arrays (R, K, T, D) and (R, K, T, Dv) in the keys' dtype.
+            :meth:`make_mask` belongs to them.
         """
-        in_step = self.sequence.shared
-        if in_step and (self.sequence.step is None or self._appended):
-            raise RuntimeError("a layer is appended to and no step was begun; expected cache.begin(inputs) before it")
+        if self._fetched is not None:
+            raise RuntimeError("a layer is appended to twice in one step")
+        own, rows = self._layer.format, self._step.rows
         value_is_key = values is keys
-        if not self.value_head_dim:
+        if not own.value_head_dim:
             values = values[..., :0]
-        if values.shape != (*keys.shape[:3], self.value_head_dim):
+        shape = (len(self._step.lengths), own.num_kv_heads, self._step.new_tokens)
+        if keys.shape != (*shape, own.head_dim) or values.shape != (*shape, own.value_head_dim):
             raise ValueError(
-                f"values have shape {tuple(values.shape)} with keys {tuple(keys.shape)}; the cache is for values of "
-                f"{self.value_head_dim}"
+                f"keys and values have shapes {tuple(keys.shape)} and {tuple(values.shape)}; the step's are {shape} "
+                f"with widths {own.head_dim} and {own.value_head_dim}"
             )
-        self._fetched = None  # or its buffers would be copied
-        fetched_keys, fetched_values = self._read_in_order(self.append(keys, values), keys)
-        fetched = fetched_keys, fetched_keys if value_is_key else fetched_values
-        if in_step:
-            self._appended = keys.shape[2]
-        else:
-            self.sequence.commit(keys.shape[2])
-        if self.shared:
-            self._fetched = fetched
-        hook.remember(self, *fetched)
-        return fetched
+        waiting = self._append(keys, values, rows)
+        fetched_keys, fetched_values = self._read(keys.dtype, waiting)
+        self._fetched = fetched_keys, fetched_keys if value_is_key else fetched_values
+        self.pass_by(self._step.new_tokens)
+        hook.remember(self, *self._fetched)
+        return self._fetched
 
     def pass_by(self, num_tokens: int) -> None:
-        """Note that another process appends so many tokens in this step: offset and limits are as if this one did."""
-        self._appended = num_tokens
+        """Count tokens that another process appends in this step."""
+        self.offset = self.offset + num_tokens
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What was fetched last, for layers that share it."""
+        """What was fetched in this step, for layers that share it."""
         if self._fetched is None:
             raise RuntimeError("keys and values are asked for, and none were fetched in this step")
         return self._fetched
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        """The mask of N new tokens: (R, 1, N, T), boolean. Where the step has one row, "causal", None or (N, T)."""
+        if self._step.new_tokens != N:
+            raise ValueError(f"a mask of {N} tokens is asked for; the step has {self._step.new_tokens}")
+        window = window_size or self._step.window
+        if not self._alone:
+            return self._step.mask(window)
+        (T,) = self._step.counts
+        if (window is not None and window < T) or (return_array and N > 1):
+            return self._step.mask_of_one(window)
+        return "causal" if N > 1 else None
+
+    def maybe_trim_front(self) -> None:
+        """Do nothing: Llama 4 asks for tokens before the chunk to be dropped, and they are not read."""
 
     def attend_fetched(
         self,
@@ -133,207 +234,101 @@ class BridgedKVCache(QuantizedKVCache):
         """Attention to what was fetched last, where that is faster than mlx-lm's; None: it is not.
 
         Args:
-            query: (B, H, S, D).
+            query: (R, H, S, D).
             key, value: as they were fetched.
             scale: the scores are multiplied by it.
             mask: "causal", None, or an array that is added to the scores (boolean: True keeps), (S, T) or more.
             sinks: (H,) learned sinks.
         """
-        S = query.shape[2]
+        own, S = self._layer.format, query.shape[2]
+        if (backend := self._layer.backend) is not None and self._step.new_tokens == S:
+            output = self._attend_fused(query, key.shape[2], mask, backend, score_scale=scale, sinks=sinks)
+            if output is not None:
+                self.attends = self.attends is not False
+                return output
+        scaled = scaled_query(query, scale)
+        if not self._alone:
+            rows = self._step.seen(mask)
+            self.attends = rows is not None and self.attends is not False
+            if rows is None:
+                return None
+            return attend_rows(scaled, self._layer.arrays, rows, quant_bit=own.kv_bits, sinks=sinks)
         causal = isinstance(mask, str)
-        added = None if isinstance(mask, str) else mask
-        backend = self.backend_for(query)
-        seen = None if backend is None else self._seen_rows(S, key.shape[2], mask)
-        if backend is not None and seen is not None:
-            return self.attend_fused(query, scale=scale, sinks=sinks, backend=backend, **seen)
-        on_cpu = mx.default_device().type == mx.cpu
-        if on_cpu and (S == 1 or causal):  # fewer products for one token, no score matrix for many
-            return attend_tokens(scaled_query(query, scale), key, value, is_causal=causal, mask=added, sinks=sinks)
+        if mx.default_device().type == mx.cpu and (S == 1 or causal):  # fewer products, or no score matrix
+            added = None if isinstance(mask, str) else mask
+            return attend_tokens(scaled, key, value, is_causal=causal, mask=added, sinks=sinks)
         return None
-
-    def attend_fused(
-        self,
-        query: mx.array,
-        offset: mx.array | int,
-        *,
-        scale: float,
-        sinks: mx.array | None,
-        backend: Backend,
-        **seen: Any,
-    ) -> mx.array:
-        """Attention by the fused kernel to its arrays, which hold the new tokens.
-
-        Args:
-            query: (B, H, S, D).
-            offset: tokens before the new ones.
-            scale, sinks: as in :meth:`attend_fetched`.
-            seen: which rows the queries see, as :func:`kvant.operators.fused_attention.attend_fused` takes it.
-        """
-        return attend_fused(
-            query,
-            self.cache,
-            self.scale,
-            offset if isinstance(offset, mx.array) else mx.array(offset, mx.int32),
-            quant_bit=self.kv_bits,
-            quant_group=self.kv_group_size,
-            value_dim=None if self.value_head_dim == self.head_dim else self.value_head_dim,
-            score_scale=scale,
-            sinks=sinks,
-            backend=backend,
-            **seen,
-        )
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
-        """The mask of N new tokens: "causal", None or a boolean array."""
-        mask: Mask = create_attention_mask(N, self.offset, return_array, window_size)
-        if isinstance(mask, mx.array):
-            remember(mask, self.window_mask(self.offset, N, window_size))
-        return mask
-
-    def window_mask(self, start: int, new_tokens: int, window: int | None = None) -> WindowMask:
-        """What a mask of this layer's says, of a window that a model asks for or the layer's own."""
-        return WindowMask(start, new_tokens, window)
 
     @property
     def keys(self) -> mx.array:
-        """The array that keys are in.
-
-        A model may put it back, made to depend on others that are to be computed. MLX then copies all of it at the next
-        append. So a layer of a model's cache does not take it: there all arrays are computed with the logits.
-        """
-        return self.arrays[0]
+        """The array that keys are in."""
+        return self._layer.arrays[0]
 
     @keys.setter
     def keys(self, array: mx.array) -> None:
-        if not self.sequence.shared:
-            self.arrays[0] = array
+        """Leave it: a model puts it back, made to depend on others. They are computed with the logits anyway."""
 
     @property
     def values(self) -> mx.array:
         """An array that is computed when the last append is."""
-        return self.arrays[-1]
+        return self._layer.arrays[-1]
 
     @values.setter
     def values(self, array: mx.array) -> None:
-        refuse_values(self.value_head_dim)
+        if self._layer.format.value_head_dim:
+            raise AttributeError("a model sets the values of its cache; kvant's takes them by update_and_fetch")
 
     def size(self) -> int:
-        """Tokens so far."""
-        return self.offset
+        """Tokens of the longest sequence."""
+        return max(self._step.lengths) + (0 if self._fetched is None else self._step.new_tokens)
 
     def empty(self) -> bool:
-        """Whether it has no token."""
-        return not self.offset
+        """Whether no sequence has a token."""
+        return not self.size()
 
-    def is_trimmable(self) -> bool:
-        """Whether the last token can be forgotten, by all layers."""
-        return self.sequence.can_return(max(0, self.sequence.length - 1))
+    def _append(self, keys: mx.array, values: mx.array, rows: PagedRows) -> list[mx.array]:
+        """Write new tokens. Returns them as they are stored, where they wait."""
+        own, B = self._layer.format, len(rows.runs)
+        options: dict[str, Any] = {"quant_bit": own.kv_bits, "quant_group": own.kv_group_size}
+        if rows.new is None:
+            waiting = stored_tokens(keys, values, self._layer.arrays, **options, alone=True)
+            self._batch.wait(self._part, self._layer, waiting)
+            return waiting
+        backend = None if rows.pages is None else self._layer.backend
+        write_rows(keys[:B], values[:B], self._layer.arrays, rows.new, **options, backend=backend)
+        return []
 
-    def _read_in_order(self, stored: list[mx.array], keys: mx.array) -> tuple[mx.array, mx.array]:
-        """What was appended to, dequantized in the keys' dtype, in the order of the model's masks."""
-        if keys.shape[2] == 1 and self.kv_bits and stored[0].shape[3] < self.num_rows:
-            stored = [first_rows(self.cache, stored[0].shape[3]), *stored[1:]]
-        return self.read(stored, keys.dtype)
+    def _read(self, dtype: mx.Dtype, waiting: list[mx.array]) -> tuple[mx.array, mx.array]:
+        own, rows = self._layer.format, self._step.rows
+        if self._alone:
+            copy = self._step.new_tokens == 1 and own.kv_bits > 0 and mx.default_device().type == mx.cpu
+            options: dict[str, Any] = {"quant_bit": own.kv_bits, "dtype": dtype, "key_dim": own.head_dim, "copy": copy}
+            return read_rows(self._layer.arrays, rows.runs[0], waiting, **options)
+        taken = [mx.take(array, self._step.padded_rows(), axis=2) for array in self._layer.arrays]
+        R = len(self._step.lengths)
+        # (2, K, R * T, last) -> (R, 2, K, T, last)
+        stored = [x.reshape(*x.shape[:2], R, -1, x.shape[3]).transpose(2, 0, 1, 3, 4) for x in taken]
+        return float_tokens(stored, quant_bit=own.kv_bits, dtype=dtype, key_dim=own.head_dim)
 
-    def _seen_rows(self, new_tokens: int, rows: int, mask: Mask) -> dict[str, Any] | None:
-        """Which of the fetched rows the new tokens see, for :meth:`attend_fused`; None: its arrays lack some of them.
-
-        The last row is taken for the last token's. Where it is not, the mask alone decides.
-        """
-        offset = rows - new_tokens
-        meaning = meaning_of(mask)
-        if meaning is not None and meaning == WindowMask(offset, new_tokens, meaning.window):  # of no ring
-            return {"offset": offset, "rows": rows, "window": meaning.window}
-        causal = isinstance(mask, str)
-        return {"offset": offset, "rows": rows, "is_causal": causal, "mask": None if causal else mask}
-
-
-class BridgedWindowCache(BridgedKVCache, WindowKVCache):
-    """A sliding window: in place of mlx-lm's rotating cache. Tokens are fetched in the order of the ring."""
-
-    def pass_by(self, num_tokens: int) -> None:
-        super().pass_by(num_tokens)
-        if not self._waits(self.sequence.length, num_tokens):
-            self._note_written(self.sequence.length + num_tokens)
-
-    @property
-    def buffers(self) -> list[mx.array]:
-        """Its arrays, and the tokens that wait to be written."""
-        return [*self.arrays, *(self._pending[1] if self._pending else [])]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are reserved."""
-        return sum(array.nbytes for array in self.arrays)
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
-        """The mask of N new tokens over what :meth:`update_and_fetch` will give."""
-        mask = self.mask(N, window_size)
-        if mask is not None:
-            remember(mask, self.window_mask(self.offset, N, window_size))
-        elif N > 1:
-            return create_causal_mask(N, self.offset) if return_array else "causal"
-        return mask
-
-    def window_mask(self, start: int, new_tokens: int, window: int | None = None) -> WindowMask:
-        return WindowMask(start, new_tokens, window or self.window, self.keep, self.num_rows)
-
-    def _seen_rows(self, new_tokens: int, rows: int, mask: Mask) -> dict[str, Any] | None:
-        if self._pending:
-            return None
-        end = self.offset
-        ring = self.window_mask(end - new_tokens, new_tokens)
-        meaning = meaning_of(mask)
-        all_before = isinstance(mask, str) or (mask is None and new_tokens == 1)
-        if all_before and end <= min(self.keep + self.window, self.num_rows):
-            meaning = ring  # the same
-        if meaning is None or replace(meaning, window=self.window) != ring:
-            return super()._seen_rows(new_tokens, rows, mask)
-        return {"offset": ring.start, "rows": rows, "window": meaning.window, "keep": self.keep}
+    def _attend_fused(
+        self, query: mx.array, tokens: int, mask: Mask, backend: Backend, **options: Any
+    ) -> mx.array | None:
+        """Attention by the kernel; None: it does not take the step, or not with this mask."""
+        pages = self._step.seen_pages(mask)
+        if pages is None:
+            if self._step.rows.pages is None or not (self._alone and isinstance(mask, mx.array)):
+                return None
+            pages = replace(self._step.rows.pages, window=None)
+            before = pages.rows - tokens  # rows that are there and were not fetched
+            hidden = False if mask.dtype == mx.bool_ else -math.inf
+            mask = mx.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(before, 0)], constant_values=hidden) if before else mask
+            options |= {"mask": mask, "is_causal": False}
+        own = self._layer.format
+        options |= {"quant_bit": own.kv_bits, "quant_group": own.kv_group_size, "value_head_dim": own.value_head_dim}
+        return attend_pages(query, self._layer.arrays, pages, **options, backend=backend)
 
 
-class BridgedChunkCache(BridgedWindowCache):
-    """Llama 4's chunks, where a query sees its own chunk only. Tokens are fetched in order, from the chunk's first.
-
-    It is a window as long as a chunk. The model makes the mask, from :attr:`start_position`.
-    """
-
-    @property
-    def format(self) -> LayerFormat:
-        """How it stores tokens."""
-        return replace(super().format, kind="chunks")
-
-    @property
-    def start_position(self) -> int:
-        """The first token that the next step's queries may see: of the chunk that its first one is in."""
-        return self.sequence.length // self.window * self.window
-
-    def _as_used(self, use: KernelUse) -> KernelUse:
-        return replace(use, mask=True)
-
-    def maybe_trim_front(self) -> None:
-        """Llama 4 asks for tokens before the chunk to be dropped: there is nothing to do."""
-
-    def _read_in_order(self, stored: list[mx.array], keys: mx.array) -> tuple[mx.array, mx.array]:
-        end, S = self.sequence.length, keys.shape[2]
-        held = min(end, self.num_rows)  # rows before the new ones, where those wait
-        spans = [*self._spans(self.start_position, end), (held, held + S)]
-        if not self._pending:
-            spans = self._spans(self.start_position, end + S)
-        parts = [[array[:, :, :, first:last] for first, last in spans] for array in stored]
-        return self.read([part[0] if len(part) == 1 else mx.concatenate(part, axis=3) for part in parts], keys.dtype)
-
-    def _spans(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The rows of positions start to end, in one piece or two."""
-        row, count = start % self.num_rows, end - start
-        rest = row + count - self.num_rows
-        return [(row, row + count)] if rest <= 0 else [(row, self.num_rows), (0, rest)]
-
-    def _seen_rows(self, new_tokens: int, rows: int, mask: Mask) -> dict[str, Any] | None:
-        if self._pending or not isinstance(mask, mx.array) or mask.dtype != mx.bool_:
-            return None
-        end = self.offset
-        start, held = end - rows, min(end, self.num_rows)
-        positions = self._positions(end, held)
-        seen = mx.take(mask, mx.maximum(positions - start, 0), axis=-1) & (positions >= start)
-        return {"offset": held - new_tokens, "rows": held, "is_causal": False, "mask": seen}
+def scaled_query(query: mx.array, scale: float) -> mx.array:
+    """A query for attention that multiplies the scores by 1/sqrt(D), so that they are multiplied by ``scale``."""
+    factor = scale * math.sqrt(query.shape[3])
+    return query if math.isclose(factor, 1, rel_tol=1e-6) else query * factor

@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, Unpack
 
 import mlx.core as mx
@@ -109,7 +110,7 @@ class BridgedModel:
         if max_seq_len is None:
             max_seq_len = default_reservation(self.config)
         cache = make_model_cache(self.module, max_seq_len, chosen, absent=self.absent_caches)
-        cache.identity = self.identity
+        cache.pool.identity, cache.pool.make_cache = self.identity, partial(self.make_cache, **chosen.fields)
         self._layout = self._layout or cache.layout  # or the model would be probed once more
         return cache
 
@@ -161,17 +162,16 @@ class BridgedModel:
         """Every weight array."""
         return list(parameters(self.module).values())
 
-    def _checked(self, cache: Sequence[KVCache] | PoolBatch) -> BridgedCache | BridgedBatch:
-        if not isinstance(cache, PoolBatch):
+    def _checked(self, cache: Sequence[KVCache] | PoolBatch) -> BridgedBatch:
+        if isinstance(cache, ModelCache) or not isinstance(cache, PoolBatch):
             return self.check_cache(cache)
         self._layout = self._layout or layout_of(self.module)
         if not isinstance(cache, BridgedBatch) or cache.pool.layout != self._layout:
             raise ValueError("the pool is for a model with other layers; expected what model.make_pool returns")
         return cache
 
-    def _logits(self, inputs: mx.array, cache: BridgedCache | BridgedBatch | None) -> mx.array:
-        given = cache.entries if isinstance(cache, BridgedBatch) else cache
-        logits: mx.array = self.module(inputs) if given is None else self.module(inputs, cache=given)
+    def _logits(self, inputs: mx.array, cache: BridgedBatch | None) -> mx.array:
+        logits: mx.array = self.module(inputs) if cache is None else self.module(inputs, cache=cache.entries)
         if cache is None:
             return logits
         # What logits do not need is computed too: it would wait, with all that it is made of, step after step.

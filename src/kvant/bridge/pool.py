@@ -1,6 +1,7 @@
 """A pool for mlx-lm's models: sequences of different lengths in one step, each with its own pages and states."""
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,14 +11,12 @@ from mlx_lm.models.cache import KVCache as MlxLmKVCache
 
 from kvant.bridge import hook
 from kvant.bridge.architectures import ONE_AT_A_TIME
-from kvant.bridge.cache import BridgedCache
-from kvant.bridge.pool_layer import PooledLayer, StepRows
+from kvant.bridge.layers import BridgedLayer, StepRows
 from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, as_text, leaves_of, probe
-from kvant.bridge.state_layer import StateCache
-from kvant.cache import ModelCache
 from kvant.cache.identity import Identity
-from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, stored_dtype
+from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, Stored, stored_dtype
 from kvant.cache.options import CacheOptions
+from kvant.cache.paged_layers import SLACK, PoolLayer
 from kvant.cache.pool import Pool, pool_bytes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence
@@ -51,9 +50,16 @@ class BridgedSequence(PoolSequence):
     def states(self, states: list[Arrays]) -> None:
         self._states = states
 
-    def can_trim_to(self, num_tokens: int) -> bool:
-        """As :meth:`PoolSequence.can_trim_to`. A state goes back to nothing alone."""
-        return super().can_trim_to(num_tokens) and (not self._empty or num_tokens == 0 or num_tokens >= self.length)
+    @property
+    def oldest(self) -> int:
+        """As :attr:`PoolSequence.oldest`. A state goes back to nothing alone."""
+        return self.length if self._empty else super().oldest
+
+    def trim(self, num_tokens: int) -> int:
+        """As :meth:`PoolSequence.trim`; states are given back."""
+        lost = super().trim(num_tokens)
+        self._states = self.states
+        return lost
 
     def fork(self, max_tokens: int | None = None) -> "BridgedSequence":
         """As :meth:`PoolSequence.fork`. A step replaces a state's arrays, so these are shared."""
@@ -61,20 +67,25 @@ class BridgedSequence(PoolSequence):
         made.states = self.states
         return made
 
-    def load(self, cache: ModelCache) -> None:
+    def load(self, other: PoolSequence) -> None:
         """As :meth:`PoolSequence.load`, the states too."""
-        if not isinstance(cache, BridgedCache) or cache.layout != self.pool.layout:
+        if not isinstance(other, BridgedSequence) or other.pool.layout != self.pool.layout:
             raise ValueError("the cache is for a model with other layers than the pool's")
-        super().load(cache)
-        self.states = [layer.committed for layer in cache.layers if isinstance(layer, StateCache)]
+        super().load(other)
+        self.states = other.states
 
-    def to_cache(self, max_seq_len: int | None = None) -> ModelCache:
-        """As :meth:`PoolSequence.to_cache`, the states too."""
-        made = super().to_cache(max_seq_len)
-        layers = (layer for layer in made.layers if isinstance(layer, StateCache))
-        for layer, arrays in zip(layers, self.states, strict=True):
-            layer.restore_state(arrays)
-        return made
+    @property
+    def saved_layers(self) -> list[PoolLayer | Arrays]:
+        layers, states = iter(self.pool.layers), iter(self.states)
+        leaves = [leaf for leaf in leaves_of(self.pool.entries) if not isinstance(leaf, Unused)]
+        return [next(states) if isinstance(leaf, State) else next(layers) for leaf in leaves]
+
+    def restore_states(self, states: Sequence[Arrays]) -> None:
+        for own, arrays in zip(self.pool.states, states, strict=True):
+            for number, (array, expected) in enumerate(zip(arrays, own.shapes, strict=True)):
+                if array is not None and expected is not None:
+                    _check_state(number, array, expected)
+        self.states = [*states]
 
     def share_prefix(self, upto: int | None = None, *, last_page: bool = False) -> None:
         """As :meth:`PoolSequence.share_prefix`; nothing where there are states, which no page holds."""
@@ -130,29 +141,28 @@ class BridgedBatch(PoolBatch):
     def __init__(self, pool: BridgedPool, sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
         super().__init__(pool, sequences, rows)
         self.entries: list[Any] = []
-        self.layers: list[PooledLayer] = []
+        self.views: list[BridgedLayer] = []
         self._states: list[ArraysCache] = []
 
     @property
     def state(self) -> list[mx.array]:
         """Every array that the step changes: computed, the step is, whether its logits are or not."""
         rows = [array for layer in self.pool.layers for array in layer.arrays]
-        return [*rows, *(array for state in self._states for array in state.cache if array is not None)]
+        states = [array for state in self._states for array in state.cache if array is not None]
+        return [*rows, *self.waiting, *states]
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
         lengths = super().begin(inputs)
-        steps = {
-            id(layer): step
-            for part in self.pool.parts
-            for step in [StepRows(self.placed(part), part.window, lengths, inputs.shape[1])]
-            for layer in part.layers
-        }
         offset = lengths[0] if self.rows == 1 else mx.array(lengths)
-        self.layers = [PooledLayer(layer, steps[id(layer)], offset) for layer in self.pool.layers]
+        views: dict[PoolLayer, BridgedLayer] = {}
+        for part in self.pool.parts:
+            step = StepRows.of(self, part, inputs.shape[1])
+            views |= {layer: BridgedLayer(self, part, layer, step, offset) for layer in part.layers}
+        self.views = [views[layer] for layer in self.pool.layers]
         self._states = [
             self._stacked([sequence.states[n] for sequence in self.sequences]) for n in range(len(self.pool.states))
         ]
-        layers, states = iter(self.layers), iter(self._states)
+        layers, states = iter(self.views), iter(self._states)
 
         def one(leaf: Leaf) -> Any:
             if isinstance(leaf, Unused):
@@ -181,7 +191,7 @@ class BridgedBatch(PoolBatch):
     def end_step(self) -> None:
         """Drop a step that was begun and is not committed."""
         super().end_step()
-        self.entries, self.layers, self._states = [], [], []
+        self.entries, self.views, self._states = [], [], []
 
     def _stacked(self, each: Sequence[Arrays]) -> ArraysCache:
         """One state of all rows. Nothing yet is zeros, as mlx-lm has it; so is what a shorter state lacks in front."""
@@ -204,7 +214,7 @@ def make_pool(
     *,
     sizes: dict[str, int],
     options: CacheOptions,
-    make_cache: Callable[..., BridgedCache],
+    make_cache: Callable[..., Any],
     identity: Identity | None,
 ) -> BridgedPool:
     """A pool of mlx-lm's model; errors as :meth:`kvant.bridge.model.BridgedModel.make_pool` has them.
@@ -224,7 +234,7 @@ def make_pool(
     check_entries(found, model, name)
 
     def made(options: CacheOptions, sizes: dict[str, int]) -> BridgedPool:
-        formats = _formats(found, sizes["max_seq_len"], options)
+        formats = formats_of(found, sizes["max_seq_len"], options)
         check_memory(sizes["tokens"], sum(pool_needs(found, sizes, options)))
         own: dict[str, Any] = {"identity": identity, "kernels": options.kernels, "dtype": dtype}
         own["make_cache"] = partial(make_cache, **options.fields)
@@ -244,16 +254,14 @@ def check_entries(found: Sequence[Entry], model: Model, name: str) -> None:
     for leaf in leaves_of(found):
         if isinstance(leaf, Attention) and leaf.chunk is not None:
             reason = "attends in chunks, which a pool has no pages for"
-        elif isinstance(leaf, Attention) and leaf.keep:
-            reason = f"keeps the first {leaf.keep} tokens of a window, which a pool has no pages for"
     if reason is not None:
         raise ModelError(f"{name} {reason}; one sequence at a time works")
 
 
-def pool_needs(found: Sequence[Entry], sizes: Mapping[str, int], options: CacheOptions) -> tuple[int, int]:
+def pool_needs(found: Sequence[Entry], sizes: Mapping[str, Any], options: CacheOptions) -> tuple[int, int]:
     """Bytes of a pool: of keys and values, and of its sequences' states; arguments as in :func:`make_pool`."""
     states = sizes["sequences"] * sum(leaf.nbytes for leaf in leaves_of(found) if isinstance(leaf, State))
-    return pool_bytes(_formats(found, sizes["max_seq_len"], options), **sizes), states
+    return pool_bytes(formats_of(found, sizes["max_seq_len"], options), **sizes), states
 
 
 def _try(model: Model, name: str, pool: BridgedPool, agree: float) -> bool:
@@ -289,28 +297,52 @@ def _try(model: Model, name: str, pool: BridgedPool, agree: float) -> bool:
     difference = mx.abs(mx.where(finite, given - expected, 0)).max()
     if not (difference <= agree * mx.abs(mx.where(finite, expected, 0)).max()).item():
         raise ModelError(f"{refused}. Its logits would be others than alone")
-    return all(layer.attends for layer in batch.layers)
+    return all(layer.attends for layer in batch.views)
 
 
-def _formats(found: Sequence[Entry], max_seq_len: int, options: CacheOptions) -> list[LayerFormat]:
-    """How each layer that keeps rows stores tokens. A window that no sequence outgrows is none."""
-    bits = options.kv_bits
-    return [
-        LayerFormat(
-            "quantized",
-            leaf.num_kv_heads,
-            leaf.key_dim,
-            leaf.value_dim,
-            bits,
-            leaf.group(options.kv_group_size) if bits else 0,
-            stored_dtype(bits) if bits else DTYPE_NAMES[leaf.dtype],
-            "F16" if bits else "",
-            window=leaf.window if leaf.window is not None and leaf.window < max_seq_len else None,
-            shared=leaf.shared,
-        )
-        for leaf in leaves_of(found)
-        if isinstance(leaf, Attention)
-    ]
+def formats_of(
+    found: Sequence[Entry], max_seq_len: int, options: CacheOptions, absent: Collection[int] = ()
+) -> list[LayerFormat]:
+    """How each layer that keeps rows stores tokens. A window that no sequence outgrows is none.
+
+    ``absent``: numbers of the entries whose layers another process computes; they have no heads here.
+    """
+    bits, formats = options.kv_bits, []
+    for number, entry in enumerate(found):
+        for leaf in leaves_of([entry]):
+            if not isinstance(leaf, Attention):
+                continue
+            if leaf.keep:
+                raise ValueError(
+                    f"a layer keeps the first {leaf.keep} tokens of a window, which kvant has no pages for"
+                )
+            seen = leaf.chunk or leaf.window
+            window = seen if seen is not None and seen < max_seq_len else None
+            formats.append(
+                LayerFormat(
+                    "quantized" if leaf.chunk is None else "chunks",
+                    0 if number in absent else leaf.num_kv_heads,
+                    leaf.key_dim,
+                    leaf.value_dim,
+                    bits,
+                    leaf.group(options.kv_group_size) if bits else 0,
+                    stored_dtype(bits) if bits else DTYPE_NAMES[leaf.dtype],
+                    "F16" if bits else "",
+                    window=window,
+                    slack=0 if window is None else SLACK,
+                    shared=leaf.shared,
+                )
+            )
+    return formats
+
+
+def _check_state(number: int, array: mx.array, expected: Stored) -> None:
+    """Refuse an array that is no state of the model's. Before it has seen enough tokens, a state may be shorter."""
+    dtype, (_, *most) = expected
+    fits = len(array.shape) == 1 + len(most) and all(map(operator.le, array.shape[1:], most))
+    if DTYPE_NAMES[array.dtype] != dtype or array.shape[0] != 1 or not fits:
+        given = f"{DTYPE_NAMES[array.dtype]} {tuple(array.shape)}"
+        raise ValueError(f"array {number} of a state is {given}; expected {dtype} {(1, *most)}")
 
 
 def _padded(array: mx.array, shape: tuple[int, ...]) -> mx.array:

@@ -76,6 +76,8 @@ class ModelCache(PoolBatch, Sequence[Any]):
         ahead: of its tokens the last ones that are computed and not handed out yet.
     """
 
+    pool: Pool
+
     def __init__(self, pool: Pool) -> None:
         """Open the sequence of a pool of one, which is made for it."""
         self.sequence: PoolSequence = pool.sequence(pool.max_seq_len)

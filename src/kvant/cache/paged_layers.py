@@ -87,6 +87,7 @@ class PagedLayers:
 
     Attributes:
         window: tokens that a query sees, its own included; None: all.
+        in_chunks: a query sees its own chunk of ``window`` tokens, as in Llama 4.
         layers: their rows.
         pages: of each of these layers.
         prefix: the pages that new sequences may share.
@@ -98,6 +99,7 @@ class PagedLayers:
     def __init__(self, window: int | None, layers: Sequence[PoolLayer], num_pages: int, step_size: int) -> None:
         """``step_size``: new tokens of a sequence in one step, at most."""
         self.window = window
+        self.in_chunks = window is not None and any(layer.format.kind == "chunks" for layer in layers)
         self.layers = tuple(layers)
         self.pages = Pages(num_pages)
         self.prefix = PrefixIndex(self.pages)
@@ -125,6 +127,12 @@ class PagedLayers:
     def first_seen(self, length: int) -> int:
         """The first position that the query at position ``length`` sees."""
         return 0 if self.window is None else max(0, length - self.window + 1)
+
+    def first_read(self, length: int) -> int:
+        """The first position that is read for it: of chunks, that of its own."""
+        if self.in_chunks and self.window is not None:
+            return length // self.window * self.window
+        return self.first_seen(length)
 
     def open(self, chain: Sequence[bytes], max_tokens: int) -> PageTable:
         """Pages for ``max_tokens`` tokens, of which those under a chain of digests are shared."""

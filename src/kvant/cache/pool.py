@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
@@ -19,7 +19,7 @@ from kvant.operators.kernels.launch import Backend
 from kvant.sizes import format_bytes
 from kvant.threads import check_process
 
-__all__ = ["Pool", "PoolSequence", "pool_bytes"]
+__all__ = ["Pool", "PoolSequence", "pool_bytes", "rows_alone", "sizes_alone"]
 
 
 class Pool(PoolState):
@@ -64,8 +64,9 @@ class Pool(PoolState):
             tokens: of all sequences together; whole pages are made of them.
             sequences: that can be open at once.
             max_seq_len: tokens that one can have.
-            prefill_step_size: new tokens of one in a step, at most. None: any number. The pool is for one sequence then,
-                which shares no pages; it has as many rows as it has tokens, and of a window few more than are seen.
+            prefill_step_size: new tokens of one in a step, at most. None: any number. The pool is for one sequence
+                then, which shares no pages; it has as many rows as it has tokens, and of a window few more than
+                are seen.
             make_cache: makes a :class:`kvant.cache.ModelCache` for so many tokens, in the same format.
             identity: of the model; None: not known.
             kernels: "unfused" or "fused" forces how attention is computed, as in :class:`kvant.cache.QuantizedKVCache`.
@@ -86,8 +87,9 @@ class Pool(PoolState):
         ]
         parts = []
         # In the order of the layers; where none keeps rows, pages still count tokens.
-        for window in dict.fromkeys(windows or [own.window for own in formats]) or [None]:
-            of_part = [layer for layer in layers if layer.format.window == window]
+        kinds = [(window, "quantized") for window in windows] or [(own.window, own.kind) for own in formats]
+        for window, kind in dict.fromkeys(kinds) or [(None, "")]:
+            of_part = [layer for layer in layers if (layer.format.window, layer.format.kind) == (window, kind)]
             num_pages, rows = _size(window, tokens, sequences, prefill_step_size)
             for layer in of_part:
                 layer.allocate(rows)
@@ -101,19 +103,6 @@ class Pool(PoolState):
             make_cache=make_cache,
             identity=identity,
         )
-
-    @classmethod
-    def alone(
-        cls,
-        formats: Sequence[LayerFormat],
-        bias_splits: Sequence[BiasSplit | None],
-        max_seq_len: int,
-        make_cache: Callable[..., Any],
-        **options: Any,
-    ) -> Self:
-        """Allocate a pool for one sequence; see :meth:`__init__`."""
-        sizes: dict[str, Any] = {"tokens": max_seq_len, "max_seq_len": max_seq_len, "prefill_step_size": None}
-        return cls(formats, bias_splits, **sizes, sequences=1, make_cache=make_cache, **options)
 
     def release(self) -> None:
         """Give the memory back. The pool cannot be used after it."""
@@ -248,3 +237,13 @@ def _size(window: int | None, tokens: int, sequences: int, step_size: int | None
     num_pages = int(min(pages_for(tokens), sequences * ring_pages(window, step_size or SLACK + 1)))
     rows = num_pages * PAGE_SIZE
     return num_pages, rows if step_size else min(rows, tokens)
+
+
+def sizes_alone(max_seq_len: int) -> dict[str, Any]:
+    """The sizes of a pool for one sequence alone."""
+    return {"tokens": max_seq_len, "sequences": 1, "max_seq_len": max_seq_len, "prefill_step_size": None}
+
+
+def rows_alone(window: int | None, max_seq_len: int) -> int:
+    """Rows of a layer in the cache of one sequence of so many tokens."""
+    return _size(window, max_seq_len, 1, None)[1]

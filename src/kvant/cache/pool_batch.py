@@ -159,6 +159,11 @@ class PoolBatch:
                     put_rows(array, tokens[:, :, first - self._start :], rows)
         self._waiting = {}
 
+    @property
+    def waiting(self) -> list[mx.array]:
+        """What waits to be written."""
+        return [array for layers in self._waiting.values() for _, arrays in layers for array in arrays]
+
     def wait(self, part: PagedLayers, layer: PoolLayer, tokens: list[mx.array]) -> None:
         """Keep a layer's new tokens, as it stores them, until the step is committed."""
         self._waiting.setdefault(part, []).append((layer, tokens))
@@ -218,7 +223,7 @@ def place_rows(
 
     ``waits``: they are written when the step is committed.
     """
-    first = [part.first_seen(length) for length in lengths]
+    first = [part.first_read(length) for length in lengths]
     if waits:
         held = runs(tables[0].pages, first[0] - tables[0].start, lengths[0] - tables[0].start)
         return PagedRows(None, [held], first, part.window)

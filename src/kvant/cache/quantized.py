@@ -1,11 +1,13 @@
 """A preallocated key/value cache of one layer, quantized in groups: PMX cache_layout 1 with one layer."""
 
+from typing import Any
+
 import mlx.core as mx
 
 from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, stored_dtype
 from kvant.cache.model import KVCache, ModelCache
 from kvant.cache.paged_layers import SLACK
-from kvant.cache.pool import Pool
+from kvant.cache.pool import Pool, sizes_alone
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization
 from kvant.operators.validation import check_tokens
@@ -73,7 +75,8 @@ class QuantizedKVCache(KVCache):
             slack=SLACK if window is not None and window < max_seq_len else 0,
             split_pairs=None if bias_split is None else bias_split.pairs,
         )
-        pool = Pool.alone([own], [bias_split], max_seq_len, ModelCache, kernels=kernels, dtype=dtype)
+        options: dict[str, Any] = {"make_cache": ModelCache, "kernels": kernels, "dtype": dtype}
+        pool = Pool([own], [bias_split], **sizes_alone(max_seq_len), **options)
         cache = ModelCache(pool)
         super().__init__(cache, pool.parts[0], pool.layers[0])
 

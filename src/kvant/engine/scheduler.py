@@ -378,7 +378,8 @@ class Scheduler:
                     mx.eval(self._model.feed(mx.array([answer.tokens[-1:]]), batch))
                 batch.commit(ids=[answer.tokens[-1:]])
             self._share_all(sequence)
-            assert isinstance(sequence, PoolSequence) and isinstance(self._pool, Pool)
+            assert isinstance(sequence, PoolSequence)
+            assert isinstance(self._pool, Pool)
             given = None if checked.cache is None else checked.cache.max_seq_len
             made: ModelCache = self._pool.make_cache(max(given or self._pool.max_seq_len, checked.reserved))
             made.sequence.load(sequence)

@@ -54,6 +54,8 @@ def attend_pages(
     quant_group: int,
     value_head_dim: int,
     score_scale: float | None = None,
+    is_causal: bool = True,
+    mask: mx.array | None = None,
     bias_split: BiasSplit | None = None,
     sinks: mx.array | None = None,
     backend: Backend,
@@ -65,6 +67,7 @@ def attend_pages(
         arrays: values (2, K, T, D'), and if they are quantized scales (2, K, T, D/G).
         value_head_dim: Dv. If it is not D, both lie side by side: (1, K, T, D + Dv).
         score_scale: the scores are multiplied by it; None: 1/sqrt(D).
+        mask: broadcastable to (B, H, S, rows), with a column for each row of a sequence's pages.
         bias_split: position j is at column j of its rotation.
         sinks: (H,).
 
@@ -82,6 +85,8 @@ def attend_pages(
         quant_group=quant_group,
         value_dim=None if value_head_dim == D else value_head_dim,
         score_scale=score_scale,
+        is_causal=is_causal,
+        mask=mask,
         sinks=sinks,
         window=pages.window,
         pages=pages.table,

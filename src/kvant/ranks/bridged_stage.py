@@ -25,7 +25,7 @@ from kvant.bridge.cache import BridgedCache
 from kvant.bridge.config import BridgedConfig, read_folder
 from kvant.bridge.folder import Progress, build, check_bridged, compute_in_float32, evaluate, main_dtype
 from kvant.bridge.layer_list import LayerList, Own, list_layers, redirect
-from kvant.bridge.layers import BridgedKVCache
+from kvant.bridge.layers import BridgedLayer
 from kvant.bridge.model import BridgedModel, bytes_read, parameters
 from kvant.bridge.pool import BridgedBatch
 from kvant.bridge.probe import probe
@@ -94,7 +94,7 @@ class BridgedStageModel(BridgedModel):
         caches = {cache for n in layers for cache in found.caches[n]}
         elsewhere = {cache for n, each in enumerate(found.caches) if n not in layers for cache in each}
         self.absent_caches = frozenset(elsewhere if leads else set(range(len(probe(module)))) - caches)
-        self._cache: BridgedCache | None = None
+        self._cache: BridgedBatch | None = None
         self._computes = self._returns = False
         self._sent: list[mx.array] = []
         modules = dict(module.named_modules())
@@ -106,7 +106,7 @@ class BridgedStageModel(BridgedModel):
         bridged = self._checked(cache)
         bridged.begin(inputs)
         with self._step(bridged, returns=False):
-            self.module(inputs, cache=bridged)
+            self.module(inputs, cache=bridged.entries)
             return [*bridged.state, *self._sent]
 
     def make_pool(self, *arguments: Any, **options: Any) -> Never:
@@ -127,11 +127,10 @@ class BridgedStageModel(BridgedModel):
     def _checked(self, cache: Any) -> BridgedCache:
         return self.check_cache(cache)
 
-    def _logits(self, inputs: mx.array, cache: BridgedCache | BridgedBatch | None) -> mx.array:
+    def _logits(self, inputs: mx.array, cache: BridgedBatch | None) -> mx.array:
         """Compute the logits on rank 0; elsewhere the hidden states that are sent, (B, S, hidden)."""
-        assert not isinstance(cache, BridgedBatch)
         with self._step(cache, returns=True):
-            result: mx.array = self.module(inputs) if cache is None else self.module(inputs, cache=cache)
+            result: mx.array = self.module(inputs) if cache is None else self.module(inputs, cache=cache.entries)
             if self.ranks.rank:
                 (result,) = self._sent
         if cache is not None:
@@ -139,7 +138,7 @@ class BridgedStageModel(BridgedModel):
         return result
 
     @contextmanager
-    def _step(self, cache: BridgedCache | None, *, returns: bool) -> Iterator[None]:
+    def _step(self, cache: BridgedBatch | None, *, returns: bool) -> Iterator[None]:
         """Mark the calls of layers in it as a step's; if it ``returns``, hidden states come back to rank 0."""
         self._computes, self._returns, self._cache, self._sent = True, returns, cache, []
         try:
@@ -180,9 +179,9 @@ class BridgedStageModel(BridgedModel):
         """Have the caches of another rank's layer count as they do there."""
         assert self._cache is not None
         for cache in self._found.caches[number]:
-            entry = self._cache[cache]
+            entry = self._cache.entries[cache]
             for part in getattr(entry, "caches", [entry]):
-                if isinstance(part, BridgedKVCache):
+                if isinstance(part, BridgedLayer):
                     part.pass_by(num_tokens)
 
 

@@ -26,8 +26,8 @@ class Follower:
         for number in message["dropped"]:
             del self._held[number]
         if "make" in message:
-            made = self._held[message["number"]] = self._make(message)
-            return _limits(made)
+            self._held[message["number"]] = self._make(message)
+            return []
         self._compute(self._held[message["number"]], message)
         return None
 
@@ -59,10 +59,3 @@ def follow(part: LanguageModel, guard: Guard) -> NoReturn:
         reply = follower.obey(guard.receive())
         if reply is not None:
             guard.gather(reply)
-
-
-def _limits(made: ModelCache | Pool) -> list[tuple[int, int]]:
-    """Say how far the layers of a cache can go back, as of a TrimLimit."""
-    if isinstance(made, Pool):
-        return []
-    return [(limit.rows, limit.tokens) for limit in made.layers[0].sequence.limits]

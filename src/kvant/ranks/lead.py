@@ -13,7 +13,6 @@ from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
-from kvant.cache.sequence import TrimLimit
 from kvant.errors import RanksError, one_line
 from kvant.models import LanguageModel
 from kvant.models.decoder import Cached, Offset
@@ -50,7 +49,7 @@ class Lead:
         self.config, self.dtype = part.config, part.dtype
         self.last_token_alone = part.last_token_alone
         self._guard, self._whole = guard, whole
-        self._numbers: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # of caches' sequences and of pools
+        self._numbers: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # of pools
         self._made = 0
         self._dropped: list[int] = []
         self._broken = False
@@ -101,11 +100,8 @@ class Lead:
     def make_cache(self, max_seq_len: int | None = None, **options: Any) -> ModelCache:
         """Reserve a cache on every rank."""
         cache = self.part.make_cache(max_seq_len, **options)
-        cache.divided = True
-        sequence = cache.layers[0].sequence
-        found = self._told_made(sequence, "cache", {"max_seq_len": max_seq_len, **options})
-        # How far the windows of the others' layers can go back.
-        sequence.limits |= {TrimLimit(*limit) for limits in found for limit in limits}
+        cache.pool.divided = True
+        self._told_made(cache.pool, "cache", {"max_seq_len": max_seq_len, **options})
         return cache
 
     def make_pool(self, tokens: int, **options: Any) -> Pool:
@@ -117,24 +113,22 @@ class Lead:
         self._told_made(pool, "pool", {"tokens": tokens, **options})
         return pool
 
-    def _told_made(self, made: object, kind: str, options: dict[str, Any]) -> list[Any]:
-        """Have the others make the same. Returns what they say of it."""
+    def _told_made(self, made: object, kind: str, options: dict[str, Any]) -> None:
+        """Have the others make the same."""
         number = self._made
         self._made += 1
         with self._whole():
             self._tell({"make": kind, "number": number, "options": options})
-            found = self._guard.gather([])
+            self._guard.gather([])
         self._numbers[made] = number
         finalize(made, self._dropped.append, number)
-        return found
 
     def _step(self, call: Callable[..., Computed], inputs: mx.array, cache: ModelCache | PoolBatch) -> Computed:
-        held = cache.pool if isinstance(cache, PoolBatch) else cache.layers[0].sequence
-        if (number := self._numbers.get(held)) is None:
+        if (number := self._numbers.get(cache.pool)) is None:
             raise RanksError("the cache is not of this model; on several ranks expected one of model.make_cache")
         cache.begin(inputs)  # refuses what does not fit, before the others are told
         ids = inputs.tolist()
-        plan = pool_plan(cache) if isinstance(cache, PoolBatch) else {"lengths": cache.lengths}
+        plan = {"lengths": cache.lengths} if cache.pool.alone else pool_plan(cache)
         before = replace(self.ranks.traffic)
         with self._whole():
             self._tell({"call": call.__name__, "number": number, "ids": ids, **plan})

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from kvant.cache.window import SLACK
+from kvant.cache.pool import rows_alone
 from kvant.errors import ModelError
 from kvant.models.caches import pool_size
 from kvant.models.config import ModelConfig
@@ -110,7 +110,7 @@ def _cache_bytes(
 ) -> int:
     """Bytes of what the caches of :mod:`kvant.cache` allocate for every layer."""
     K, D, row = config.num_key_value_heads, config.head_dim, _row_bytes(config, settings, itemsize)
-    lengths = [tokens if window is None else min(tokens, window + SLACK) for window in config.windows]
+    lengths = [rows_alone(window, tokens) for window in config.windows]
     # Of a split: keys' bias, cosines and sines, values' bias.
     tables = sum(K * 2 * n + 2 * n * rows + K * D for n, rows in zip(pairs or (), lengths, strict=pairs is not None))
     return row * sum(lengths) + FLOAT32 * tables
@@ -161,7 +161,7 @@ def scratch_bytes(
     for window in config.windows:
         own, mask = tokens, 0
         if window is not None and window < tokens:  # a ring beside the new tokens, which are put off
-            own = min(tokens, window + SLACK + new)
+            own = min(tokens, rows_alone(window, tokens) + new)
             mask = MASK_BYTES * new * own
             waiting += new * _row_bytes(config, settings, itemsize)
         query = heads * own * FLOAT32
