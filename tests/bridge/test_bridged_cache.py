@@ -22,7 +22,7 @@ from kvant.errors import ContextError
 def _begin(model: Any, cache: BridgedCache, tokens: list[int]) -> None:
     inputs = mx.array([tokens])
     cache.begin(inputs)
-    mx.eval(model(inputs, cache=cache), cache.state)
+    mx.eval(model(inputs, cache=cache.entries), cache.state)
 
 
 @pytest.mark.parametrize(("name", "bits"), at_widths(KINDS))

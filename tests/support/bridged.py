@@ -77,10 +77,12 @@ def bridged(name: str, **changes: Any) -> BridgedModel:
 def feed(model: Any, cache: Any, tokens: list[int]) -> mx.array:
     """The logits (1, S, vocab) of a step, which is committed if the cache has steps."""
     inputs = mx.array([tokens])
-    if isinstance(cache, BridgedCache):
-        cache.begin(inputs)
-    logits: mx.array = model(inputs, cache=cache)
-    mx.eval(logits, [layer.state for layer in cache])
-    if isinstance(cache, BridgedCache):
-        cache.commit()
+    if not isinstance(cache, BridgedCache):
+        logits: mx.array = model(inputs, cache=cache)
+        mx.eval(logits, [layer.state for layer in cache])
+        return logits
+    cache.begin(inputs)
+    logits = model(inputs, cache=cache.entries)
+    mx.eval(logits, cache.state)
+    cache.commit()
     return logits
