@@ -106,7 +106,7 @@ class PoolBatch:
             self.step = inputs
             for sequence in self.sequences:
                 sequence.step = self.step
-            return self.lengths
+            return (*lengths, *(0,) * (rows - len(lengths)))
 
     def commit(
         self, num_tokens: int | Sequence[int] | None = None, *, ids: Sequence[Sequence[int]] | None = None
