@@ -1,9 +1,10 @@
 """The key/value cache of a model of mlx-lm's: what mlx-lm's model expects at each place, in kvant's memory."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from kvant.bridge import hook
@@ -58,7 +59,7 @@ class StateView:
 
     def trim(self, num_tokens: int) -> int:
         """Forget the last tokens of all layers."""
-        return self._cache.trim_layer(id(self), num_tokens)
+        return self._cache.trim_layer(0, num_tokens)
 
     def is_trimmable(self) -> bool:
         """Whether the last token can be forgotten."""
@@ -79,7 +80,12 @@ class BridgedCache(ModelCache, BridgedBatch):
         """``kv_group_size``: that was asked for."""
         super().__init__(pool)
         self._group = kv_group_size
-        self._layers = (*self._layers, *([StateView(self)] if pool.states else []))
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain(super().__iter__(), [StateView(self)] if self.pool.states else [])
+
+    def __len__(self) -> int:
+        return super().__len__() + bool(self.pool.states)
 
     @property
     def layout(self) -> str:

@@ -83,9 +83,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
         self.sequence: PoolSequence = pool.sequence(pool.max_seq_len)
         super().__init__(pool, [self.sequence])
         self.ahead = 0
-        self._layers: tuple[Any, ...] = tuple(
-            KVCache(self, part, layer) for layer in pool.layers for part in pool.parts if layer in part.layers
-        )
+        self._places = tuple((part, layer) for layer in pool.layers for part in pool.parts if layer in part.layers)
         self._trimmed: tuple[int, int, set[int]] | None = None
         self._is_torn = False  # pages are being handed out
 
@@ -97,11 +95,9 @@ class ModelCache(PoolBatch, Sequence[Any]):
         for layer in layers:
             if not isinstance(layer, KVCache):
                 raise ValueError(f"the cache holds a {type(layer).__name__}; expected what model.make_cache returns")
-        if not layers or any(given is not own for given, own in zip(layers, layers[0].batch, strict=False)):
-            raise ValueError(f"a list of {len(layers)} layers; expected those of one cache, in order")
-        cache: ModelCache = layers[0].batch
-        if len(cache) != len(layers):
-            raise ValueError(f"the cache has {len(layers)} layers; expected the {len(cache)} of one")
+        cache: ModelCache | None = layers[0].batch if layers else None
+        if cache is None or [layer.layer for layer in layers] != list(cache.pool.layers):
+            raise ValueError(f"a list of {len(layers)} layers; expected all layers of one cache, in order")
         return cache
 
     @overload
@@ -109,13 +105,14 @@ class ModelCache(PoolBatch, Sequence[Any]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
-        return self._layers[index]
+        return self.layers[index]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._layers)
+        # Made when they are asked for: a cache that held them would be freed by the garbage collector alone.
+        return (KVCache(self, part, layer) for part, layer in self._places)
 
     def __len__(self) -> int:
-        return len(self._layers)
+        return len(self._places)
 
     @property
     def offset(self) -> int:
@@ -130,7 +127,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
     @property
     def layers(self) -> tuple[Any, ...]:
         """All layers that hold something, in order."""
-        return self._layers
+        return tuple(self)
 
     @property
     def nbytes(self) -> int:

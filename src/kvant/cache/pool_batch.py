@@ -157,7 +157,7 @@ class PoolBatch:
             for layer, arrays in self._waiting[part]:
                 for array, tokens in zip(layer.arrays, arrays, strict=True):
                     put_rows(array, tokens[:, :, first - self._start :], rows)
-        self._waiting = {}
+        self._waiting.clear()
 
     @property
     def waiting(self) -> list[mx.array]:

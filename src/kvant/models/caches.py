@@ -114,7 +114,7 @@ def pool_size(
     sequences: int,
     dtype: mx.Dtype,
     max_seq_len: int | None = None,
-    prefill_step_size: int = 512,
+    prefill_step_size: int | None = 512,
     split_pairs: Sequence[int] | None = None,
 ) -> int:
     """Bytes of the pool that :meth:`kvant.models.Decoder.make_pool` makes with these arguments.

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from kvant.cache.pool import rows_alone
+from kvant.cache.pool import rows_alone, sizes_alone
 from kvant.errors import ModelError
 from kvant.models.caches import pool_size
 from kvant.models.config import ModelConfig
@@ -65,21 +65,20 @@ def _decoder_needs(
         raise ValueError(f"prefill_step_size is {settings.prefill_step_size}; expected at least 1")
     itemsize = checkpoint.itemsize(on_cpu=on_cpu)
     pairs = _pairs(config, settings, split_pairs)
-    pool_options: dict[str, Any] = {
-        "dtype": mx.float32 if itemsize == FLOAT32 else mx.bfloat16,  # or float16, of as many bytes
-        "prefill_step_size": settings.prefill_step_size,
-        "split_pairs": pairs,
-    }
+    dtype = mx.float32 if itemsize == FLOAT32 else mx.bfloat16  # or float16, of as many bytes
+
+    def reserved(**sizes: Any) -> int:
+        return pool_size(config, settings.cache, dtype=dtype, split_pairs=pairs, **sizes)
 
     def needed(tokens: int) -> MemoryPlan:
-        cache = _cache_bytes(config, settings, pairs, tokens, itemsize)
+        cache = reserved(**sizes_alone(tokens))
         prefill = min(settings.prefill_step_size, tokens)
         if count is None:
             scratch = scratch_bytes(checkpoint, settings, on_cpu=on_cpu, new=prefill, tokens=tokens)
             return MemoryPlan(tokens, settings, cache, scratch, caches=settings.caches * cache)
         in_all = settings.in_pool(tokens)
         pool, more = (
-            pool_size(config, settings.cache, tokens=own, sequences=n, max_seq_len=tokens, **pool_options)
+            reserved(tokens=own, sequences=n, max_seq_len=tokens, prefill_step_size=settings.prefill_step_size)
             for own, n in ((in_all, count), (in_all + page_rows(tokens), count + 1))
         )
         each = min(tokens, -(-in_all // count))  # of the sequences of a step, on average
@@ -103,17 +102,6 @@ def _row_bytes(config: ModelConfig, settings: Settings, itemsize: int) -> int:
     """Bytes of a token's keys and values in one layer's cache."""
     K, D, bits = config.num_key_value_heads, config.head_dim, settings.cache.kv_bits
     return 2 * K * (D * bits // 8 + D // settings.cache.kv_group_size * SCALE_BYTES if bits else D * itemsize)
-
-
-def _cache_bytes(
-    config: ModelConfig, settings: Settings, pairs: Sequence[int] | None, tokens: int, itemsize: int
-) -> int:
-    """Bytes of what the caches of :mod:`kvant.cache` allocate for every layer."""
-    K, D, row = config.num_key_value_heads, config.head_dim, _row_bytes(config, settings, itemsize)
-    lengths = [rows_alone(window, tokens) for window in config.windows]
-    # Of a split: keys' bias, cosines and sines, values' bias.
-    tables = sum(K * 2 * n + 2 * n * rows + K * D for n, rows in zip(pairs or (), lengths, strict=pairs is not None))
-    return row * sum(lengths) + FLOAT32 * tables
 
 
 def scratch_bytes(
