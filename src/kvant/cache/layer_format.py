@@ -36,7 +36,8 @@ class LayerFormat:
         num_kv_heads, head_dim, value_head_dim: of its tokens.
         kv_bits, kv_group_size: 0 where nothing is quantized.
         dtype, scale_dtype: of the stored arrays, as safetensors writes them; no scales: "".
-        window, keep, slack: of a ring, window None: all tokens stay.
+        window: the last tokens that a query sees; None: all.
+        slack: tokens before the window that a sequence may still go back to.
         split_pairs: the rotary pairs of the bias split; None: keys and values have their biases.
         state: each array of a state; None: it has not been computed yet.
         shared: other layers of a bridged model ask for what this one fetched.
@@ -51,7 +52,6 @@ class LayerFormat:
     dtype: str = ""
     scale_dtype: str = ""
     window: int | None = None
-    keep: int = 0
     slack: int = 0
     split_pairs: tuple[int, ...] | None = None
     state: tuple[Stored | None, ...] = ()
@@ -61,10 +61,12 @@ class LayerFormat:
     def from_json(cls, raw: object) -> "LayerFormat":
         """Of what :meth:`as_json` gave, every field checked."""
         names = {field.name: FILE_WORDS.get(field.name, field.name) for field in fields(cls)}
-        if not isinstance(raw, dict) or raw.keys() != {*names.values()}:
-            raise ValueError("a layer's format has other fields than " + ", ".join(sorted(names.values())))
+        if not isinstance(raw, dict) or raw.keys() != {*names.values(), "keep"}:
+            raise ValueError("a layer's format has other fields than " + ", ".join(sorted([*names.values(), "keep"])))
+        if raw["keep"] != 0:
+            raise ValueError(f"keep is {_shown(raw['keep'])}; expected 0: no window keeps its first tokens")
         raw = {name: raw[word] for name, word in names.items()}
-        for name in ("num_kv_heads", "head_dim", "value_head_dim", "kv_bits", "kv_group_size", "keep", "slack"):
+        for name in ("num_kv_heads", "head_dim", "value_head_dim", "kv_bits", "kv_group_size", "slack"):
             check_number(name, raw[name])
         if raw["window"] is not None:
             check_number("window", raw["window"], 1)
@@ -105,7 +107,7 @@ class LayerFormat:
 
     def as_json(self) -> dict[str, Any]:
         """Numbers, text and lists."""
-        return {FILE_WORDS.get(name, name): value for name, value in asdict(self).items()}
+        return {"keep": 0} | {FILE_WORDS.get(name, name): value for name, value in asdict(self).items()}
 
     @property
     def has_tokens(self) -> bool:
@@ -113,15 +115,12 @@ class LayerFormat:
         return self.kind != "state"
 
     def first(self, length: int, written: int) -> int:
-        """The first token past ``keep`` that is still there, of ``length`` that count and ``written`` at most."""
-        kept = min(self.keep, length)
-        if self.window is None or written <= self.keep + self.window + self.slack:
-            return kept
-        return min(length, max(kept, written - self.window - self.slack))
+        """The first token that is still there, of ``length`` that count and ``written`` at most."""
+        return 0 if self.window is None else min(length, max(0, written - self.window - self.slack))
 
     def rows(self, length: int, written: int) -> int:
         """Tokens that are still there."""
-        return min(self.keep, length) + length - self.first(length, written)
+        return length - self.first(length, written)
 
     def arrays(self, rows: int) -> dict[str, Stored]:
         """What is stored of ``rows`` tokens of one sequence, by its name."""
@@ -182,16 +181,16 @@ def _shown(value: object) -> str:
     return repr(value)[:80]
 
 
-def difference(given: LayerFormat, own: LayerFormat, given_reserved: int | None, reserved: int | None) -> str | None:
+def difference(given: LayerFormat, own: LayerFormat, given_reserved: int, reserved: int) -> str | None:
     """The field in which a snapshot's layer differs from a cache's, and both values; None: its tokens fit.
 
-    A layer with a window has no ring where all of the reservation is inside the window.
+    A layer whose reservation is inside its window has none.
     """
     ignored: tuple[str, ...] = ()
     if given.kind == own.kind == "state" and len(given.state) == len(own.state):
         ignored = ("state",)
     elif _inside(given, given_reserved, own) or _inside(own, reserved, given):
-        ignored = ("window", "keep", "slack")
+        ignored = ("window", "slack")
     expected = asdict(own)
     for name, value in asdict(given).items():
         if name not in ignored and value != expected[name]:
@@ -199,6 +198,6 @@ def difference(given: LayerFormat, own: LayerFormat, given_reserved: int | None,
     return None
 
 
-def _inside(whole: LayerFormat, reserved: int | None, ring: LayerFormat) -> bool:
+def _inside(whole: LayerFormat, reserved: int, other: LayerFormat) -> bool:
     """Whether a layer keeps every token because its reservation is inside the other's window."""
-    return whole.window is None and ring.window is not None and reserved is not None and reserved <= ring.window
+    return whole.window is None and other.window is not None and reserved <= other.window

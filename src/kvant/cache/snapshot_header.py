@@ -174,7 +174,7 @@ def _check_lengths(header: SnapshotHeader) -> None:
     for layer in header.layers:
         if layer.kind == "state" and length != written:
             raise ValueError(f"lengths has {length} where written has {written}, with the state of a linear layer")
-        window, lost = layer.window or 0, layer.first(length, written) > min(layer.keep, length)
+        window, lost = layer.window or 0, layer.first(length, written)
         if lost and length < written - layer.slack - 1:
             raise ValueError(f"lengths has {length} where written has {written}, with a window of {window}")
 
