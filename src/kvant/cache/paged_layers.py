@@ -311,6 +311,7 @@ def backend_of(
         DTYPES[own.scale_dtype or "F16"],
         None if num_heads is None else num_heads // own.num_kv_heads,
         None if own.split_pairs is None else len(own.split_pairs),
+        mask=own.kind == "chunks",  # the model's own says which are seen
         sinks=may_have_sinks,
         paged=True,
         options=() if own.window is None else (("window", own.window),),
