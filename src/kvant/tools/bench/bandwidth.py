@@ -1,13 +1,12 @@
 """The device's copy bandwidth, which the bytes a decode step reads a second are compared with."""
 
-import statistics
 import subprocess
 import sys
-import time
 
 import mlx.core as mx
 
 from kvant.errors import BenchError
+from kvant.tools.statistics import median_ms
 
 COPY_BYTES = 256 * 1024 * 1024  # far above any last-level cache; of two arrays this size
 REPEATS = 7
@@ -23,14 +22,13 @@ def copy_bandwidth_gb_s(size: int = COPY_BYTES, repeats: int = REPEATS) -> float
     rows = size // row
     source, target = mx.random.uniform(shape=(rows, row // 4)), mx.zeros((rows, row // 4))
     mx.eval(source, target)
-    times = []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
+
+    def copy() -> None:
         target[1:] = source[1:]  # all but one row: a whole array would not be copied but renamed
         mx.eval(target)
         mx.synchronize()
-        times.append(time.perf_counter() - started)
-    return 2 * (rows - 1) * row / statistics.median(times[1:]) / 1e9
+
+    return 2 * (rows - 1) * row / median_ms(copy, repeats) / 1e6
 
 
 def measure_bandwidth() -> float:
