@@ -31,19 +31,12 @@ from kvant.tools.convert.weight_format import DTYPES, WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The figures of a conversion.
+    """The figures of a conversion."""
 
-    Attributes:
-        source_bytes: of the source's tensors.
-        bytes: of the new ones.
-        bits_per_weight: their mean, with scales and all that stays in floating point.
-        unquantized: paths of matrices whose width the group size does not divide: they stay in floating point.
-    """
-
-    source_bytes: int
-    bytes: int
-    bits_per_weight: float
-    unquantized: tuple[str, ...]
+    source_bytes: int  # of the source's tensors
+    bytes: int  # of the new ones
+    bits_per_weight: float  # their mean, with scales and all that stays in floating point
+    unquantized: tuple[str, ...]  # paths of matrices that stay in floating point: groups do not divide their width
 
 
 def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progress | None = None) -> Conversion:

@@ -38,24 +38,16 @@ class OperatorPath:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The findings.
-
-    Attributes:
-        device_info: everything MLX says about its default device.
-        compiler: what compiles kernels and fused steps.
-        kernels: every case the fused kernel was tried on; empty without a GPU.
-        uses: whether the fused kernel runs as caches use it; empty without a GPU.
-        unchecked: checks that are not possible on this machine.
-    """
+    """The findings."""
 
     environment: Environment
     machine: Machine
-    device_info: dict[str, Any]
-    compiler: str
+    device_info: dict[str, Any]  # everything MLX says about its default device
+    compiler: str  # that compiles kernels and fused steps
     paths: list[OperatorPath]
-    kernels: list[KernelResult]
-    uses: list[UseResult]
-    unchecked: list[str]
+    kernels: list[KernelResult]  # every case the fused kernel was tried on; empty without a GPU
+    uses: list[UseResult]  # the fused kernel as caches use it; empty without a GPU
+    unchecked: list[str]  # checks that are not possible on this machine
 
     @property
     def healthy(self) -> bool:

@@ -22,27 +22,19 @@ from kvant.tools.plan.plan import (
 )
 from kvant.tools.plan.stored import Checkpoint, Loading
 
+# "pipeline": each rank has layers of the model, one after the other. "tensor": heads and features of every layer.
 Parallel = Literal["pipeline", "tensor"]
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """The memory of a run on several machines, by rank.
-
-    Attributes:
-        parallel: "pipeline": each rank has layers of the model, one after the other. "tensor": each has heads and
-            features of every layer.
-        machines: of the ranks.
-        parts: what each rank has of the model.
-        plans: what each rank takes.
-        layers: of a pipeline, those of each rank; None: tensor parallel.
-    """
+    """The memory of a run on several machines, by rank."""
 
     parallel: Parallel
     machines: Sequence[Machine]
-    parts: Sequence[AnyCheckpoint]
+    parts: Sequence[AnyCheckpoint]  # of the model
     plans: Sequence[MemoryPlan]
-    layers: list[range] | None
+    layers: list[range] | None  # of a pipeline; None: tensor parallel
 
     @property
     def fits(self) -> bool:

@@ -24,17 +24,11 @@ ADAPTER_COPIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which part of a model a rank has, beside the sizes in its config.
+    """Which part of a model a rank has, beside the sizes in its config."""
 
-    Attributes:
-        rank: 0 has the tokenizer, and the logits are sampled there.
-        divided: each rank has heads and features of every layer, and the embedding, the last norm and the head.
-        head_rows: of an untied head; None: all.
-    """
-
-    rank: int
-    divided: bool = False
-    head_rows: int | None = None
+    rank: int  # 0 has the tokenizer, and the logits are sampled there
+    divided: bool = False  # each rank has heads and features of every layer, the embedding, last norm and head
+    head_rows: int | None = None  # of an untied head; None: all
 
     @property
     def has_ends(self) -> bool:
@@ -44,17 +38,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Bytes of weights, and while they are loaded, one matrix after the other.
+    """Bytes of weights, and while they are loaded, one matrix after the other."""
 
-    Attributes:
-        kept: of the matrices that stay.
-        most: of matrices at any time.
-        others: of norms, biases and adapters. They are next to nothing: counted as if there from the beginning.
-    """
-
-    kept: int = 0
-    most: int = 0
-    others: int = 0
+    kept: int = 0  # of the matrices that stay
+    most: int = 0  # of matrices at any time
+    others: int = 0  # of norms, biases and adapters: next to nothing, counted as if there from the beginning
 
     def then(self, later: "Loading") -> "Loading":
         """What is loaded here, and then that."""
@@ -73,21 +61,13 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The facts of a checkpoint that decide its memory.
+    """The facts of a checkpoint that decide its memory."""
 
-    Attributes:
-        config: its config.json; of a part with the sizes of that part.
-        float_bytes: of a stored floating-point number, 2 or 4.
-        tied: the embedding is the output head too.
-        adapter_bytes: of an adapter's tensors, as they lie in their file.
-        part: that one rank of several has; None: it is the whole model.
-    """
-
-    config: ModelConfig
-    float_bytes: int
-    tied: bool
-    adapter_bytes: int = 0
-    part: Part | None = None
+    config: ModelConfig  # its config.json; of a part with the sizes of that part
+    float_bytes: int  # of a stored floating-point number, 2 or 4
+    tied: bool  # the embedding is the output head too
+    adapter_bytes: int = 0  # of an adapter's tensors, as they lie in their file
+    part: Part | None = None  # that one rank of several has; None: it is the whole model
 
     @classmethod
     def from_facts(cls, raw: Mapping[str, Any], file_bytes: int | None = None) -> "Checkpoint":

@@ -11,22 +11,14 @@ from kvant.tools.statistics import percentile
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures over all positions; infinite if a prediction was not finite.
+    """Figures over all positions; infinite if a prediction was not finite."""
 
-    Attributes:
-        positions: predictions compared.
-        non_finite: how many of them had a NaN, a +inf, or nothing but -inf; their KLD and loss count as infinite.
-        perplexity: exp of the mean loss of the tokens that follow.
-        mean_kld_nats, p99_kld_nats: of the expected distribution against the given one.
-        top1: share of positions with the same likeliest token.
-    """
-
-    positions: int
-    non_finite: int
-    perplexity: float
-    mean_kld_nats: float
+    positions: int  # predictions compared
+    non_finite: int  # of them with a NaN, a +inf, or nothing but -inf; their KLD and loss count as infinite
+    perplexity: float  # exp of the mean loss of the tokens that follow
+    mean_kld_nats: float  # of the expected distribution against the given one
     p99_kld_nats: float
-    top1: float
+    top1: float  # share of positions with the same likeliest token
 
 
 @dataclass(slots=True)

@@ -19,42 +19,27 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class FormatResult:
-    """A cache format's figures.
-
-    Attributes:
-        bytes_per_token: in all layers.
-        ms_per_token: of a decode step with the first piece in the cache; infinite if no token can be drawn.
-        figures: of the text, against the reference.
-        layer_errors: the attention's relative error in each layer, given that layer's inputs without quantization;
-            zeros for the reference, by definition. Empty for a bridged model, whose layers are mlx-lm's.
-        recalled: whether each answer of the recall questions was exact; empty if none was asked.
-    """
+    """A cache format's figures."""
 
     format: CacheFormat
-    bytes_per_token: int
-    ms_per_token: float
-    figures: Figures
+    bytes_per_token: int  # in all layers
+    ms_per_token: float  # of a decode step with the first piece in the cache; infinite if no token can be drawn
+    figures: Figures  # of the text, against the reference
+    # The attention's relative error in each layer, given that layer's inputs without quantization; zeros for the
+    # reference, by definition. Empty for a bridged model, whose layers are mlx-lm's.
     layer_errors: list[float]
-    recalled: list[bool]
+    recalled: list[bool]  # each answer of the recall questions was exact; empty if none was asked
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A model's cache formats on a text.
-
-    Attributes:
-        model: its name.
-        dtype: of activations and of the reference's cache.
-        reference: without quantization, keys and values as the model computes them.
-        results: of the formats asked for, in their order.
-        environment: what it was measured on and with.
-    """
+    """A model's cache formats on a text."""
 
     model: str
-    dtype: str
+    dtype: str  # of activations and of the reference's cache
     text: Text
-    reference: FormatResult
-    results: list[FormatResult]
+    reference: FormatResult  # without quantization, keys and values as the model computes them
+    results: list[FormatResult]  # of the formats asked for, in their order
     environment: Environment
 
 
