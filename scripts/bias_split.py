@@ -83,7 +83,7 @@ def measure(
         found = tally.figures()
         rows.append(
             Quality(
-                constant, cache_format.bits, cache_format.group, cache_format.split, found.perplexity,
+                constant, cache_format.kv_bits, cache_format.kv_group_size, cache_format.bias_split, found.perplexity,
                 found.mean_kld_nats, found.p99_kld_nats, found.top1, mean(right) if right else None,
             )
         )  # fmt: skip

@@ -135,7 +135,9 @@ class TestTeacherForcing:
         assert given.mean_kld_nats > 1e-7
         assert reference.mean_kld_nats == 0
 
-    @pytest.mark.parametrize("cache_format", [CacheFormat(8, 32), CacheFormat(4, 64), CacheFormat(4, 32, split=False)])
+    @pytest.mark.parametrize(
+        "cache_format", [CacheFormat(8, 32), CacheFormat(4, 64), CacheFormat(4, 32, bias_split=False)]
+    )
     def test_chunks_are_token_by_token(self, pocket: Pocket, heldout_ids: list[int], cache_format: CacheFormat) -> None:
         """The same predictions, but for quantized values that rounding tips over."""
         whole, *others = [
@@ -167,7 +169,7 @@ class Broken(CacheFormat):
     layers: tuple[int, ...]
 
     def make_cache(self, model: Decoder, max_seq_len: int) -> list[QuantizedKVCache]:
-        cache = model.make_cache(max_seq_len, kv_bits=self.bits, kv_group_size=self.group, bias_split=self.split)
+        cache = super().make_cache(model, max_seq_len)
         for number in self.layers:
             cache[number].attend = self._broken(cache[number].attend)  # type: ignore[method-assign]
         return cache

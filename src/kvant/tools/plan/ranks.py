@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from math import lcm
 from typing import Any, Literal
 
@@ -13,13 +14,7 @@ from kvant.models.share import shares
 from kvant.tools.plan.bridged import BridgedCheckpoint
 from kvant.tools.plan.memory import AnyCheckpoint, MemoryPlan, Settings
 from kvant.tools.plan.needs import Needs, needs
-from kvant.tools.plan.plan import (
-    LongestContext,
-    longest,
-    longest_context,
-    planner,
-    process_bytes,
-)
+from kvant.tools.plan.plan import LongestContext, longest, longest_context, planner, process_bytes
 from kvant.tools.plan.stored import Checkpoint, Loading
 
 # "pipeline": each rank has layers of the model, one after the other. "tensor": heads and features of every layer.
@@ -171,27 +166,23 @@ def deal(layers: int, limits: Sequence[int], used: Callable[[int, int, int], int
     """
     _check_layers(layers, len(limits))
     limits = [max(1, limit) for limit in limits]
-    # By rank and the layers that are dealt out to it and those before: the largest fraction, and where the rank begins.
-    best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
+    # By the layers dealt out: the largest fraction, where the last rank begins, and the same of the ranks before it.
+    best: dict[int, tuple[int, int, Any]] = {0: (0, 0, None)}
     for rank, limit in enumerate(limits):
-        after = len(limits) - 1 - rank
-        scale = lcm(*limits) // limit  # fractions, with one denominator
-        best.append(
-            {
-                last: min(
-                    (max(fullest, scale * used(rank, first, last)), first)
-                    for first, (fullest, _) in best[-1].items()
-                    if first < last
-                )
-                for last in (range(rank + 1, layers - after + 1) if after else [layers])
-            }
-        )
-    dealt: list[range] = []
-    last = layers
-    for found in reversed(best[1:]):
-        dealt.append(range(found[last][1], last))
-        last = dealt[-1].start
-    return dealt[::-1]
+        after, scale = len(limits) - 1 - rank, lcm(*limits) // limit  # fractions, with one denominator
+        best = {
+            last: min(
+                (max(before[0], scale * used(rank, first, last)), first, before)
+                for first, before in best.items()
+                if first < last
+            )
+            for last in (range(rank + 1, layers - after + 1) if after else [layers])
+        }
+    bounds, found = [layers], best[layers]
+    while found[2] is not None:
+        bounds.insert(0, found[1])
+        found = found[2]
+    return [range(*each) for each in pairwise(bounds)]
 
 
 def _check_layers(layers: int, ranks: int) -> None:

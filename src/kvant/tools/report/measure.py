@@ -63,7 +63,7 @@ def measure(
     first = text.pieces[0]
     room = max(len(first), STEPS + 1, *(len(dialogue.ids) for dialogue in recall))
     layers = model.layers if isinstance(model, Decoder) else ()
-    splits = [s for s in (True, False) if layers and any(f.split == s for f in measured)]
+    splits = [s for s in (True, False) if layers and any(f.bias_split == s for f in measured)]
 
     done = 0
     total = (text.tokens + sum(len(dialogue.ids) for dialogue in recall)) * (1 + len(measured))
@@ -84,8 +84,8 @@ def measure(
     errors: dict[CacheFormat, list[float]] = {}
     for split in splits:
         assert isinstance(model, Decoder)
-        exact = CacheFormat(0, split=split).make_cache(model, len(first[:LAYER_TOKENS]))
-        own = {f: cache for f, cache in zip(measured, caches[1:], strict=True) if f.split == split}
+        exact = CacheFormat(0, bias_split=split).make_cache(model, len(first[:LAYER_TOKENS]))
+        own = {f: cache for f, cache in zip(measured, caches[1:], strict=True) if f.bias_split == split}
         errors |= zip(own, layer_errors(model, first[:LAYER_TOKENS], exact, list(own.values()), fed=fed), strict=True)
     results = [
         FormatResult(
@@ -129,9 +129,9 @@ def _result_json(result: FormatResult) -> dict[str, Any]:
     return {
         "format": cache.label,
         "flags": cache.flags,
-        "bits": cache.bits,
-        "group": cache.group if cache.bits else None,
-        "bias_split": cache.split,
+        "bits": cache.kv_bits,
+        "group": cache.kv_group_size if cache.kv_bits else None,
+        "bias_split": cache.bias_split,
         "bytes_per_token": result.bytes_per_token,
         "ms_per_token": _finite(round(result.ms_per_token, 4)),
         **{name: _finite(value) for name, value in asdict(result.figures).items()},
