@@ -36,6 +36,9 @@ class Settings:
         return self.pool_tokens or (self.sequences or 1) * page_rows(tokens)
 
 
+DEFAULT_SETTINGS = Settings()
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """The memory of a run in bytes."""

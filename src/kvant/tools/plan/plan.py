@@ -11,7 +11,7 @@ from kvant.fields import MAX_SIZE
 from kvant.machine import Device, default_device
 from kvant.models import Decoder, LanguageModel
 from kvant.tools.plan.bridged import BridgedCheckpoint
-from kvant.tools.plan.memory import AnyCheckpoint, DraftModel, MemoryPlan, Settings
+from kvant.tools.plan.memory import DEFAULT_SETTINGS, AnyCheckpoint, DraftModel, MemoryPlan, Settings
 from kvant.tools.plan.needs import FLOAT32, LOGITS_COPIES, needs
 
 # What the process takes beside the arrays if it comes out of the same memory: interpreter, libraries, MLX's buffers
@@ -36,7 +36,7 @@ def plan(
     checkpoint: AnyCheckpoint,
     *,
     max_kv_size: int,
-    settings: Settings | None = None,
+    settings: Settings = DEFAULT_SETTINGS,
     device: Device | None = None,
     split_pairs: Sequence[int] | None = None,
 ) -> MemoryPlan:
@@ -49,7 +49,7 @@ def plan(
     Args:
         checkpoint: what is known of the model: :func:`kvant.tools.plan.read_folder` or :func:`read_facts`.
         max_kv_size: tokens reserved in the cache; all of them are used.
-        settings: of the run; default: those of ``kvant generate``.
+        settings: of the run.
         device: "cpu" or "gpu"; default: what MLX computes on here.
         split_pairs: of each layer, the rotary pairs whose key bias stays out of the cache, :func:`split_pairs` of a
             loaded model; default: one in sixteen, a guess. It only matters for models with biased keys.
@@ -57,7 +57,6 @@ def plan(
     Raises:
         ValueError: a max_kv_size or prefill_step_size below 1, or a cache format the model cannot have.
     """
-    settings = settings or Settings()
     if max_kv_size < 1:
         raise ValueError(f"max_kv_size is {max_kv_size}; expected at least 1")
     return planner(checkpoint, settings, device, split_pairs)(max_kv_size)
@@ -67,15 +66,12 @@ def longest_context(
     checkpoint: AnyCheckpoint,
     limit_bytes: int,
     *,
-    settings: Settings | None = None,
+    settings: Settings = DEFAULT_SETTINGS,
     device: Device | None = None,
     split_pairs: Sequence[int] | None = None,
 ) -> LongestContext:
-    """The tokens whose plan fits into ``limit_bytes`` if one more doesn't, or the model has no more.
-
-    Other arguments as those of :func:`plan`.
-    """
-    planned = planner(checkpoint, settings or Settings(), device, split_pairs)
+    """The tokens whose plan fits into ``limit_bytes`` if one more doesn't; other arguments as those of :func:`plan`."""
+    planned = planner(checkpoint, settings, device, split_pairs)
     return longest(checkpoint.config.max_position_embeddings, lambda tokens: planned(tokens).total <= limit_bytes)
 
 

@@ -12,7 +12,7 @@ from kvant.errors import ModelError
 from kvant.machine import Device, Machine
 from kvant.models.share import shares
 from kvant.tools.plan.bridged import BridgedCheckpoint
-from kvant.tools.plan.memory import AnyCheckpoint, MemoryPlan, Settings
+from kvant.tools.plan.memory import DEFAULT_SETTINGS, AnyCheckpoint, MemoryPlan, Settings
 from kvant.tools.plan.needs import Needs, needs
 from kvant.tools.plan.plan import LongestContext, longest, longest_context, planner, process_bytes
 from kvant.tools.plan.stored import Checkpoint, Loading
@@ -55,14 +55,10 @@ class RankPlanner:
     """Plans one model on the same machines for any number of tokens.
 
     Args:
-        checkpoint: of the whole model.
+        checkpoint: of the whole model. A ModelError if it cannot be divided so.
         machines: of the ranks, rank 0's first.
         parallel: how the model is divided.
-        settings: of the run.
-
-    Raises:
-        ModelError: a model that cannot be divided so.
-        ValueError: a cache format that it cannot have.
+        settings: of the run. A ValueError for a cache format that the model cannot have.
     """
 
     def __init__(
@@ -70,14 +66,16 @@ class RankPlanner:
         checkpoint: AnyCheckpoint,
         machines: Sequence[Machine],
         parallel: Parallel,
-        settings: Settings | None = None,
+        settings: Settings = DEFAULT_SETTINGS,
     ) -> None:
-        self._checkpoint, self._machines = checkpoint, list(machines)
-        self._settings = settings or Settings()
+        self._checkpoint, self._machines, self._settings = checkpoint, list(machines), settings
         self._shares: list[AnyCheckpoint] = []
         self._stages: dict[Device, Callable[[int, int, int], int]] = {}
         if parallel == "tensor":
-            self._shares = _tensor_parts(checkpoint, len(machines))
+            if isinstance(checkpoint, BridgedCheckpoint):
+                kind = checkpoint.config.model_type
+                raise ModelError(f"{kind} is mlx-lm's model: its tensors are not divided; --parallel pipeline works")
+            self._shares = [checkpoint.share(share) for share in shares(checkpoint.config, len(machines))]
             self._planners = self._planners_of(self._shares)
             return
         _check_layers(checkpoint.num_layers, len(machines))
@@ -141,15 +139,6 @@ def _stage_bytes(checkpoint: AnyCheckpoint, settings: Settings, device: Device) 
     return used
 
 
-def _tensor_parts(checkpoint: AnyCheckpoint, ranks: int) -> list[AnyCheckpoint]:
-    """What each rank has if heads and features are divided."""
-    if isinstance(checkpoint, BridgedCheckpoint):
-        raise ModelError(
-            f"{checkpoint.config.model_type} is mlx-lm's model: its tensors are not divided; --parallel pipeline works"
-        )
-    return [checkpoint.share(share) for share in shares(checkpoint.config, ranks)]
-
-
 def deal(layers: int, limits: Sequence[int], used: Callable[[int, int, int], int]) -> list[range]:
     """The layers of each rank, contiguous in the order of ranks, at least one each.
 
@@ -157,12 +146,9 @@ def deal(layers: int, limits: Sequence[int], used: Callable[[int, int, int], int
     the most layers, and those before are dealt out by the same rule. Every deal is looked at, in exact numbers.
 
     Args:
-        layers: in all.
+        layers: in all. A ModelError for fewer than ranks.
         limits: bytes that each rank may use.
         used: (rank, first layer, last layer and 1) -> bytes that the rank uses with these layers.
-
-    Raises:
-        ModelError: fewer layers than ranks.
     """
     _check_layers(layers, len(limits))
     limits = [max(1, limit) for limit in limits]

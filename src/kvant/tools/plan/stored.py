@@ -13,7 +13,7 @@ from kvant.files import read_json
 from kvant.models.adapter import tensors_file
 from kvant.models.architectures.table import Parameter
 from kvant.models.config import ModelConfig
-from kvant.models.parameters import matrices, parameters
+from kvant.models.parameters import parameters
 from kvant.models.quantization import Quantization
 from kvant.models.share import Share, divides_inputs, local_config
 
@@ -71,17 +71,10 @@ class Checkpoint:
 
     @classmethod
     def from_facts(cls, raw: Mapping[str, Any], file_bytes: int | None = None) -> "Checkpoint":
-        """From a config.json already parsed.
+        """From a config.json already parsed, and the bytes of all safetensors files together; None: not known.
 
         If it leaves out whether the head is tied or which dtype floats have, the sizes of the files decide; without
         them the head counts as untied and floats as two bytes.
-
-        Args:
-            raw: config.json.
-            file_bytes: of all safetensors files together; None: not known.
-
-        Raises:
-            ModelError: a model kvant does not support.
         """
         config = ModelConfig.from_dict(raw)
         said = FLOAT_BYTES.get(str(raw.get("dtype") or raw.get("torch_dtype")))
@@ -97,11 +90,7 @@ class Checkpoint:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Checkpoint":
-        """From a model folder.
-
-        Raises:
-            ModelError: a config.json that is missing or malformed, or a model kvant does not support.
-        """
+        """From a model folder."""
         raw, file_bytes = read_json(folder / "config.json"), folder_bytes(folder)
         try:
             return cls.from_facts(raw, file_bytes)
@@ -109,35 +98,26 @@ class Checkpoint:
             raise ModelError(f"{folder}: {error}") from error
 
     def adapted(self, folder: Path) -> "Checkpoint":
-        """With an adapter's folder; whether that can be loaded is said when it is.
-
-        Raises:
-            ModelError: it holds no tensors.
-        """
+        """With an adapter's folder; whether that can be loaded is said when it is."""
         return replace(self, adapter_bytes=tensors_file(folder).stat().st_size)
 
     def quantized(self, bits: int, group_size: int) -> "Checkpoint":
         """As if converted: every matrix, the embedding and the head too, but where a group does not divide.
 
         A router has the bits that mlx-lm gives it.
-
-        Raises:
-            ModelError: a checkpoint that is quantized already, or bits or a group MLX does not have.
         """
         if self.config.quantization is not None:
             bits_now = self.config.quantization.bits
             raise ModelError(f"the weights are quantized already, to {bits_now} bits; only float ones can be")
-        others: dict[str, Quantization | None] = {}
+        quantization, others = Quantization(bits=bits, group_size=group_size), dict[str, Quantization | None]()
         for path, _, row in parameters(self.config):
-            width = self.config.shape(row)[-1]
+            size = self.config.shape(row)
             own_bits, own_group = row.converted or (bits, group_size)
-            if width % group_size or width % own_group:
+            if len(size) > 1 and (size[-1] % group_size or size[-1] % own_group):
                 others[path] = None
             elif row.converted is not None:
                 others[path] = Quantization(bits=own_bits, group_size=own_group)
-        quantization = Quantization(bits=bits, group_size=group_size)
-        left = {path: other for path, other in others.items() if path in matrices(self.config)}
-        return replace(self, config=replace(self.config, quantization=quantization, quantization_overrides=left))
+        return replace(self, config=replace(self.config, quantization=quantization, quantization_overrides=others))
 
     def stage(self, rank: int, layers: range) -> "Checkpoint":
         """The part that a rank of a pipeline has: these layers, on rank 0 also all that is in no layer.
@@ -195,10 +175,7 @@ class Checkpoint:
         return total
 
     def loading(self, *, on_cpu: bool) -> Loading:
-        """The weights as the decoder holds them, and what it takes to load them.
-
-        Some are held twice or more: a projection's bias whole and without the part that a cache leaves out, and the
-        weight of a head's norm once for each head.
+        """The weights as the decoder holds them, and what it takes to load them. Biases and norms may be held twice.
 
         A float matrix is held as stored, then side by side with those it is fused with, then cast, and on a CPU
         turned, one after the other. The matrices of a quantized layer are read together.
@@ -267,12 +244,10 @@ class Checkpoint:
         heads = {"query_norm": config.num_attention_heads, "key_norm": config.num_key_value_heads}
         total = 0
         for row, size in self._vectors():
-            if row.role == "qkv":  # a bias
+            if row.role == "qkv":  # a bias, held whole and without the part that a cache leaves out
                 total += 2 * size
-            elif row.shape == ("head",):
-                total += size * heads[row.role]
             else:
-                total += size
+                total += size * (heads[row.role] if row.shape == ("head",) else 1)
         return total * itemsize
 
 
