@@ -42,11 +42,7 @@ class LocalEngine:
     def __init__(self, adapter: "Kvant | MLXLM") -> None:
         self._adapter = adapter
         total, read = adapter.weight_bytes
-        self.ready = {
-            "dtype": str(adapter.dtype).removeprefix("mlx.core."),
-            "weight_bytes": total,
-            "weight_bytes_read": read,
-        }
+        self.ready = {"dtype": adapter.dtype, "weight_bytes": total, "weight_bytes_read": read}
 
     def run(self, prompts: list[list[int]], texts: list[str | None], max_tokens: int, together: bool) -> Message:
         """One measured run."""
