@@ -63,12 +63,7 @@ def plant(source: Path, folder: Path, constant: float) -> Path:
 
 
 def measure(
-    plain: Decoder,
-    model: Decoder,
-    text: Text,
-    recall: list[Dialogue],
-    constant: float,
-    formats: list[CacheFormat],
+    plain: Decoder, model: Decoder, text: Text, recall: list[Dialogue], constant: float, formats: list[CacheFormat]
 ) -> list[Quality]:
     """Quality of cache formats. Answers only where the table shows them, because they take most of the time."""
     longest = max(PIECE, *(len(dialogue.ids) for dialogue in recall))

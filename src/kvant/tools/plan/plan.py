@@ -93,10 +93,7 @@ def split_pairs(model: LanguageModel) -> list[int]:
 
 
 def planner(
-    checkpoint: AnyCheckpoint,
-    settings: Settings,
-    device: Device | None,
-    split_pairs: Sequence[int] | None = None,
+    checkpoint: AnyCheckpoint, settings: Settings, device: Device | None, split_pairs: Sequence[int] | None = None
 ) -> Callable[[int], MemoryPlan]:
     """:func:`plan` by tokens reserved; what does not depend on them is added up once."""
     on_cpu = (device or default_device()) == "cpu"
