@@ -39,9 +39,8 @@ class RankPlan:
     @property
     def fullest(self) -> int:
         """The rank that uses the largest part of its machine's limit."""
-        each = zip(self.plans, self.machines, strict=True)
-        uses = [made.total / max(1, machine.limit_bytes) for made, machine in each]
-        return uses.index(max(uses))
+        limits = [max(1, machine.limit_bytes) for machine in self.machines]
+        return max(range(len(limits)), key=lambda rank: self.plans[rank].total / limits[rank])
 
     def longest(self) -> list[LongestContext]:
         """Of each rank, the longest context that fits into its machine with what it has of the model."""
@@ -78,10 +77,7 @@ class RankPlanner:
             self._shares = [checkpoint.share(share) for share in shares(checkpoint.config, len(machines))]
             self._planners = self._planners_of(self._shares)
             return
-        _check_layers(checkpoint.num_layers, len(machines))
-        self._stages = {
-            device: _stage_bytes(checkpoint, self._settings, device) for device in {own.device for own in machines}
-        }
+        self._stages = {own.device: _stage_bytes(checkpoint, settings, own.device) for own in machines}
 
     def plan(self, tokens: int) -> RankPlan:
         """The plan of so many tokens reserved."""
@@ -150,7 +146,8 @@ def deal(layers: int, limits: Sequence[int], used: Callable[[int, int, int], int
         limits: bytes that each rank may use.
         used: (rank, first layer, last layer and 1) -> bytes that the rank uses with these layers.
     """
-    _check_layers(layers, len(limits))
+    if layers < len(limits):
+        raise ModelError(f"{layers} layers cannot be dealt out to {len(limits)} ranks: each needs one")
     limits = [max(1, limit) for limit in limits]
     # By the layers dealt out: the largest fraction, where the last rank begins, and the same of the ranks before it.
     best: dict[int, tuple[int, int, Any]] = {0: (0, 0, None)}
@@ -169,8 +166,3 @@ def deal(layers: int, limits: Sequence[int], used: Callable[[int, int, int], int
         bounds.insert(0, found[1])
         found = found[2]
     return [range(*each) for each in pairwise(bounds)]
-
-
-def _check_layers(layers: int, ranks: int) -> None:
-    if layers < ranks:
-        raise ModelError(f"{layers} layers cannot be dealt out to {ranks} ranks: each needs one")
