@@ -197,6 +197,7 @@ def expected() -> list[list[int]]:
         (Kvant, EngineSpec("kvant", 0)),
         (Kvant, EngineSpec("kvant", 0, one_by_one=True)),
         (Kvant, EngineSpec("kvant", 0, draft="prompt")),
+        (Kvant, EngineSpec("kvant", 0, draft="model", draft_model=str(find_model("pocket")))),
         (MLXLM, EngineSpec("mlx-lm", 0, dtype="float32")),
     ],
     ids=lambda value: getattr(value, "label", None),

@@ -56,18 +56,17 @@ class Kvant:
         """Give greedy tokens, with a cache made when the first is asked for; ``ahead`` steps more are queued."""
         self._cache = None  # frees the last run's before the next is reserved
         cache = self._cache = self._model.make_cache(len(prompt) + max_tokens, **self._cache_options)
-        step_size, drafts = self._prefill_step_size, self._drafts()
+        step_size = self._prefill_step_size
+        drafts: Drafts | None
+        if self._draft_model is None:
+            drafts = drafts_of(self._spec.draft)
+        else:
+            count, vocab_size = self._spec.num_draft_tokens or DEFAULT_DRAFT_TOKENS, self._model.config.vocab_size
+            drafts = ModelDrafts(model=self._draft_model, vocab_size=vocab_size, num_draft_tokens=count)
         run = Run(self._model, prompt, cache, max_tokens=max_tokens + ahead, prefill_step_size=step_size, drafts=drafts)
         for token, _ in islice(run, max_tokens):
             self.drafts = run.drafts
             yield token
-
-    def _drafts(self) -> Drafts | None:
-        if self._draft_model is None:
-            return drafts_of(self._spec.draft)
-        count = self._spec.num_draft_tokens or DEFAULT_DRAFT_TOKENS
-        vocab_size = self._model.config.vocab_size
-        return ModelDrafts(model=self._draft_model, vocab_size=vocab_size, num_draft_tokens=count)
 
     def streams(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> StreamTokens:
         """Give greedy tokens with the numbers of their prompts: through a pool, or one by one."""

@@ -1,11 +1,8 @@
 """The device's copy bandwidth, which the bytes a decode step reads a second are compared with."""
 
-import subprocess
-import sys
-
 import mlx.core as mx
 
-from kvant.errors import BenchError
+from kvant.tools.bench.runner import Worker
 from kvant.tools.statistics import median_ms
 
 COPY_BYTES = 256 * 1024 * 1024  # far above any last-level cache; of two arrays this size
@@ -33,13 +30,5 @@ def copy_bandwidth_gb_s(size: int = COPY_BYTES, repeats: int = REPEATS) -> float
 
 def measure_bandwidth() -> float:
     """:func:`copy_bandwidth_gb_s` in a process of its own, which takes its memory with it."""
-    command = [sys.executable, "-P", "-m", __name__]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if done.returncode:
-        reason = [f"exit code {done.returncode}", *done.stderr.strip().splitlines()][-1]
-        raise BenchError(f"the copy bandwidth could not be measured: {reason}")
-    return float(done.stdout)
-
-
-if __name__ == "__main__":
-    print(round(copy_bandwidth_gb_s(), 3))
+    with Worker("copy bandwidth", {}) as worker:
+        return float(worker.ask(command="bandwidth")["gb_s"])

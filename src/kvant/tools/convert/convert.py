@@ -7,6 +7,7 @@ tokenizer's files anew and copies the folder's Python files.
 
 import importlib
 import io
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -24,8 +25,9 @@ from kvant.models.parameters import matrices
 from kvant.models.share import everything
 from kvant.models.stacking import expert_roles, expert_tensors, take_stacked
 from kvant.models.tensors import TensorFiles
+from kvant.sizes import format_bytes
 from kvant.text.tokenizer import load_tokenizer
-from kvant.tools.convert.new_folder import appearing, carried_files, check_new, check_room, copy_files
+from kvant.tools.convert.new_folder import appearing, carried_files, check_new
 from kvant.tools.convert.weight_format import DTYPES, WeightFormat
 
 
@@ -55,6 +57,8 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
     config = ModelConfig.from_folder(source)
     load_tokenizer(source)  # a folder that could not be used afterwards is refused now
     _check_finite(source, config, to, progress or (lambda done, total: None))
+    from mlx_lm.utils import compute_bits_per_weight, save_config, save_model  # transformers too: not before the checks
+
     model, settings, source_bytes = _build(source, raw, config, to)
     arrays = dict(tree_flatten(model.parameters()))
     names, quantized = set(arrays), {name.removesuffix(".scales") for name in arrays if name.endswith(".scales")}
@@ -62,13 +66,22 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
         raise ConvertError(f"groups of {to.group_size} divide the width of no matrix; nothing would be quantized")
     unquantized = [path for path in matrices(config) if f"{path}.weight" in names and path not in quantized]
     size = sum(array.nbytes for array in arrays.values())
-    result = Conversion(source_bytes, size, _bits_per_weight(model), tuple(unquantized) if to.bits else ())
+    result = Conversion(
+        source_bytes, size, float(compute_bits_per_weight(model)), tuple(unquantized) if to.bits else ()
+    )
     arrays.clear()  # the writer lets go of each shard's as it is written
     carried = carried_files(source)
-    check_room(dest.parent, size + sum(path.stat().st_size for path in carried))
+    needed, free = size + sum(path.stat().st_size for path in carried), shutil.disk_usage(dest.parent).free
+    if free < needed:
+        raise ConvertError(f"{dest.parent}: {format_bytes(needed)} are needed, {format_bytes(free)} are free")
     with appearing(dest) as folder:
-        _write(folder, model, settings)
-        copy_files(carried, source, folder)
+        # In shards of 5 GB with an index: computed here, one shard at a time.
+        save_model(folder, model, donate_model=True)
+        save_config(settings, folder / "config.json")
+        for path in carried:
+            copy = folder / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
         if TensorFiles(folder).names != names:
             raise ConvertError(f"{dest}: what was written does not hold every tensor")
     return result
@@ -162,17 +175,3 @@ def _predicate(model: Any) -> Callable[[str, Any], bool | dict[str, Any]]:
         return False if left else found
 
     return predicate
-
-
-def _bits_per_weight(model: Any) -> float:
-    from mlx_lm.utils import compute_bits_per_weight
-
-    return float(compute_bits_per_weight(model))
-
-
-def _write(folder: Path, model: Any, settings: dict[str, Any]) -> None:
-    """config.json and the tensors, in shards of 5 GB with an index: computed here, one shard at a time."""
-    from mlx_lm.utils import save_config, save_model
-
-    save_model(folder, model, donate_model=True)
-    save_config(settings, folder / "config.json")
