@@ -54,7 +54,7 @@ def engine_specs(
     *,
     streams: bool = False,
 ) -> list[EngineSpec]:
-    """The engines to run, each once for every number of bits.
+    """The engines to run, each once for every number of bits; a ValueError for one that there is not.
 
     Args:
         names: ``kvant`` or ``mlx-lm``, with settings after colons: ``kvant:unfused``, ``mlx-lm:float32:openblas``.
@@ -63,9 +63,6 @@ def engine_specs(
         head_dim: of the model, which a group must divide; None: its layers differ, and any group will do.
         streams: several requests come at once. Each kvant is also run one by one, and mlx-lm in full precision
             alone: it does not batch with a quantized cache.
-
-    Raises:
-        ValueError: an engine that is unknown or named twice, a setting it does not have, or a group size it cannot use.
     """
     specs: list[EngineSpec] = []
     for given in names:

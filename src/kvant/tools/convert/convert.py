@@ -97,13 +97,10 @@ def _expected(config: ModelConfig, tensors: TensorFiles) -> dict[str, tuple[int,
 
 
 def _check_finite(source: Path, config: ModelConfig, to: WeightFormat, progress: Progress) -> None:
-    """Refuse weights that are not finite, as stored or in the new dtype. Quantized, they would look like any others.
-
-    It reads one tensor at a time and frees it. The conversion reads them again.
-    """
+    """Refuse weights that are not finite, as stored or in the new dtype: quantized, they would look like any others."""
     tensors = TensorFiles(source)
     expected = _expected(config, tensors)
-    for count, (name, shape) in enumerate(expected.items(), start=1):
+    for count, (name, shape) in enumerate(expected.items(), start=1):  # one at a time; the conversion reads them again
         array = tensors.take(name, shape)
         dtype = DTYPES[to.dtype] if to.dtype else array.dtype
         if not mx.isfinite(array.astype(dtype)).all().item():

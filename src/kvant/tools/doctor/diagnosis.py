@@ -29,10 +29,10 @@ UNFUSED = "unfused"
 
 @dataclass(frozen=True, slots=True)
 class OperatorPath:
-    """``path`` is fused or unfused."""
+    """The path of an operator, and why."""
 
     operator: str
-    path: str
+    path: str  # fused or unfused
     reason: str
 
 
@@ -83,11 +83,7 @@ class Diagnosis:
 
 
 def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
-    """Describe this machine and try the kernel.
-
-    Args:
-        progress: called with (kernel cases done, in all).
-    """
+    """Describe this machine and try the kernel; ``progress`` is called with (kernel cases done, in all)."""
     backend = gpu_backend()
     paths = operator_paths()
     return Diagnosis(

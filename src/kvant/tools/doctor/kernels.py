@@ -45,9 +45,9 @@ class UseResult:
 def try_uses(backend: Backend, progress: Callable[[int, int], None]) -> list[UseResult]:
     """Every head dimension and width in groups of 32, in each dtype; ``progress`` as in :func:`try_kernels`."""
     uses = [KernelUse(D, D, dtype, bits, 32) for D, dtype, bits in product(HEAD_DIMS, DTYPES, (8, 4, 0))]
-    results: list[UseResult] = []
-    for use in uses:
-        progress(len(results), len(uses))
+    results = []
+    for done, use in enumerate(uses):
+        progress(done, len(uses))
         results.append(UseResult(str(use), probe_failure(use, backend)))
     return results
 

@@ -40,7 +40,7 @@ def plan(
     device: Device | None = None,
     split_pairs: Sequence[int] | None = None,
 ) -> MemoryPlan:
-    """The memory of loading a model and running it until its cache is full.
+    """The memory of loading a model and running it until its cache is full; a ValueError for settings it cannot have.
 
     On a CPU everything is computed in float32, and the arrays are never fewer bytes than MLX counted in tests. A GPU
     computes in the checkpoint's dtype; nobody has measured its scratch yet. The scratch of a bridged model is an
@@ -53,9 +53,6 @@ def plan(
         device: "cpu" or "gpu"; default: what MLX computes on here.
         split_pairs: of each layer, the rotary pairs whose key bias stays out of the cache, :func:`split_pairs` of a
             loaded model; default: one in sixteen, a guess. It only matters for models with biased keys.
-
-    Raises:
-        ValueError: a max_kv_size or prefill_step_size below 1, or a cache format the model cannot have.
     """
     if max_kv_size < 1:
         raise ValueError(f"max_kv_size is {max_kv_size}; expected at least 1")

@@ -91,7 +91,10 @@ class Checkpoint:
     @classmethod
     def from_folder(cls, folder: Path) -> "Checkpoint":
         """From a model folder."""
-        raw, file_bytes = read_json(folder / "config.json"), folder_bytes(folder)
+        raw, single = read_json(folder / "config.json"), folder / "model.safetensors"
+        # If a whole file is there, it alone is read. Without files nothing can be learnt from them.
+        files = [single] if single.is_file() else sorted(folder.glob("model*.safetensors"))
+        file_bytes = sum(file.stat().st_size for file in files) or None
         try:
             return cls.from_facts(raw, file_bytes)
         except ModelError as error:
@@ -249,13 +252,3 @@ class Checkpoint:
             else:
                 total += size * (heads[row.role] if row.shape == ("head",) else 1)
         return total * itemsize
-
-
-def folder_bytes(folder: Path) -> int | None:
-    """Bytes of a folder's safetensors files; if a whole one is there, of that alone, as it alone is read.
-
-    None: there are none, and nothing can be learnt from them.
-    """
-    single = folder / "model.safetensors"
-    files = [single] if single.is_file() else sorted(folder.glob("model*.safetensors"))
-    return sum(file.stat().st_size for file in files) or None
