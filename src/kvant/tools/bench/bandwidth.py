@@ -9,8 +9,8 @@ COPY_BYTES = 256 * 1024 * 1024  # far above any last-level cache; of two arrays 
 REPEATS = 7
 
 
-def copy_bandwidth_gb_s(size: int = COPY_BYTES, repeats: int = REPEATS) -> float:
-    """1e9 bytes read and written a second by MLX, copying ``size`` bytes; the median of ``repeats`` copies.
+def copy_bandwidth_gb_s(size: int = COPY_BYTES) -> float:
+    """1e9 bytes read and written a second by MLX, copying ``size`` bytes.
 
     A slice is written in place. Memory that is new would be timed with its allocation (a seventh of the speed on a
     CPU). On a CPU MLX copies with one thread, as it decodes.
@@ -25,7 +25,7 @@ def copy_bandwidth_gb_s(size: int = COPY_BYTES, repeats: int = REPEATS) -> float
         mx.eval(target)
         mx.synchronize()
 
-    return 2 * (rows - 1) * row / median_ms(copy, repeats) / 1e6
+    return 2 * (rows - 1) * row / median_ms(copy, REPEATS) / 1e6
 
 
 def measure_bandwidth() -> float:

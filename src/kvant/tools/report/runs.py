@@ -112,9 +112,6 @@ def _logits_at_once(model: LanguageModel) -> int:
     return max(1, LOGITS_BYTES // (4 * model.config.vocab_size))  # float32
 
 
-# ---- layers ----------------------------------------------------------------------------------------------------------
-
-
 class SideBySide:
     """A layer's exact cache, which it attends through, and others that are given the same keys, values and queries."""
 
@@ -174,17 +171,11 @@ def layer_errors(
     return [[layer.error(number) for layer in layers] for number in range(len(caches))]
 
 
-# ---- times -----------------------------------------------------------------------------------------------------------
-
-
 def step_ms(model: LanguageModel, caches: Sequence[ModelCache]) -> list[float]:
-    """Median milliseconds of a token through each cache. Their content is of no use afterwards.
+    """Median milliseconds of a token through each cache; infinite if no token can be drawn.
 
-    Caches take turns, forwards and backwards: a drift favors none. The time is infinite if no token can be drawn.
-
-    Args:
-        caches: each with the same tokens, at least ``STEPS`` + 1, the last of which give way to those fed. If they
-            cannot, because a state has moved on, the new ones go behind them: :func:`timing_room` more tokens.
+    Caches take turns, forwards and backwards: a drift favors none. Each has the same tokens, at least ``STEPS`` + 1.
+    The last of them give way to those fed, or, if a state has moved on, stay before them: :func:`timing_room`.
     """
     times: list[list[float]] = [[] for _ in caches]
     order = list(range(len(caches)))
