@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median_high as median
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -98,11 +99,6 @@ def errors(logits: mx.array, expected: mx.array) -> list[float]:
 def worst(found: list[float]) -> float:
     """The largest of sorted errors."""
     return found[-1]
-
-
-def median(found: list[float]) -> float:
-    """The middle one of sorted numbers, the upper of two."""
-    return found[len(found) // 2]
 
 
 def leaves(caches: list[Any]) -> Iterator[Any]:
