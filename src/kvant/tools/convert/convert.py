@@ -64,11 +64,9 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
     names, quantized = set(arrays), {name.removesuffix(".scales") for name in arrays if name.endswith(".scales")}
     if to.bits and not quantized:
         raise ConvertError(f"groups of {to.group_size} divide the width of no matrix; nothing would be quantized")
-    unquantized = [path for path in matrices(config) if f"{path}.weight" in names and path not in quantized]
+    floats = [path for path in matrices(config) if to.bits and f"{path}.weight" in names and path not in quantized]
     size = sum(array.nbytes for array in arrays.values())
-    result = Conversion(
-        source_bytes, size, float(compute_bits_per_weight(model)), tuple(unquantized) if to.bits else ()
-    )
+    result = Conversion(source_bytes, size, float(compute_bits_per_weight(model)), tuple(floats))
     arrays.clear()  # the writer lets go of each shard's as it is written
     carried = carried_files(source)
     needed, free = size + sum(path.stat().st_size for path in carried), shutil.disk_usage(dest.parent).free

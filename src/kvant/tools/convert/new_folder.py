@@ -60,12 +60,15 @@ def appearing(dest: Path) -> Iterator[Path]:
                 folder = part / "folder"
                 folder.mkdir()  # with the usual mode: mkdtemp's is the owner's alone
                 yield folder
-                folder.rename(dest)
+                try:
+                    folder.rename(dest)
+                except OSError as error:
+                    if error.errno in TAKEN:
+                        raise ConvertError(f"{dest}: is there already; it appeared during the conversion") from error
+                    raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
     except (OSError, RuntimeError) as error:  # MLX's writer raises the latter
-        if isinstance(error, OSError) and error.errno in TAKEN:
-            raise ConvertError(f"{dest}: is there already; it appeared during the conversion") from error
         raise ConvertError(f"{dest}: cannot be written: {one_line(error)}") from error
 
 

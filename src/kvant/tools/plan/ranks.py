@@ -77,8 +77,9 @@ class RankPlanner:
             self._shares = [checkpoint.share(share) for share in shares(checkpoint.config, len(machines))]
             self._planners = self._planners_of(self._shares)
             return
-        devices = {machine.device for machine in machines}
-        self._stages = {device: _stage_bytes(checkpoint, settings, device) for device in devices}
+        self._stages = {
+            device: _stage_bytes(checkpoint, settings, device) for device in {own.device for own in machines}
+        }
 
     def plan(self, tokens: int) -> RankPlan:
         """The plan of so many tokens reserved."""

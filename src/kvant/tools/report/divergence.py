@@ -77,7 +77,7 @@ def divergence(expected: mx.array, given: mx.array) -> mx.array:
     p (d + expm1(-d)) with d = log p - log q.
 
     Args:
-        expected, given: (S, vocab) float32 log-probabilities. If something expected is given none, it is infinite.
+        expected, given: (S, vocab) float32 log-probabilities. A row is infinite if something expected is given none.
     """
     p, q = mx.exp(expected), mx.exp(given)
     d = mx.where(p > 0, expected - given, 0.0)  # -inf - -inf would be NaN; an unexpected token counts as q alone
