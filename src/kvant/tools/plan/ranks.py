@@ -77,9 +77,8 @@ class RankPlanner:
             self._shares = [checkpoint.share(share) for share in shares(checkpoint.config, len(machines))]
             self._planners = self._planners_of(self._shares)
             return
-        self._stages = {
-            device: _stage_bytes(checkpoint, settings, device) for device in {own.device for own in machines}
-        }
+        devices = {machine.device for machine in machines}
+        self._stages = {device: _stage_bytes(checkpoint, settings, device) for device in devices}
 
     def plan(self, tokens: int) -> RankPlan:
         """The plan of so many tokens reserved."""
