@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median_high as median
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -54,16 +55,9 @@ def kvant_cache(model: nn.Module, bits: int) -> list[Any]:
 def run(
     model: nn.Module, cache: list[Any], tokens: list[int] | None = None, after: Callable[[], None] = lambda: None
 ) -> tuple[list[int], mx.array]:
-    """Feed a text in calls of FEEDS.
+    """Feed a text of TOKENS tokens in calls of FEEDS; None: PROMPT, then the likeliest token after each call.
 
-    Args:
-        model: Any mlx-lm model.
-        cache: One of its caches, empty.
-        tokens: The text, of TOKENS tokens. None: PROMPT, then the likeliest token after each call.
-        after: What to do after each call.
-
-    Returns:
-        The text, and the logits (21, vocab) after the prompt and each of the 20 steps.
+    Returns the text, and the logits (21, vocab) after the prompt and each of the 20 steps.
     """
     fed = list(PROMPT if tokens is None else tokens)
     logits, start = [], 0
@@ -105,11 +99,6 @@ def errors(logits: mx.array, expected: mx.array) -> list[float]:
 def worst(found: list[float]) -> float:
     """The largest of sorted errors."""
     return found[-1]
-
-
-def median(found: list[float]) -> float:
-    """The middle one of sorted numbers, the upper of two."""
-    return found[len(found) // 2]
 
 
 def leaves(caches: list[Any]) -> Iterator[Any]:

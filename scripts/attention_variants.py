@@ -33,21 +33,14 @@ Arrays = list[mx.array]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to attend.
-
-    Attributes:
-        path: unfused, fused, pages (the fused kernel over a pool's pages), mlx or mlx-lm.
-        layers: the arrays of each.
-        attend: (query (1, H, 1, D), a layer's arrays) -> (1, H, 1, D).
-        stored: a layer's arrays -> keys and values (1, K, T, D) as they are stored, float32.
-    """
+    """One way to attend."""
 
     label: str
-    path: str
+    path: str  # unfused, fused, pages (the fused kernel over a pool's pages), mlx or mlx-lm
     bits: int
     layers: list[Arrays]
-    attend: Callable[[mx.array, Arrays], mx.array]
-    stored: Callable[[Arrays], Sequence[mx.array]]
+    attend: Callable[[mx.array, Arrays], mx.array]  # (query (1, H, 1, D), a layer's arrays) -> (1, H, 1, D)
+    stored: Callable[[Arrays], Sequence[mx.array]]  # keys and values (1, K, T, D) as they are stored, float32
 
     @property
     def token_bytes(self) -> int:
@@ -155,8 +148,7 @@ def _paged(variant: Variant, pages: int) -> Variant:
 def check(variants: Sequence[Variant], query: mx.array, dtype: str) -> dict[str, dict[str, float]]:
     """Every variant's relative error in the first layer, to its own cache and to the one that is not quantized.
 
-    Raises:
-        ArithmeticError: one is wrong.
+    An ArithmeticError if one is wrong.
     """
     wanted = reference(query, variants[0].stored(variants[0].layers[0]))
     errors = {}

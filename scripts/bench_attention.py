@@ -242,7 +242,7 @@ def table(recording: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in recording["versions"].items())
     lines = [
         f"{recording['device']}, {recording['cores']} cores, load {recording['load_average']}; {versions}, "
-        f"BLAS {recording['blas']}; {recording['dtype']}, copies {recording['copy_bandwidth_gb_s']:.1f} GB/s",
+        f"BLAS {recording['blas']}; {recording['dtype']}, copies {recording['copy_bandwidth_gb_s']:.1f} GB/s"
     ]
     for shape in dict.fromkeys(result["shape"] for result in recording["results"]):
         heads, kv_heads, head_dim, _ = SHAPES[shape]

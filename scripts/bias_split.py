@@ -10,9 +10,9 @@ import json
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import kvant.blas  # noqa: F401  # isort: skip  (before MLX: it loads a faster one)
 
@@ -31,21 +31,8 @@ BITS, GROUPS = (8, 4), (8, 32, 64)
 TOKENS = 2048  # of held-out text, in pieces of the context below
 PIECE = 1024
 RECALL_TOKENS = 4096  # of questions, asked where the table shows them
-
-
-@dataclass(frozen=True, slots=True)
-class Quality:
-    """Against the unchanged model's full-precision cache: nats, and shares of positions or answers."""
-
-    constant: float
-    bits: int
-    group: int
-    split: bool
-    perplexity: float
-    mean_kld: float
-    p99_kld: float
-    top1: float
-    recall: float | None
+ROW = "| {constant:g} | {bits} | {group} | {split} | {perplexity:.4f} | {mean_kld:.1e} | {p99_kld:.1e} | {top1:.4f} | "
+ROW += "{recall:.2f} |"
 
 
 def plant(source: Path, folder: Path, constant: float) -> Path:
@@ -63,14 +50,12 @@ def plant(source: Path, folder: Path, constant: float) -> Path:
 
 
 def measure(
-    plain: Decoder,
-    model: Decoder,
-    text: Text,
-    recall: list[Dialogue],
-    constant: float,
-    formats: list[CacheFormat],
-) -> list[Quality]:
-    """Quality of cache formats. Answers only where the table shows them, because they take most of the time."""
+    plain: Decoder, model: Decoder, text: Text, recall: list[Dialogue], constant: float, formats: list[CacheFormat]
+) -> list[dict[str, Any]]:
+    """Quality of cache formats against the unchanged model's full-precision cache, in nats and shares.
+
+    Answers only where the table shows them, because they take most of the time.
+    """
     longest = max(PIECE, *(len(dialogue.ids) for dialogue in recall))
     caches = [REFERENCE.make_cache(plain, PIECE), *(f.make_cache(model, longest) for f in formats)]
     tallies = [Tally() for _ in caches]
@@ -80,13 +65,13 @@ def measure(
     for cache_format, cache, tally in zip(formats, caches[1:], tallies[1:], strict=True):
         asked = recall if tabled(constant) else []
         right = [exact for dialogue in asked for exact in answer(model, cache, dialogue)]
-        found = tally.figures()
+        bits, group, split = cache_format.kv_bits, cache_format.kv_group_size, cache_format.bias_split
+        found, recalled = tally.figures(), mean(right) if right else None
+        figures = {"perplexity": found.perplexity, "mean_kld": found.mean_kld_nats, "p99_kld": found.p99_kld_nats}
         rows.append(
-            Quality(
-                constant, cache_format.bits, cache_format.group, cache_format.split, found.perplexity,
-                found.mean_kld_nats, found.p99_kld_nats, found.top1, mean(right) if right else None,
-            )
-        )  # fmt: skip
+            {"constant": constant, "bits": bits, "group": group, "split": split, **figures, "top1": found.top1}
+            | {"recall": recalled}
+        )
     return rows
 
 
@@ -112,17 +97,10 @@ def main() -> None:
             groups = GROUPS if tabled(constant) else (32,)
             formats = [REFERENCE, *(CacheFormat(b, g, s) for b in BITS for g in groups for s in (True, False))]
             for row in measure(plain, model, text, recall, constant, formats):
-                print(json.dumps(asdict(row)), flush=True)
+                print(json.dumps(row), flush=True)
                 if tabled(constant):
-                    cells = (
-                        f"{constant:g}",
-                        row.bits,
-                        row.group,
-                        "on" if row.split else "off",
-                        f"{row.perplexity:.4f}",
-                    )
-                    figures = (f"{row.mean_kld:.1e}", f"{row.p99_kld:.1e}", f"{row.top1:.4f}", f"{row.recall or 0:.2f}")
-                    print(f"| {' | '.join(map(str, cells + figures))} |", file=sys.stderr)
+                    shown = row | {"split": "on" if row["split"] else "off", "recall": row["recall"] or 0}
+                    print(ROW.format(**shown), file=sys.stderr)
 
 
 if __name__ == "__main__":

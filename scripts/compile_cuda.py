@@ -81,9 +81,9 @@ def _metal_type(dtype: mx.Dtype) -> str:
 def recording(texts: dict[str, str]) -> Callable[..., Callable[..., list[mx.array]]]:
     """A stand-in for mx.fast.cuda_kernel: its kernels put their text into `texts` by name and return zeros."""
 
-    def cuda_kernel(
-        *, name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, header: str = "", **_: Any
-    ) -> Callable[..., list[mx.array]]:
+    def cuda_kernel(*, header: str = "", **named: Any) -> Callable[..., list[mx.array]]:
+        known = {name: named[name] for name in ("name", "input_names", "output_names", "source")}
+
         def launch(
             *,
             inputs: Sequence[mx.array],
@@ -92,15 +92,9 @@ def recording(texts: dict[str, str]) -> Callable[..., Callable[..., list[mx.arra
             template: Sequence[tuple[str, Any]] = (),
             **_: Any,
         ) -> list[mx.array]:
+            arrays, kinds = [mx.array(x) for x in inputs], output_dtypes
             function, text = cuda_text(
-                name=name,
-                input_names=input_names,
-                output_names=output_names,
-                source=source,
-                header=header,
-                inputs=[mx.array(x) for x in inputs],
-                output_dtypes=output_dtypes,
-                template=template or (),
+                **known, header=header, inputs=arrays, output_dtypes=kinds, template=template or ()
             )
             texts[function] = text
             return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]

@@ -18,17 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "data" / "golden"
@@ -49,20 +38,23 @@ EXPERTS = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_inte
 PLAIN = {"rope_type": "default", "rope_theta": 300.0}
 # Name -> class, settings. Together: tied and untied, head_dim hidden / heads and not, with and without each bias,
 # layers that do not rotate, norms in other places.
-MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen3": (Qwen3Config, {"head_dim": 16, "tie_word_embeddings": False}),
-    "llama": (LlamaConfig, {"tie_word_embeddings": True}),
+MODELS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": False}),
+    "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
     "llama-bias": (
-        LlamaConfig,
+        transformers.LlamaConfig,
         {"head_dim": 8, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "rms_norm_eps": 1e-3},
     ),
-    "mistral": (MistralConfig, {"head_dim": 20, "tie_word_embeddings": False, "sliding_window": None}),
-    "smollm3": (SmolLM3Config, {"tie_word_embeddings": True, "no_rope_layer_interval": 2, "pad_token_id": None}),
-    "olmo2": (Olmo2Config, {"tie_word_embeddings": False}),
-    "qwen3-moe": (Qwen3MoeConfig, EXPERTS | {"tie_word_embeddings": False, "norm_topk_prob": True}),
+    "mistral": (transformers.MistralConfig, {"head_dim": 20, "tie_word_embeddings": False, "sliding_window": None}),
+    "smollm3": (
+        transformers.SmolLM3Config,
+        {"tie_word_embeddings": True, "no_rope_layer_interval": 2, "pad_token_id": None},
+    ),
+    "olmo2": (transformers.Olmo2Config, {"tie_word_embeddings": False}),
+    "qwen3-moe": (transformers.Qwen3MoeConfig, EXPERTS | {"tie_word_embeddings": False, "norm_topk_prob": True}),
     "qwen3-moe-mixed": (
-        Qwen3MoeConfig,
+        transformers.Qwen3MoeConfig,
         EXPERTS
         | {"tie_word_embeddings": True, "norm_topk_prob": False, "num_hidden_layers": 3, "mlp_only_layers": [1]},
     ),
@@ -97,9 +89,9 @@ def main() -> None:
     write_frequencies()
 
 
-def cases() -> dict[str, tuple[str, PreTrainedConfig | dict[str, Any]]]:
+def cases() -> dict[str, tuple[str, transformers.PreTrainedConfig | dict[str, Any]]]:
     """Name -> weights and a config object, which transformers writes, or the text of an older file."""
-    found: dict[str, tuple[str, PreTrainedConfig | dict[str, Any]]] = {}
+    found: dict[str, tuple[str, transformers.PreTrainedConfig | dict[str, Any]]] = {}
     for model in MODELS:
         for kind, settings in ROPES.items():
             if kind in FEW_ROPES.get(model, ()):
@@ -130,7 +122,7 @@ def cases() -> dict[str, tuple[str, PreTrainedConfig | dict[str, Any]]]:
     return found
 
 
-def config_of(model: str, rope: dict[str, Any], **changes: Any) -> PreTrainedConfig:
+def config_of(model: str, rope: dict[str, Any], **changes: Any) -> transformers.PreTrainedConfig:
     """The model's config with these rotary positions."""
     kind, settings = MODELS[model]
     return kind(**(SIZES | settings | changes), rope_parameters=PLAIN | rope)
@@ -148,7 +140,7 @@ def old_config(model: str, scaling: dict[str, Any] | None) -> dict[str, Any]:
 def write_weights(model: str, seed: int, scratch: Path) -> None:
     """Random ones that keep activations at unit scale, with biases and norms that matter."""
     torch.manual_seed(seed)
-    network = AutoModelForCausalLM.from_config(config_of(model, PLAIN), dtype=torch.float32)
+    network = transformers.AutoModelForCausalLM.from_config(config_of(model, PLAIN), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             noise = torch.randn_like(parameter)
@@ -164,7 +156,7 @@ def write_weights(model: str, seed: int, scratch: Path) -> None:
     shutil.copy(scratch / model / "model.safetensors", GOLDEN / "weights" / f"{model}.safetensors")
 
 
-def write_case(case: str, model: str, config: PreTrainedConfig | dict[str, Any]) -> None:
+def write_case(case: str, model: str, config: transformers.PreTrainedConfig | dict[str, Any]) -> None:
     """The config, and the logits of the model transformers loads with it."""
     folder = GOLDEN / case.replace(" ", "-")
     folder.mkdir()
@@ -176,7 +168,7 @@ def write_case(case: str, model: str, config: PreTrainedConfig | dict[str, Any])
     with tempfile.TemporaryDirectory() as name:
         shutil.copy(folder / "config.json", name)
         shutil.copy(GOLDEN / "weights" / f"{model}.safetensors", Path(name) / "model.safetensors")
-        network, report = AutoModelForCausalLM.from_pretrained(
+        network, report = transformers.AutoModelForCausalLM.from_pretrained(
             name, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
     assert not report["missing_keys"], report
@@ -217,7 +209,7 @@ def write_frequencies() -> None:
     found = []
     for rope, head_dim, context, length in settings:
         raw = SIZES | {"head_dim": head_dim, "max_position_embeddings": context, "rope_parameters": dict(rope)}
-        config = LlamaConfig(**raw | {"rope_parameters": dict(rope)})
+        config = transformers.LlamaConfig(**raw | {"rope_parameters": dict(rope)})
         frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu", seq_len=length)
         raw |= {"model_type": "llama"}
         found.append({"config": raw, "length": length, "frequencies": frequencies.tolist(), "factor": factor})

@@ -49,13 +49,9 @@ LINEAR = {
     "linear_conv_kernel_dim": 4,
 }
 VISION: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1}
-# Name -> model_type, settings of the part for text, and of the part that sees, where the folder has one.
-MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
-    "gpt-oss": (
-        "gpt_oss",
-        TWO_KINDS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": PLAIN},
-        None,
-    ),
+# Name -> model_type, and settings of the part for text.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt-oss": ("gpt_oss", TWO_KINDS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": PLAIN}),
     "gemma3": (  # mlx-lm takes every sixth layer for one that sees all
         "gemma3_text",
         {
@@ -66,7 +62,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
             "query_pre_attn_scalar": 32,
             "tie_word_embeddings": True,
         },
-        None,
     ),
     "gemma4": (
         "gemma4_text",
@@ -79,15 +74,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
             "hidden_size_per_layer_input": 32,
             "num_kv_shared_layers": 0,
         },
-        None,
     ),
-    "qwen3-moe": ("qwen3_moe", EXPERTS | {"num_experts": 4}, None),
+    "qwen3-moe": ("qwen3_moe", EXPERTS | {"num_experts": 4}),
     "qwen3-next": (
         "qwen3_next",
         EXPERTS | LINEAR | {"num_experts": 4, "shared_expert_intermediate_size": 32, "partial_rotary_factor": 0.25},
-        None,
     ),
-    "qwen3.5": ("qwen3_5", LINEAR, VISION | {"out_hidden_size": 32, "depth": 1, "num_heads": 1}),
+    "qwen3.5": ("qwen3_5", LINEAR),
     "deepseek-v3": (
         "deepseek_v3",
         EXPERTS
@@ -105,7 +98,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
             "qk_nope_head_dim": 32,
             "v_head_dim": 32,
         },
-        None,
     ),
     "llama4": (
         "llama4",
@@ -117,14 +109,19 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
             "intermediate_size_mlp": 32,
             "attention_chunk_size": WINDOW,
         },
-        VISION | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16, "image_size": 28},
     ),
+}
+# Settings of the part that sees, if the folder has one.
+SEEING: dict[str, dict[str, Any]] = {
+    "qwen3.5": VISION | {"out_hidden_size": 32, "depth": 1, "num_heads": 1},
+    "llama4": VISION
+    | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16, "image_size": 28},
 }
 
 
 def write(name: str) -> None:
     """One model's folder."""
-    kind, settings, vision = MODELS[name]
+    (kind, settings), vision = MODELS[name], SEEING.get(name)
     text = SIZES | settings
     if vision is None:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **text))

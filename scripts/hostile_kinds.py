@@ -14,17 +14,8 @@ from typing import Any
 Kind = Callable[[Path, random.Random], str]
 CLASSES = ["AutoProcessor", "AutoFeatureExtractor", "MusicgenProcessor", "AutoTokenizer", "evil.Evil"]
 CLASSES += ["ConvBertTokenizer"]
-MODULES = [
-    "evil",
-    "tokenization_evil",
-    "processing_evil",
-    "json",
-    "typing",
-    "jinja2",
-    "tokenizers",
-    "kvant",
-    "__init__",
-]
+MODULES = ["evil", "tokenization_evil", "processing_evil", "json", "typing", "jinja2", "tokenizers", "kvant"]
+MODULES += ["__init__"]
 PATHS = ("vocab_file", "merges_file", "tokenizer_file", "sp_model", "vocab", "spm_file", "gguf_file")
 BIG_TEXTS = ["{{ 'a b c d ' * 4000000 }}", "{{ '🦊' * 30000000 }}", "{{ ' ' * 33000000 }}"]
 BIG_TEXTS += ["{% for i in range(10**6) %}a b {% endfor %}"]

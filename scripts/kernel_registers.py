@@ -23,26 +23,22 @@ TOKENS, GROUP = 32768, 32
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A call: H query heads on K kv heads, D head_dim, bits of the cache, S new tokens, pairs of the bias split.
-
-    Dv: width of values that lie beside keys; 0: they are apart, and D wide. queries: of a simdgroup, at most; 0: the
-    default. The rest are options of `attend`.
-    """
+    """A call: H query heads on K kv heads. What is not said here are options of `attend`."""
 
     H: int
     K: int
-    D: int
-    bits: int
-    S: int = 1
-    pairs: int = 0
-    Dv: int = 0
+    D: int  # head_dim
+    bits: int  # of the cache
+    S: int = 1  # new tokens
+    pairs: int = 0  # of the bias split
+    Dv: int = 0  # width of values that lie beside keys; 0: they are apart, and D wide
     paged: bool = False
     window: int = 0
     sinks: bool = False
     softcap: float = 0.0
     alibi: bool = False
     mask: bool = False
-    queries: int = 0
+    queries: int = 0  # of a simdgroup, at most; 0: the default
 
 
 SHAPES = {

@@ -39,6 +39,7 @@ SEQUENCES, WAITING = 4, 16
 SERVE = ["-m", "kvant", "serve", "--sequences", str(SEQUENCES), "--max-queue", str(WAITING), "--max-kv-size", "512"]
 KINDS = ("whole", "stream", "leave", "vanish", "slow", "wrong")
 WEIGHTS = (4, 6, 3, 2, 1, 1)
+LONG_STREAM = {"model": "pocket", "prompt": "Once", "ignore_eos": True, "stream": True}
 ALLOWED = {200, 400, 429, 503}
 WATCH_S = 0.05  # between two questions for the health
 MOST_GROWTH = 64 << 20  # bytes of the process after the first quarter
@@ -193,13 +194,7 @@ async def _head(reader: asyncio.StreamReader) -> tuple[int, str]:
 
 async def end(process: "subprocess.Popen[str]", url: str) -> dict[str, Any]:
     """SIGTERM while streams are under way."""
-    body: dict[str, object] = {
-        "model": "pocket",
-        "prompt": "Once",
-        "max_tokens": 200,
-        "ignore_eos": True,
-        "stream": True,
-    }
+    body = LONG_STREAM | {"max_tokens": 200}
     streams = [await _send(url, body) for _ in range(SEQUENCES)]
     heads = [await _head(reader) for reader, _ in streams]
     process.terminate()
@@ -227,8 +222,7 @@ def killed() -> bool:
     """Whether a server that is killed under work can be started again at its port, and answers."""
     with serving() as (process, url):
         connection = http.client.HTTPConnection(urlsplit(url).netloc)
-        body = json.dumps({"model": "pocket", "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True})
-        connection.request("POST", "/v1/completions", body)
+        connection.request("POST", "/v1/completions", json.dumps(LONG_STREAM | {"max_tokens": 400}))
         connection.getresponse().read(10)
         process.send_signal(signal.SIGKILL)
         process.wait()

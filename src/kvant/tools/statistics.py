@@ -1,24 +1,20 @@
 """Figures that a few slow tokens do not move."""
 
 import math
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A median with its range.
-
-    Attributes:
-        median, minimum, maximum: of the values.
-        count: how many there are.
-    """
+    """A median with its range."""
 
     median: float
     minimum: float
     maximum: float
-    count: int
+    count: int  # of the values
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
@@ -31,6 +27,16 @@ def percentile(values: Iterable[float], percent: float) -> float:
     if below == above:  # both infinite, too
         return below
     return below + (above - below) * (place - math.floor(place))
+
+
+def median_ms(work: Callable[[], object], repeats: int) -> float:
+    """Milliseconds of a call, the median of ``repeats`` after the first, which fills caches and wakes threads."""
+    times = []
+    for _ in range(1 + repeats):
+        started = time.perf_counter()
+        work()
+        times.append((time.perf_counter() - started) * 1e3)
+    return median(times[1:])
 
 
 def paired_ratio(values: Mapping[int, float], baseline: Mapping[int, float]) -> Spread | None:

@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,21 +41,13 @@ def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pyte
         check_plot_path(tmp_path / "a.png")
 
 
-class Drawn:
-    """What the last figure shows, in the data's own units."""
-
-    lines: dict[str, list[tuple[float, float]]]
-    band: tuple[float, float]
-    scale: str
-    caption: str
-
-
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
+def drawn(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the last figure shows, in the data's own units: lines, band, scale and caption."""
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    seen, save = Drawn(), Figure.savefig
+    seen, save = SimpleNamespace(), Figure.savefig
 
     def savefig(figure: Figure, *args: Any, **options: Any) -> None:
         axes = figure.axes[0]
@@ -71,7 +64,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
     return seen
 
 
-def test_an_svg_has_a_label_an_engine_and_is_the_same_again(tmp_path: Path, drawn: Drawn) -> None:
+def test_an_svg_has_a_label_an_engine_and_is_the_same_again(tmp_path: Path, drawn: SimpleNamespace) -> None:
     import matplotlib
 
     before = dict(matplotlib.rcParams)
@@ -88,7 +81,7 @@ def test_an_svg_has_a_label_an_engine_and_is_the_same_again(tmp_path: Path, draw
     assert "pocket on a processor, 2 cores" in texts
 
 
-def test_lines_are_medians_over_runs_in_a_band(tmp_path: Path, drawn: Drawn) -> None:
+def test_lines_are_medians_over_runs_in_a_band(tmp_path: Path, drawn: SimpleNamespace) -> None:
     """Runs of 2, 4 and 6 ms; then of five, whose quartiles are 4 and 8. The first token's 500 ms are nowhere."""
     plot(_recording(rounds=3), tmp_path / "a.png")
     assert drawn.lines["fast"] == [(position, 4.0) for position in range(9, 14)]
@@ -100,7 +93,7 @@ def test_lines_are_medians_over_runs_in_a_band(tmp_path: Path, drawn: Drawn) -> 
     assert "25th to 75th percentile" in drawn.caption
 
 
-def test_many_positions_are_put_together(tmp_path: Path, drawn: Drawn) -> None:
+def test_many_positions_are_put_together(tmp_path: Path, drawn: SimpleNamespace) -> None:
     """By threes, here: one slow token in three is not seen, and the places are those of the middle ones."""
     plot(record(lambda label, run, context, p: 90.0 if p % 3 == 0 else 2.0, tokens=2 * POINTS + 1), tmp_path / "a.png")
     assert drawn.lines["fast"][:3] == [(10, 2.0), (13, 2.0), (16, 2.0)]
@@ -108,13 +101,13 @@ def test_many_positions_are_put_together(tmp_path: Path, drawn: Drawn) -> None:
     assert "3 neighboring positions" in drawn.caption
 
 
-def test_the_axis_is_logarithmic_if_engines_are_far_apart(tmp_path: Path, drawn: Drawn) -> None:
+def test_the_axis_is_logarithmic_if_engines_are_far_apart(tmp_path: Path, drawn: SimpleNamespace) -> None:
     for pace, scale in ((7.0, "linear"), (9.0, "log")):
         plot(record(lambda label, *_, pace=pace: pace if label == "slow" else 1.0), tmp_path / "a.png")
         assert drawn.scale == scale
 
 
-def test_streams(tmp_path: Path, drawn: Drawn) -> None:
+def test_streams(tmp_path: Path, drawn: SimpleNamespace) -> None:
     plot(streams(), tmp_path / "a.svg")
     assert drawn.lines["kvant"] == [(2, 75.0)]  # tokens a second in all
     text = (tmp_path / "a.svg").read_text()

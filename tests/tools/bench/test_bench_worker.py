@@ -3,9 +3,9 @@
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,59 +14,39 @@ import pytest
 from support.completions import Reply
 
 from kvant.engine.load import find_model
+from kvant.errors import BenchError
 from kvant.tools.bench.adapters import MLXLM, Kvant
 from kvant.tools.bench.engines import EngineSpec, engine_specs
+from kvant.tools.bench.runner import Worker
 
 KVANT = EngineSpec("kvant", 8, 32)
 PROMPTS = [[5, 77, 1000, 3, 12], [9] * 20, [400, 2, 30]]
 TOKENS = 6
 
 
-class Process:
-    def __init__(self) -> None:
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen([sys.executable, "-m", "kvant.tools.bench.worker"], stdin=pipe, stdout=pipe)
-
-    def send(self, **command: Any) -> None:
-        self.process.stdin.write(json.dumps(command).encode() + b"\n")
-        self.process.stdin.flush()
-
-    def ask(self, **command: Any) -> dict[str, Any]:
-        self.send(**command)
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return answer
-
-    def load(self, spec: EngineSpec, model: Path) -> dict[str, Any]:
-        return self.ask(command="load", engine=asdict(spec), model=str(model), prefill_step_size=8)
-
-    def run(self, *prompts: list[int], tokens: int, texts: list[str] | None = None) -> dict[str, Any]:
-        together = len(prompts) > 1
-        return self.ask(command="run", prompts=prompts, texts=texts, max_tokens=tokens, together=together)
+def load(worker: Worker, spec: EngineSpec, model: Path) -> dict[str, Any]:
+    return worker.ask(command="load", engine=asdict(spec), model=str(model), prefill_step_size=8)
 
 
-@contextmanager
-def started() -> Iterator[Process]:
-    worker = Process()
-    with worker.process as process:
-        yield worker
-        process.kill()
+def run(worker: Worker, *prompts: list[int], tokens: int, texts: list[str] | None = None) -> dict[str, Any]:
+    return worker.ask(command="run", prompts=prompts, texts=texts, max_tokens=tokens, together=len(prompts) > 1)
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[Process]:
-    with started() as made:
+def worker() -> Iterator[Worker]:
+    with Worker("tried", {}) as made:
         yield made
 
 
 @pytest.mark.parametrize("name", ["kvant", "mlx-lm"])
-def test_a_local_engine(worker: Process, name: str, make_checkpoint: Callable[..., tuple[Path, Any]]) -> None:
+def test_a_local_engine(worker: Worker, name: str, make_checkpoint: Callable[..., tuple[Path, Any]]) -> None:
     """One layer's cache by hand: 2 kv heads of 64, keys and values, float32."""
     folder, _ = make_checkpoint(tie_word_embeddings=False, num_hidden_layers=1)
-    ready = worker.load(EngineSpec(name, 0), folder)
+    ready = load(worker, EngineSpec(name, 0), folder)
     assert ready["dtype"] == "float32"
     assert ready["weight_bytes"] - ready["weight_bytes_read"] == 300 * 128 * 4  # the table that only embeds
     started = time.perf_counter()
-    done = worker.run(list(range(20)), tokens=4)
+    done = run(worker, list(range(20)), tokens=4)
     elapsed_ms = (time.perf_counter() - started) * 1e3
     (times,), (ids,) = done["arrivals_ms"], done["token_ids"]
     assert len(ids) == len(times) == 4
@@ -79,17 +59,19 @@ def test_a_local_engine(worker: Process, name: str, make_checkpoint: Callable[..
     assert done["cache_bytes_per_token"] == done["cache_bytes"] / room
     table = 0 if name == "mlx-lm" else 24 * 64 * 4 + 2048  # at most: the bias split's table and biases
     assert 0 <= done["cache_bytes"] - room * row <= table
-    assert worker.run(list(range(20)), tokens=4)["token_ids"] == [ids]
-    assert [len(times) for times in worker.run([1], [2, 3], tokens=3)["arrivals_ms"]] == [3, 3]
+    assert run(worker, list(range(20)), tokens=4)["token_ids"] == [ids]
+    assert [len(times) for times in run(worker, [1], [2, 3], tokens=3)["arrivals_ms"]] == [3, 3]
     if name == "mlx-lm":  # quantized, a byte each, with a float32 scale and bias of every 64
-        worker.load(EngineSpec(name, 8, 64), folder)
-        assert worker.run(list(range(20)), tokens=4)["cache_bytes_per_token"] == 2 * 2 * (64 + 2 * 4)
+        load(worker, EngineSpec(name, 8, 64), folder)
+        assert run(worker, list(range(20)), tokens=4)["cache_bytes_per_token"] == 2 * 2 * (64 + 2 * 4)
 
 
-def test_failures_are_a_line_and_not_the_end(worker: Process, tmp_path: Path, pocket_folder: Path) -> None:
-    assert worker.load(KVANT, tmp_path / "none")["error"].endswith("no such model folder")
-    assert worker.load(EngineSpec("mlx-lm", 0), tmp_path)["error"]
-    assert "weight_bytes" in worker.load(KVANT, pocket_folder)
+def test_failures_are_a_line_and_not_the_end(worker: Worker, tmp_path: Path, pocket_folder: Path) -> None:
+    with pytest.raises(BenchError, match=r"engine tried: .*no such model folder$"):
+        load(worker, KVANT, tmp_path / "none")
+    with pytest.raises(BenchError):
+        load(worker, EngineSpec("mlx-lm", 0), tmp_path)
+    assert "weight_bytes" in load(worker, KVANT, pocket_folder)
 
 
 def test_a_librarys_print_is_no_answer() -> None:
@@ -103,13 +85,14 @@ def test_a_librarys_print_is_no_answer() -> None:
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_it_ends_with_its_input(pocket_folder: Path, busy: bool) -> None:
-    with started() as worker:
-        worker.load(KVANT, pocket_folder)
+    with Worker("tried", {}) as worker:
+        load(worker, KVANT, pocket_folder)
         if busy:
-            worker.send(command="run", prompts=[list(range(64))], texts=[None], max_tokens=20_000, together=False)
-            time.sleep(0.3)
-        worker.process.stdin.close()
-        assert worker.process.wait(5) == 0
+            threading.Timer(0.3, worker._process.stdin.close).start()
+            with pytest.raises(BenchError, match="its process ended with exit code 0"):
+                run(worker, list(range(64)), tokens=20_000)
+        worker._process.stdin.close()
+        assert worker._process.wait(5) == 0
 
 
 def _stream(words: int, prompt_tokens: int, completion_tokens: int) -> list[Any]:
@@ -118,12 +101,12 @@ def _stream(words: int, prompt_tokens: int, completion_tokens: int) -> list[Any]
     return [*[0.03, word] * words, b"data: " + json.dumps({"usage": usage}).encode() + b"\n\ndata: [DONE]\n\n"]
 
 
-def test_a_server(worker: Process, served: tuple[str, Reply], tmp_path: Path) -> None:
+def test_a_server(worker: Worker, served: tuple[str, Reply], tmp_path: Path) -> None:
     url, reply = served
-    ready = worker.load(EngineSpec("server", url=url, server_model="small"), tmp_path)
+    ready = load(worker, EngineSpec("server", url=url, server_model="small"), tmp_path)
     assert ready == {"dtype": None, "weight_bytes": None, "weight_bytes_read": None}
     reply.parts = _stream(3, 2, 3)
-    done = worker.run([5, 6], tokens=3, texts=[" two words"])
+    done = run(worker, [5, 6], tokens=3, texts=[" two words"])
     (times,) = done["arrivals_ms"]
     assert len(times) == 3
     assert all(ms >= 30 * number for number, ms in enumerate(times, start=1))  # the server waits 30 ms before each
@@ -135,7 +118,8 @@ def test_a_server(worker: Process, served: tuple[str, Reply], tmp_path: Path) ->
         (3, 2, 2, "sent 3 events for 2 tokens"),
     ):
         reply.parts = _stream(words, prompt, completion)
-        assert message in worker.run([5, 6], tokens=3, texts=[" two words"])["error"]
+        with pytest.raises(BenchError, match=message):
+            run(worker, [5, 6], tokens=3, texts=[" two words"])
 
 
 STREAMS = "kvant 8-bit|kvant full|kvant 8-bit, one by one|kvant full, one by one|mlx-lm float32"
@@ -197,6 +181,7 @@ def expected() -> list[list[int]]:
         (Kvant, EngineSpec("kvant", 0)),
         (Kvant, EngineSpec("kvant", 0, one_by_one=True)),
         (Kvant, EngineSpec("kvant", 0, draft="prompt")),
+        (Kvant, EngineSpec("kvant", 0, draft="model", draft_model=str(find_model("pocket")))),
         (MLXLM, EngineSpec("mlx-lm", 0, dtype="float32")),
     ],
     ids=lambda value: getattr(value, "label", None),

@@ -135,7 +135,9 @@ class TestTeacherForcing:
         assert given.mean_kld_nats > 1e-7
         assert reference.mean_kld_nats == 0
 
-    @pytest.mark.parametrize("cache_format", [CacheFormat(8, 32), CacheFormat(4, 64), CacheFormat(4, 32, split=False)])
+    @pytest.mark.parametrize(
+        "cache_format", [CacheFormat(8, 32), CacheFormat(4, 64), CacheFormat(4, 32, bias_split=False)]
+    )
     def test_chunks_are_token_by_token(self, pocket: Pocket, heldout_ids: list[int], cache_format: CacheFormat) -> None:
         """The same predictions, but for quantized values that rounding tips over."""
         whole, *others = [
@@ -163,22 +165,17 @@ class TestTeacherForcing:
 class Broken(CacheFormat):
     """A format whose cache does something to what it is given, in some layers."""
 
-    change: Change
-    layers: tuple[int, ...]
+    def __init__(self, change: Change, layers: tuple[int, ...], bits: int = 8) -> None:
+        super().__init__(bits, 32)
+        vars(self).update(change=change, layers=layers)
 
     def make_cache(self, model: Decoder, max_seq_len: int) -> list[QuantizedKVCache]:
-        cache = model.make_cache(max_seq_len, kv_bits=self.bits, kv_group_size=self.group, bias_split=self.split)
-        for number in self.layers:
-            cache[number].attend = self._broken(cache[number].attend)  # type: ignore[method-assign]
+        cache = super().make_cache(model, max_seq_len)
+        for layer in (cache[number] for number in self.layers):
+            layer.attend = lambda query, key, value, *others, attend=layer.attend: attend(
+                query, *self.change(key, value), *others
+            )
         return cache
-
-    def _broken(self, attend: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        return lambda query, key, value, *others: attend(query, *self.change(key, value), *others)
-
-
-def broken(change: Change, layers: tuple[int, ...], bits: int = 8) -> CacheFormat:
-    kind = type("Broken", (Broken,), {"change": staticmethod(change), "layers": layers})
-    return kind(bits, 32)  # type: ignore[no-any-return]
 
 
 def _every(size: int, place: int, period: int) -> mx.array:
@@ -200,7 +197,7 @@ class TestBrokenFormats:
     @pytest.mark.parametrize(("what", "layers"), [("a scale", (0, 1, 2, 3)), ("tokens", (1,)), ("heads", (2,))])
     def test_it_shows(self, pocket: Pocket, heldout_ids: list[int], what: str, layers: tuple[int, ...]) -> None:
         text = Text("a text", (tuple(heldout_ids[:128]),), 0)
-        report = measure("pocket", pocket[0], text, [FORMAT, broken(CHANGES[what], layers)])
+        report = measure("pocket", pocket[0], text, [FORMAT, Broken(CHANGES[what], layers)])
         healthy, found = report.results
         assert found.figures.mean_kld_nats > 30 * healthy.figures.mean_kld_nats
         assert found.figures.p99_kld_nats > 10 * healthy.figures.p99_kld_nats
@@ -212,7 +209,7 @@ class TestBrokenFormats:
                 assert bad == good
 
     def test_values_that_are_not_finite(self, pocket: Pocket, heldout_ids: list[int], tmp_path: Path) -> None:
-        poisoned = broken(CHANGES["no number"], (3,), bits=0)
+        poisoned = Broken(CHANGES["no number"], (3,), bits=0)
         report = measure("pocket", pocket[0], Text("a text", (tuple(heldout_ids[:64]),), 0), [poisoned])
         (found,) = report.results
         assert found.figures.non_finite > 0

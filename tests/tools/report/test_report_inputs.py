@@ -33,7 +33,7 @@ class TestFormats:
         )
         unbiased = load_decoder(folder)
         with pytest.raises(ValueError, match="8g16:nosplit: the model's keys and values have no bias"):
-            check_formats([CacheFormat(8, 16, split=False)], unbiased)
+            check_formats([CacheFormat(8, 16, bias_split=False)], unbiased)
         assert [f.label for f in default_formats(unbiased)] == ["8g48", "4g48"]
         assert len(default_formats(pocket[0])) == 8
 
@@ -103,11 +103,15 @@ class TestTexts:
             text_file(tmp_path / "a.txt", pocket[1], 1280, 100, 100)
 
 
+def report(*arguments: str) -> str:
+    done = call("report", *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
 def test_a_table_and_a_plot(tmp_path: Path) -> None:
     plot = tmp_path / "kld.svg"
-    done = call("report", "--tokens", "300", "--formats", "8g32, 4g64", "--plot", str(plot))
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
+    lines = report("--tokens", "300", "--formats", "8g32, 4g64", "--plot", str(plot)).splitlines()
     assert lines[0].startswith("pocket on built-in held-out conversations: 300 tokens; the ")
     rows = [line.split() for line in lines if line.startswith((" 0 ", " 8g32 ", " 4g64 "))]
     assert [(row[0], row[-3]) for row in rows] == [("0", "4096"), ("8g32", "1088"), ("4g64", "544")]
@@ -122,11 +126,7 @@ def test_a_table_and_a_plot(tmp_path: Path) -> None:
 def test_an_adapter(pocket_folder: Path, tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "adapter", adapter_config(), load_reference(pocket_folder))
     arguments = ["--tokens", "32", "--formats", "8g32", "--json"]
-    found = []
-    for flags in ([], ["--adapter-path", str(adapter)]):
-        done = call("report", *arguments, *flags)
-        assert (done.returncode, done.stderr) == (0, "")
-        found.append(json.loads(done.stdout))
+    found = [json.loads(report(*arguments, *flags)) for flags in ([], ["--adapter-path", str(adapter)])]
     assert [one["model"] for one in found] == ["pocket", f"pocket with {adapter}"]
     assert found[0]["reference"]["perplexity"] != found[1]["reference"]["perplexity"]
 
@@ -134,14 +134,12 @@ def test_an_adapter(pocket_folder: Path, tmp_path: Path) -> None:
 def test_json_of_a_text(tmp_path: Path) -> None:
     text = tmp_path / "a text.txt"
     text.write_text("The fox went home. " * 20, encoding="utf-8")
-    done = call("report", "--text", str(text), "--tokens", "64", "--formats", "4g32:nosplit,0", "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    report = json.loads(done.stdout)
-    assert report["model"] == "pocket"
-    assert report["text"] == {"name": str(text), "tokens": 64, "pieces": 1, "tokens_left_out": 101 - 64}
-    assert report["versions"].keys() == {"kvant", "mlx", "mlx_lm", "transformers", "python"}
-    four, none = report["formats"]
-    assert none == report["reference"]
+    found = json.loads(report("--text", str(text), "--tokens", "64", "--formats", "4g32:nosplit,0", "--json"))
+    assert found["model"] == "pocket"
+    assert found["text"] == {"name": str(text), "tokens": 64, "pieces": 1, "tokens_left_out": 101 - 64}
+    assert found["versions"].keys() == {"kvant", "mlx", "mlx_lm", "transformers", "python"}
+    four, none = found["formats"]
+    assert none == found["reference"]
     assert four["format"] == "4g32:nosplit"
     assert four["flags"] == "--kv-bits 4 --kv-group-size 32 --no-kv-bias-split"
     assert (four["bytes_per_token"], four["positions"], four["non_finite"]) == (576, 64, 0)
@@ -156,7 +154,6 @@ def test_a_text_of_several_pieces(make_checkpoint: Any, pocket_folder: Path) -> 
     folder, _ = make_checkpoint(vocab_size=1280, max_position_embeddings=24)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(pocket_folder / name, folder)
-    done = call("report", "--model", str(folder), "--tokens", "60", "--formats", "8g64")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert " on built-in held-out conversations: 60 tokens in " in done.stdout
-    assert " pieces of up to 24; the " in done.stdout
+    printed = report("--model", str(folder), "--tokens", "60", "--formats", "8g64")
+    assert " on built-in held-out conversations: 60 tokens in " in printed
+    assert " pieces of up to 24; the " in printed

@@ -34,24 +34,17 @@ StreamTokens = Generator[tuple[int, int], None, None]
 
 
 class Kvant:
-    """kvant's decoder, or mlx-lm's model, with kvant's preallocated cache.
-
-    Attributes:
-        dtype: of activations.
-        weight_bytes: of all weights, a draft model's too, and of those that one decode step of the model reads.
-        drafts: their counts in the last run; None: there are none.
-    """
+    """kvant's decoder, or mlx-lm's model, with kvant's preallocated cache."""
 
     def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
         """Load the model; a KvantError for a folder that cannot be loaded."""
         self._model = load_model(folder)
         self._draft_model = None if spec.draft_model is None else load_model(Path(spec.draft_model))
         drafting = 0 if self._draft_model is None else self._draft_model.nbytes
-        self.dtype = dtype_name(self._model.dtype)
-        self.weight_bytes = self._model.nbytes + drafting, self._model.nbytes_read
-        self.drafts: DraftCounts | None = None
-        self._spec = spec
-        self._prefill_step_size = prefill_step_size
+        self.dtype = str(self._model.dtype).removeprefix("mlx.core.")  # of activations
+        self.weight_bytes = self._model.nbytes + drafting, self._model.nbytes_read  # in all, and those a step reads
+        self.drafts: DraftCounts | None = None  # of the last run; None: there are none
+        self._spec, self._prefill_step_size = spec, prefill_step_size
         self._cache_options: dict[str, Any] = {
             "kv_bits": spec.kv_bits or 0,
             "kv_group_size": spec.kv_group_size or KVANT_GROUP,
@@ -60,31 +53,20 @@ class Kvant:
         self._cache: ModelCache | None = None
 
     def tokens(self, prompt: Sequence[int], max_tokens: int, *, ahead: int = 1) -> Tokens:
-        """Give ``max_tokens`` greedy tokens, with a cache made when the first is asked for.
-
-        Args:
-            ahead: steps after the last token that are queued.
-        """
+        """Give greedy tokens, with a cache made when the first is asked for; ``ahead`` steps more are queued."""
         self._cache = None  # frees the last run's before the next is reserved
         cache = self._cache = self._model.make_cache(len(prompt) + max_tokens, **self._cache_options)
-        run = Run(
-            self._model,
-            prompt,
-            cache,
-            max_tokens=max_tokens + ahead,
-            prefill_step_size=self._prefill_step_size,
-            drafts=self._drafts(),
-        )
+        step_size = self._prefill_step_size
+        drafts: Drafts | None
+        if self._draft_model is None:
+            drafts = drafts_of(self._spec.draft)
+        else:
+            count, vocab_size = self._spec.num_draft_tokens or DEFAULT_DRAFT_TOKENS, self._model.config.vocab_size
+            drafts = ModelDrafts(model=self._draft_model, vocab_size=vocab_size, num_draft_tokens=count)
+        run = Run(self._model, prompt, cache, max_tokens=max_tokens + ahead, prefill_step_size=step_size, drafts=drafts)
         for token, _ in islice(run, max_tokens):
             self.drafts = run.drafts
             yield token
-
-    def _drafts(self) -> Drafts | None:
-        if self._draft_model is None:
-            return drafts_of(self._spec.draft)
-        count = self._spec.num_draft_tokens or DEFAULT_DRAFT_TOKENS
-        vocab_size = self._model.config.vocab_size
-        return ModelDrafts(model=self._draft_model, vocab_size=vocab_size, num_draft_tokens=count)
 
     def streams(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> StreamTokens:
         """Give greedy tokens with the numbers of their prompts: through a pool, or one by one."""
@@ -93,13 +75,9 @@ class Kvant:
                 for token in self.tokens(prompt, max_tokens, ahead=0):
                     yield number, token
             return
-        pages = sum(pages_for(len(prompt) + max_tokens) for prompt in prompts)
-        pool = self._model.make_pool(
-            pages * PAGE_SIZE,
-            sequences=len(prompts),
-            prefill_step_size=self._prefill_step_size,
-            **self._cache_options,
-        )
+        tokens = sum(pages_for(len(prompt) + max_tokens) for prompt in prompts) * PAGE_SIZE
+        sizes: dict[str, Any] = {"sequences": len(prompts), "prefill_step_size": self._prefill_step_size}
+        pool = self._model.make_pool(tokens, **sizes, **self._cache_options)
         scheduler = Scheduler(self._model, pool, max_batch=len(prompts))
         numbers = {Request(prompt, max_tokens): number for number, prompt in enumerate(prompts)}
         for request in numbers:
@@ -118,12 +96,7 @@ class Kvant:
 
 
 class MLXLM:
-    """mlx-lm's model, caches and generation step; with a dtype, its weights cast to that.
-
-    Attributes:
-        dtype: of most of the floating-point weights.
-        weight_bytes: as kvant's. A step reads the embedding table if it is the head too, and a few of the experts.
-    """
+    """mlx-lm's model, caches and generation step; with a dtype, its weights cast to that."""
 
     drafts = None
 
@@ -156,11 +129,10 @@ class MLXLM:
         if spec.dtype is not None:
             self._model.set_dtype(getattr(mx, spec.dtype))
             mx.eval(self._model.parameters())
-        self.dtype = dtype_name(main_dtype(self._model))
+        self.dtype = str(main_dtype(self._model)).removeprefix("mlx.core.")  # of most floating-point weights
         held = sum(array.nbytes for array in parameters(self._model).values())
         self.weight_bytes = held, bytes_read(self._model, experts_used)
-        self._spec = spec
-        self._prefill_step_size = prefill_step_size
+        self._spec, self._prefill_step_size = spec, prefill_step_size
         self._cache: list[Any] = []
         self._fed = 0  # tokens, in the last run
 
@@ -171,19 +143,11 @@ class MLXLM:
 
         self._cache, self._fed = [], len(prompt) + max_tokens
         cache = self._cache = make_prompt_cache(self._model)  # quantized layers replace their own in this list
-        quantization: dict[str, Any] = {}
+        options: dict[str, Any] = {"prefill_step_size": self._prefill_step_size, "quantized_kv_start": 0}
         if self._spec.kv_bits:
-            quantization = {"kv_bits": self._spec.kv_bits, "kv_group_size": self._spec.kv_group_size}
-        steps = generate_step(
-            mx.array(list(prompt)),
-            self._model,
-            max_tokens=max_tokens,
-            sampler=greedy,
-            prompt_cache=cache,
-            prefill_step_size=self._prefill_step_size,
-            quantized_kv_start=0,
-            **quantization,
-        )
+            options |= {"kv_bits": self._spec.kv_bits, "kv_group_size": self._spec.kv_group_size}
+        ids = mx.array(list(prompt))
+        steps = generate_step(ids, self._model, max_tokens=max_tokens, sampler=greedy, prompt_cache=cache, **options)
         with wired_limit(self._model, [generation_stream]), closing(steps):
             for token, _ in steps:
                 yield token
@@ -192,12 +156,8 @@ class MLXLM:
         """Give greedy tokens with the numbers of their prompts, by mlx-lm's BatchGenerator."""
         from mlx_lm.generate import BatchGenerator
 
-        batch = BatchGenerator(
-            self._model,
-            sampler=greedy,
-            completion_batch_size=len(prompts),
-            prefill_step_size=self._prefill_step_size,
-        )
+        sizes = {"completion_batch_size": len(prompts), "prefill_step_size": self._prefill_step_size}
+        batch = BatchGenerator(self._model, sampler=greedy, **sizes)
         with closing(batch):
             uids = batch.insert([list(prompt) for prompt in prompts], [max_tokens] * len(prompts))
             numbers = {uid: number for number, uid in enumerate(uids)}
@@ -216,8 +176,3 @@ class MLXLM:
             keys = self._cache[0].keys
             room = (keys if isinstance(keys, mx.array) else keys[0]).shape[2]  # quantized values, scales, biases
         return sum(layer.nbytes for layer in self._cache), room
-
-
-def dtype_name(dtype: mx.Dtype) -> str:
-    """float32 rather than mlx.core.float32."""
-    return str(dtype).removeprefix("mlx.core.")

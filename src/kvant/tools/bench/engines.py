@@ -17,34 +17,21 @@ DRAFTS, ONE_BY_ONE = ", drafts", ", one by one"  # end the labels of two ways of
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One engine as it is to run.
+    """One engine as it is to run."""
 
-    Attributes:
-        name: one of SETTINGS, or "server".
-        kv_bits: bits of a cached key or value, 0 for no quantization; None for a server.
-        kv_group_size: cached values that share a scale; None without quantization.
-        dtype: cast mlx-lm's floating-point weights to this; None leaves the checkpoint's.
-        openblas: lend mlx-lm the BLAS that kvant brings (kvant.blas); without, it has MLX's own, as its users have.
-        kernels: of kvant: "unfused" or "fused"; None: the environment variable KVANT_KERNELS and the device decide.
-        url, server_model, title: of a server, the model's name there, and its label.
-        one_by_one: kvant serves several requests one after another, not together.
-        draft: kvant's drafts come from "prompt" or "model"; "none": there are none.
-        draft_model, num_draft_tokens: the folder of the model that drafts, and its tokens a step.
-    """
-
-    name: str
-    kv_bits: int | None = None
-    kv_group_size: int | None = None
-    dtype: str | None = None
-    openblas: bool = False
-    kernels: str | None = None
-    url: str | None = None
-    server_model: str | None = None
-    one_by_one: bool = False
-    title: str = "server"
-    draft: str = "none"
-    draft_model: str | None = None
-    num_draft_tokens: int | None = None
+    name: str  # one of SETTINGS, or "server"
+    kv_bits: int | None = None  # of a cached key or value, 0 for no quantization; None: a server
+    kv_group_size: int | None = None  # cached values that share a scale; None without quantization
+    dtype: str | None = None  # that mlx-lm's floating-point weights are cast to; None: the checkpoint's
+    openblas: bool = False  # mlx-lm is lent the BLAS that kvant brings (kvant.blas); False: it has MLX's own
+    kernels: str | None = None  # of kvant: "unfused" or "fused"; None: KVANT_KERNELS and the device decide
+    url: str | None = None  # of a server
+    server_model: str | None = None  # the model's name there
+    one_by_one: bool = False  # kvant serves several requests one after another, not together
+    title: str = "server"  # a server's label
+    draft: str = "none"  # kvant's drafts come from "prompt" or "model"
+    draft_model: str | None = None  # the folder of the model that drafts
+    num_draft_tokens: int | None = None  # its tokens a step
 
     @property
     def label(self) -> str:
@@ -67,7 +54,7 @@ def engine_specs(
     *,
     streams: bool = False,
 ) -> list[EngineSpec]:
-    """The engines to run, each once for every number of bits.
+    """The engines to run, each once for every number of bits; a ValueError for one that there is not.
 
     Args:
         names: ``kvant`` or ``mlx-lm``, with settings after colons: ``kvant:unfused``, ``mlx-lm:float32:openblas``.
@@ -76,9 +63,6 @@ def engine_specs(
         head_dim: of the model, which a group must divide; None: its layers differ, and any group will do.
         streams: several requests come at once. Each kvant is also run one by one, and mlx-lm in full precision
             alone: it does not batch with a quantized cache.
-
-    Raises:
-        ValueError: an engine that is unknown or named twice, a setting it does not have, or a group size it cannot use.
     """
     specs: list[EngineSpec] = []
     for given in names:

@@ -19,56 +19,33 @@ class Summary:
 
     The tokens of a step with drafts come at once. So an engine that drafts has no percentiles and no bytes, and beside
     it every engine's time a token is the mean, not the median.
-
-    Attributes:
-        engine: the label.
-        context: the tokens of the longest prompt.
-        streams: requests that came at once; None: they came one after another.
-        runs: that the figures are of.
-        first_token_ms: median over requests and runs.
-        prefill_tokens_per_s: the context divided by the first token's time, median over runs.
-        latency_p50_ms, latency_p95_ms, latency_p99_ms: between two tokens of a request, over all of them.
-        tokens_per_s: one divided by a run's mean time between tokens, median over runs.
-        total_tokens_per_s: of all streams, from the requests' coming to the last token, median over runs.
-        cpu_ms_per_token: processor time, that of the prompts included, divided by all tokens; median over runs.
-        peak_memory_bytes, cache_bytes: the largest of the runs.
-        bytes_read_per_token: of the weights and of the cached tokens that one decode step reads, on average.
-        achieved_gb_per_s: that divided by the median latency, in 1e9 bytes.
-        copy_bandwidth_share: that divided by the device's copy bandwidth.
-        tokens_per_step: the tokens after the first divided by the steps for them, over all runs.
-        draft_acceptance: the share of the drafted tokens that are in the text.
-        drafts_off: runs in which drafts did not pay and were switched off.
-        ratio, first_token_ratio: a token's time and the first one's, divided by the baseline's.
-        total_ratio, cpu_ratio: of streams, the whole time and the processor time, divided by the baseline's.
-        plain_ratio, plain_cpu_ratio: a token's time, of streams the whole time, divided by that of the same engine
-            without drafts, or one by one.
     """
 
-    engine: str
-    context: int
-    streams: int | None
-    runs: int
-    first_token_ms: float
-    prefill_tokens_per_s: float | None = None
-    latency_p50_ms: float | None = None
+    engine: str  # the label
+    context: int  # tokens of the longest prompt
+    streams: int | None  # requests that came at once; None: they came one after another
+    runs: int  # that the figures are of
+    first_token_ms: float  # median over requests and runs
+    prefill_tokens_per_s: float | None = None  # the context divided by the first token's time, median over runs
+    latency_p50_ms: float | None = None  # between two tokens of a request, over all of them
     latency_p95_ms: float | None = None
     latency_p99_ms: float | None = None
-    tokens_per_s: float | None = None
-    total_tokens_per_s: float | None = None
-    cpu_ms_per_token: float | None = None
-    peak_memory_bytes: int | None = None
+    tokens_per_s: float | None = None  # one divided by a run's mean time between tokens, median over runs
+    total_tokens_per_s: float | None = None  # of all streams, from the requests' coming to the last token, median
+    cpu_ms_per_token: float | None = None  # processor time, the prompts' included, divided by all tokens, median
+    peak_memory_bytes: int | None = None  # the largest of the runs
     cache_bytes: int | None = None
-    bytes_read_per_token: float | None = None
-    achieved_gb_per_s: float | None = None
-    copy_bandwidth_share: float | None = None
-    tokens_per_step: float | None = None
-    draft_acceptance: float | None = None
-    drafts_off: int | None = None
-    ratio: Spread | None = None
+    bytes_read_per_token: float | None = None  # weights and cached tokens that one decode step reads, on average
+    achieved_gb_per_s: float | None = None  # that divided by the median latency, in 1e9 bytes
+    copy_bandwidth_share: float | None = None  # that divided by the device's copy bandwidth
+    tokens_per_step: float | None = None  # the tokens after the first divided by the steps for them, over all runs
+    draft_acceptance: float | None = None  # the share of the drafted tokens that are in the text
+    drafts_off: int | None = None  # runs in which drafts did not pay and were switched off
+    ratio: Spread | None = None  # a token's time divided by the baseline's
     first_token_ratio: Spread | None = None
-    total_ratio: Spread | None = None
-    cpu_ratio: Spread | None = None
-    plain_ratio: Spread | None = None
+    total_ratio: Spread | None = None  # of streams, the whole time divided by the baseline's
+    cpu_ratio: Spread | None = None  # the processor time divided by the baseline's
+    plain_ratio: Spread | None = None  # divided by the same engine's without drafts, or one by one
     plain_cpu_ratio: Spread | None = None
 
 
@@ -92,8 +69,8 @@ def summarize(recording: Recording) -> list[Summary]:
             together = next(iter(runs.values())).together
             figures: dict[str, Any] = {
                 "first_token_ms": median(times[0] for run in runs.values() for times in run.arrivals_ms),
-                "peak_memory_bytes": _largest(run.peak_memory_bytes for run in runs.values()),
-                "cache_bytes": _largest(run.cache_bytes for run in runs.values()),
+                "peak_memory_bytes": max(run.peak_memory_bytes or 0 for run in runs.values()) or None,
+                "cache_bytes": max(run.cache_bytes or 0 for run in runs.values()) or None,
                 "ratio": _ratio(runs, base, time),
                 "plain_ratio": _ratio(runs, plain, _total_ms if together else time),
             }
@@ -101,17 +78,15 @@ def summarize(recording: Recording) -> list[Summary]:
             if not drafts:
                 figures |= _percentiles(runs)
             if together:
-                cpu = [ms for run in runs.values() if (ms := _cpu_ms(run))]
                 figures["total_tokens_per_s"] = median(1e3 / _total_ms(run) for run in runs.values())
-                figures["cpu_ms_per_token"] = median(cpu) if cpu else None
+                figures["cpu_ms_per_token"] = _middle(_cpu_ms(run) for run in runs.values())
                 figures["total_ratio"] = _ratio(runs, base, _total_ms)
                 figures["cpu_ratio"] = _ratio(runs, base, _cpu_ms)
                 figures["plain_cpu_ratio"] = _ratio(runs, plain, _cpu_ms)
             else:
-                means = [1e3 / mean for run in runs.values() if (mean := _mean_ms(run))]
                 figures["first_token_ratio"] = _ratio(runs, base, _first_ms)
                 figures["prefill_tokens_per_s"] = median(lengths[0] / _first_ms(run) * 1e3 for run in runs.values())
-                figures["tokens_per_s"] = median(means) if means else None
+                figures["tokens_per_s"] = _middle(1e3 / mean for run in runs.values() if (mean := _mean_ms(run)))
                 figures |= drafts or _bytes_read(runs, recording, label)
             streams = len(lengths) if together else None
             summaries.append(Summary(engine=label, context=max(lengths), streams=streams, runs=len(runs), **figures))
@@ -126,11 +101,12 @@ def _percentiles(runs: Runs) -> dict[str, float]:
 def _bytes_read(runs: Runs, recording: Recording, label: str) -> dict[str, float]:
     """The bytes of a decode step, and their speed."""
     weights = recording.engines[label].weight_bytes_read
-    per_cached = [run.cache_bytes_per_token for run in runs.values() if run.cache_bytes_per_token is not None]
-    if weights is None or not per_cached or not (middle := _percentiles(runs).get("latency_p50_ms")):
+    per_cached = _middle(run.cache_bytes_per_token for run in runs.values())
+    middle = _middle(gap for run in runs.values() for gap in gaps_ms(run))
+    if weights is None or per_cached is None or not middle:
         return {}
     # The step that makes the token of position p attends to p cached tokens.
-    read = weights + median(per_cached) * fmean(r.prompt_tokens[0] + len(r.arrivals_ms[0]) / 2 for r in runs.values())
+    read = weights + per_cached * fmean(r.prompt_tokens[0] + len(r.arrivals_ms[0]) / 2 for r in runs.values())
     achieved = read / middle / 1e6
     share = achieved / recording.header.copy_bandwidth_gb_s
     return {"bytes_read_per_token": read, "achieved_gb_per_s": achieved, "copy_bandwidth_share": share}
@@ -155,7 +131,7 @@ def _ratio(runs: Runs, others: Runs, figure: Callable[[Run], float | None]) -> S
 
 
 def _p50_ms(run: Run) -> float | None:
-    return median(gaps) if (gaps := gaps_ms(run)) else None
+    return _middle(gaps_ms(run))
 
 
 def _mean_ms(run: Run) -> float | None:
@@ -174,5 +150,7 @@ def _cpu_ms(run: Run) -> float | None:
     return None if run.cpu_ms is None else run.cpu_ms / sum(map(len, run.arrivals_ms))
 
 
-def _largest(values: Iterable[int | None]) -> int | None:
-    return max((value for value in values if value is not None), default=None)
+def _middle(values: Iterable[float | None]) -> float | None:
+    """The median of those that are known."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None

@@ -41,7 +41,7 @@ def _plot_positions(recording: Recording, path: Path) -> None:
     with drawing(path, min(16.0, max(8.0, 3.2 * len(contexts))), _caption(counts, width)) as figure:
         panels = figure.subplots(1, len(contexts), sharey=True, squeeze=False)[0]
         lines: dict[str, Any] = {}
-        medians: list[float] = []
+        medians = []
         for axes, context in zip(panels, contexts, strict=True):
             for number, label in enumerate(recording.engines):
                 if label not in cases[context]:

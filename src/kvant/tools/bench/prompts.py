@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Callable
+from itertools import islice
 
 from kvant.errors import BenchError
 from kvant.text.tokenizer import Tokenizer
@@ -28,13 +29,8 @@ def word_prompts(seed: int, tokenizer: Tokenizer, vocab_size: int) -> Prompts:
 
     def draw(context: int, number: int) -> Prompt:
         source = random.Random(f"{seed} {context} {number}")
-        ids: list[int] = []
-        for _ in range(MAX_DRAWS * context):
-            token = source.randrange(vocab_size)
-            if WORD.fullmatch(tokenizer.decode([token])):
-                ids.append(token)
-                if len(ids) == context:
-                    break
+        drawn = (source.randrange(vocab_size) for _ in range(MAX_DRAWS * context))
+        ids = list(islice((token for token in drawn if WORD.fullmatch(tokenizer.decode([token]))), context))
         text = tokenizer.decode(ids)
         if len(ids) < context or tokenizer.encode(text, add_special_tokens=False) != ids:
             raise BenchError("the model's tokenizer has no tokens of a word each, to make a server's prompt of")

@@ -63,18 +63,18 @@ class Worker:
             env={**os.environ, **environment},
             start_new_session=True,  # Ctrl-C is for this process, which decides
         )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._commands, self._answers = self._process.stdin, self._process.stdout
 
     def ask(self, **command: Any) -> dict[str, Any]:
         """Send a command and wait for its answer; a BenchError if it fails or ends."""
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
         try:
-            process.stdin.write(json.dumps(command).encode() + b"\n")
-            process.stdin.flush()
+            self._commands.write(json.dumps(command).encode() + b"\n")
+            self._commands.flush()
         except BrokenPipeError:
             raise self._died() from None
-        line = process.stdout.readline()
+        line = self._answers.readline()
         if not line.endswith(b"\n"):
             raise self._died()
         answer: dict[str, Any] = json.loads(line)
@@ -87,9 +87,8 @@ class Worker:
 
     def __exit__(self, *error: object) -> None:
         with self._errors, self._process as process:
-            assert process.stdin is not None
             try:
-                process.stdin.close()  # the end of its input ends it
+                self._commands.close()  # the end of its input ends it
                 process.wait(CLOSE_S)
             except (BrokenPipeError, subprocess.TimeoutExpired):
                 pass

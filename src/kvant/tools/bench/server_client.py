@@ -23,39 +23,28 @@ EXTRAS = {"ignore_eos": True, "cache_prompt": False}
 class StreamingServer:
     """Completions from ``{url}/v1/completions``, greedy, each over a connection of its own.
 
-    The key in OPENAI_API_KEY is sent to this server alone, and shown nowhere.
-
-    Attributes:
-        usage: the server's counts of the last completion, by OpenAI's names; empty if it does not count.
+    The key in OPENAI_API_KEY is sent to this server alone, and shown nowhere. ``usage`` has the server's counts of the
+    last completion, by OpenAI's names; it is empty if the server does not count.
     """
 
     def __init__(self, url: str, *, model: str | None = None, timeout_s: float = 600.0) -> None:
         """Send nothing yet.
 
         Args:
-            url: http or https, such as ``http://127.0.0.1:8080``, with or without a last ``/v1``.
+            url: as ``http://127.0.0.1:8080``, with or without a last ``/v1``; a ValueError if it is none.
             model: the name the server knows it by; None: left out, which servers of one model accept.
             timeout_s: the longest wait for the next text, the first included.
-
-        Raises:
-            ValueError: a URL that is not one.
         """
         check_url(url)
         self.usage: dict[str, int] = {}
-        self._url = url
+        self._url, self._timeout_s, self._extras = url, timeout_s, dict(EXTRAS)
         self._model = {} if model is None else {"model": model}
-        self._timeout_s = timeout_s
-        self._extras = dict(EXTRAS)
         # Without the environment: no proxy and no login of ~/.netrc. Redirects are not followed.
         limits = httpx2.Limits(max_keepalive_connections=0)
         self._client = httpx2.Client(timeout=timeout_s, trust_env=False, limits=limits)
 
     def pieces(self, prompt: str, max_tokens: int) -> Generator[str, None, None]:
-        """Text as it arrives, one piece an event.
-
-        Raises:
-            KvantError: a server that cannot be reached, refuses, or answers anything but a whole stream of text.
-        """
+        """Yield text as it arrives, one piece an event. A KvantError for anything but a whole stream of text."""
         url = f"{self._url.rstrip('/').removesuffix('/v1')}/v1/completions"
         # No seed: nothing is drawn, and mlx_lm.server does not batch a request that has one.
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True, **self._model}

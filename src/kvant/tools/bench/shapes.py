@@ -1,7 +1,6 @@
 """Models of known shapes with random weights, as folders on disk: real sizes and real bytes, without a download."""
 
 import json
-import math
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -85,10 +84,6 @@ def write_random(shape: Shape, folder: Path, *, bits: int, group_size: int = 64,
         folder: an existing, empty folder.
         bits: 4 or 8: MLX's affine quantization, the embedding too, as mlx-lm's converter does; 0: bfloat16.
         group_size: 32, 64 or 128; without meaning at 0 bits.
-
-    Raises:
-        ValueError: bits or a group size that cannot be written.
-        KvantError: too little room on the disk, or a file that cannot be written.
     """
     size = shape_bytes(shape, bits, group_size)
     needed, free = size + DISK_RESERVE_BYTES, shutil.disk_usage(folder).free
@@ -115,17 +110,12 @@ def shape_bytes(shape: Shape, bits: int, group_size: int = 64) -> int:
     """Bytes of the tensors that :func:`write_random` writes; a ValueError for a quantization it cannot write."""
     if bits not in (0, 4, 8):
         raise ValueError(f"bits is {bits!r}; expected 0, 4 or 8")
-    sizes = [dims for part in _parts(shape) for dims in part.values()]
-    widths = {dims[-1] for dims in sizes if len(dims) > 1}
+    parts, keys = _parts(shape), _keys(0)
+    widths = {dims[-1] for part in parts for dims in part.values() if len(dims) > 1}
     if bits and (group_size not in (32, 64, 128) or any(width % group_size for width in widths)):
         raise ValueError(f"group_size is {group_size!r}; expected 32, 64 or 128, a divisor of {sorted(widths)}")
-    total = 0
-    for dims in sizes:
-        if len(dims) > 1 and bits:  # quantized values, and a bfloat16 scale and bias a group
-            total += math.prod(dims) * bits // 8 + math.prod(dims) // group_size * 2 * 2
-        else:
-            total += math.prod(dims) * 2
-    return total
+    # Nothing is computed: the arrays are lazy.
+    return sum(x.nbytes for part in parts for x in _tensors(part, shape, bits, group_size, keys).values())
 
 
 def _parts(shape: Shape) -> list[dict[str, tuple[int, ...]]]:

@@ -1,6 +1,7 @@
 """Figures as tables for a person."""
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from rich import box
 from rich.console import Group
@@ -88,14 +89,11 @@ def tables(summaries: Sequence[Summary]) -> Group:
         table.add_column("engine", overflow="fold")
         for heading in ("streams" if streams else "context", *(heading for heading, *_ in known)):
             table.add_column(heading, justify="right", no_wrap=True)
-        last = None
-        for summary in summaries:
-            case = summary.streams if streams else summary.context
-            if last not in (None, case):
-                table.add_section()
-            last = case
-            cells = (_cell(getattr(summary, name), factor) for _, name, factor, _ in known)
-            table.add_row(Text(summary.engine), str(case), *cells)
+        for case, rows in groupby(summaries, lambda summary: summary.streams if streams else summary.context):
+            for summary in rows:
+                cells = (_cell(getattr(summary, name), factor) for _, name, factor, _ in known)
+                table.add_row(Text(summary.engine), str(case), *cells)
+            table.add_section()
         parts += ["", table]
     runs = sorted({summary.runs for summary in summaries})
     return Group(*parts[1:], "", f"Rounds: {'-'.join(map(str, dict.fromkeys((runs[0], runs[-1]))))}")

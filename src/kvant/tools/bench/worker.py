@@ -5,6 +5,7 @@
     {"command": "run", "prompts": token ids of each request, "texts": the same as text, or nulls, "max_tokens",
      "together": whether the engine takes its way of several requests}
         -> the attributes of a recording's Run from arrivals_ms on
+    {"command": "bandwidth"} -> {"gb_s"}
     any failure -> {"error": message}
 
 Times are sent when the run has ended, so that nobody works while it is measured. Between runs the process waits for a
@@ -133,7 +134,12 @@ def serve(commands: "queue.SimpleQueue[Message]", channel: TextIO) -> None:
     while True:
         command = commands.get()
         try:
-            if command.pop("command") == "load":
+            kind = command.pop("command")
+            if kind == "bandwidth":
+                from kvant.tools.bench.bandwidth import copy_bandwidth_gb_s
+
+                answer = {"gb_s": round(copy_bandwidth_gb_s(), 3)}
+            elif kind == "load":
                 engine = _load(EngineSpec(**command["engine"]), Path(command["model"]), command["prefill_step_size"])
                 answer = engine.ready
             else:

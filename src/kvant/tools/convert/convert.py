@@ -7,6 +7,7 @@ tokenizer's files anew and copies the folder's Python files.
 
 import importlib
 import io
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -24,26 +25,20 @@ from kvant.models.parameters import matrices
 from kvant.models.share import everything
 from kvant.models.stacking import expert_roles, expert_tensors, take_stacked
 from kvant.models.tensors import TensorFiles
+from kvant.sizes import format_bytes
 from kvant.text.tokenizer import load_tokenizer
-from kvant.tools.convert.new_folder import appearing, carried_files, check_new, check_room, copy_files
+from kvant.tools.convert.new_folder import appearing, carried_files, check_new
 from kvant.tools.convert.weight_format import DTYPES, WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The figures of a conversion.
+    """The figures of a conversion."""
 
-    Attributes:
-        source_bytes: of the source's tensors.
-        bytes: of the new ones.
-        bits_per_weight: their mean, with scales and all that stays in floating point.
-        unquantized: paths of matrices whose width the group size does not divide: they stay in floating point.
-    """
-
-    source_bytes: int
-    bytes: int
-    bits_per_weight: float
-    unquantized: tuple[str, ...]
+    source_bytes: int  # of the source's tensors
+    bytes: int  # of the new ones
+    bits_per_weight: float  # their mean, with scales and all that stays in floating point
+    unquantized: tuple[str, ...]  # paths of matrices that stay in floating point: groups do not divide their width
 
 
 def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progress | None = None) -> Conversion:
@@ -62,20 +57,29 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
     config = ModelConfig.from_folder(source)
     load_tokenizer(source)  # a folder that could not be used afterwards is refused now
     _check_finite(source, config, to, progress or (lambda done, total: None))
+    from mlx_lm.utils import compute_bits_per_weight, save_config, save_model  # transformers too: not before the checks
+
     model, settings, source_bytes = _build(source, raw, config, to)
     arrays = dict(tree_flatten(model.parameters()))
     names, quantized = set(arrays), {name.removesuffix(".scales") for name in arrays if name.endswith(".scales")}
     if to.bits and not quantized:
         raise ConvertError(f"groups of {to.group_size} divide the width of no matrix; nothing would be quantized")
-    unquantized = [path for path in matrices(config) if f"{path}.weight" in names and path not in quantized]
+    floats = [path for path in matrices(config) if to.bits and f"{path}.weight" in names and path not in quantized]
     size = sum(array.nbytes for array in arrays.values())
-    result = Conversion(source_bytes, size, _bits_per_weight(model), tuple(unquantized) if to.bits else ())
+    result = Conversion(source_bytes, size, float(compute_bits_per_weight(model)), tuple(floats))
     arrays.clear()  # the writer lets go of each shard's as it is written
     carried = carried_files(source)
-    check_room(dest.parent, size + sum(path.stat().st_size for path in carried))
+    needed, free = size + sum(path.stat().st_size for path in carried), shutil.disk_usage(dest.parent).free
+    if free < needed:
+        raise ConvertError(f"{dest.parent}: {format_bytes(needed)} are needed, {format_bytes(free)} are free")
     with appearing(dest) as folder:
-        _write(folder, model, settings)
-        copy_files(carried, source, folder)
+        # In shards of 5 GB with an index: computed here, one shard at a time.
+        save_model(folder, model, donate_model=True)
+        save_config(settings, folder / "config.json")
+        for path in carried:
+            copy = folder / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
         if TensorFiles(folder).names != names:
             raise ConvertError(f"{dest}: what was written does not hold every tensor")
     return result
@@ -91,13 +95,10 @@ def _expected(config: ModelConfig, tensors: TensorFiles) -> dict[str, tuple[int,
 
 
 def _check_finite(source: Path, config: ModelConfig, to: WeightFormat, progress: Progress) -> None:
-    """Refuse weights that are not finite, as stored or in the new dtype. Quantized, they would look like any others.
-
-    It reads one tensor at a time and frees it. The conversion reads them again.
-    """
+    """Refuse weights that are not finite, as stored or in the new dtype: quantized, they would look like any others."""
     tensors = TensorFiles(source)
     expected = _expected(config, tensors)
-    for count, (name, shape) in enumerate(expected.items(), start=1):
+    for count, (name, shape) in enumerate(expected.items(), start=1):  # one at a time; the conversion reads them again
         array = tensors.take(name, shape)
         dtype = DTYPES[to.dtype] if to.dtype else array.dtype
         if not mx.isfinite(array.astype(dtype)).all().item():
@@ -169,17 +170,3 @@ def _predicate(model: Any) -> Callable[[str, Any], bool | dict[str, Any]]:
         return False if left else found
 
     return predicate
-
-
-def _bits_per_weight(model: Any) -> float:
-    from mlx_lm.utils import compute_bits_per_weight
-
-    return float(compute_bits_per_weight(model))
-
-
-def _write(folder: Path, model: Any, settings: dict[str, Any]) -> None:
-    """config.json and the tensors, in shards of 5 GB with an index: computed here, one shard at a time."""
-    from mlx_lm.utils import save_config, save_model
-
-    save_model(folder, model, donate_model=True)
-    save_config(settings, folder / "config.json")

@@ -6,14 +6,13 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 
 from kvant.errors import ConvertError, one_line
 from kvant.files import check_file
-from kvant.sizes import format_bytes
 from kvant.text.folder import TEMPLATES
 
 CARRIED = (  # to the new folder, byte for byte
@@ -45,21 +44,6 @@ def carried_files(source: Path) -> list[Path]:
     return [check_file(path, source) for path in files]
 
 
-def check_room(folder: Path, needed: int) -> None:
-    """Refuse bytes that the disk has no room for."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ConvertError(f"{folder}: {format_bytes(needed)} are needed, {format_bytes(free)} are free")
-
-
-def copy_files(files: Iterable[Path], source: Path, folder: Path) -> None:
-    """Copy files of the source folder, or of a folder in it, to the same place in another folder."""
-    for path in files:
-        copy = folder / path.relative_to(source)
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, copy)
-
-
 @contextmanager
 def appearing(dest: Path) -> Iterator[Path]:
     """A folder to write into. It becomes ``dest`` when all went well, and is gone when not.
@@ -76,7 +60,12 @@ def appearing(dest: Path) -> Iterator[Path]:
                 folder = part / "folder"
                 folder.mkdir()  # with the usual mode: mkdtemp's is the owner's alone
                 yield folder
-                _rename(folder, dest)
+                try:
+                    folder.rename(dest)
+                except OSError as error:
+                    if error.errno in TAKEN:
+                        raise ConvertError(f"{dest}: is there already; it appeared during the conversion") from error
+                    raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
     except (OSError, RuntimeError) as error:  # MLX's writer raises the latter
@@ -99,18 +88,13 @@ def remove_leftovers(dest: Path) -> list[Path]:
 def _remove_dead(part: Path) -> bool:
     try:
         # Not blocking: the marker may be a pipe of somebody else.
-        marker = os.open(part / MARKER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
+        with open(os.open(part / MARKER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as marker:
+            if not stat.S_ISREG(os.fstat(marker.fileno()).st_mode):
+                return False
+            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(part)
+    except OSError:  # there is none, or it is locked, or not ours to remove
         return False
-    try:
-        if not stat.S_ISREG(os.fstat(marker).st_mode):
-            return False
-        fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(part)
-    except OSError:  # locked, or not ours to remove
-        return False
-    finally:
-        os.close(marker)
     return True
 
 
@@ -123,12 +107,3 @@ def _lock(part: Path) -> Iterator[None]:
             fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
             new.rename(part / MARKER)
         yield
-
-
-def _rename(folder: Path, dest: Path) -> None:
-    try:
-        folder.rename(dest)
-    except OSError as error:
-        if error.errno not in TAKEN:
-            raise
-        raise ConvertError(f"{dest}: is there already; it appeared during the conversion") from error

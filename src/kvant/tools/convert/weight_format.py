@@ -13,19 +13,12 @@ MODES = ("affine", *FLOAT_MODES)
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """A format of weights.
+    """A format of weights."""
 
-    Attributes:
-        bits: a weight of a quantized matrix; 0: matrices stay in floating point.
-        group_size: weights that share a scale; 0 with 0 bits.
-        mode: MLX's quantization mode.
-        dtype: of all that stays in floating point, scales included; None: as it is stored.
-    """
-
-    bits: int
-    group_size: int
-    mode: str = "affine"
-    dtype: str | None = None
+    bits: int  # of a quantized matrix's weight; 0: matrices stay in floating point
+    group_size: int  # weights that share a scale; 0 with 0 bits
+    mode: str = "affine"  # of MLX's quantization
+    dtype: str | None = None  # of all that stays in floating point, scales included; None: as it is stored
 
     @classmethod
     def choose(

@@ -29,33 +29,25 @@ UNFUSED = "unfused"
 
 @dataclass(frozen=True, slots=True)
 class OperatorPath:
-    """``path`` is fused or unfused."""
+    """The path of an operator, and why."""
 
     operator: str
-    path: str
+    path: str  # fused or unfused
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The findings.
-
-    Attributes:
-        device_info: everything MLX says about its default device.
-        compiler: what compiles kernels and fused steps.
-        kernels: every case the fused kernel was tried on; empty without a GPU.
-        uses: whether the fused kernel runs as caches use it; empty without a GPU.
-        unchecked: checks that are not possible on this machine.
-    """
+    """The findings."""
 
     environment: Environment
     machine: Machine
-    device_info: dict[str, Any]
-    compiler: str
+    device_info: dict[str, Any]  # everything MLX says about its default device
+    compiler: str  # that compiles kernels and fused steps
     paths: list[OperatorPath]
-    kernels: list[KernelResult]
-    uses: list[UseResult]
-    unchecked: list[str]
+    kernels: list[KernelResult]  # every case the fused kernel was tried on; empty without a GPU
+    uses: list[UseResult]  # the fused kernel as caches use it; empty without a GPU
+    unchecked: list[str]  # checks that are not possible on this machine
 
     @property
     def healthy(self) -> bool:
@@ -91,11 +83,7 @@ class Diagnosis:
 
 
 def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
-    """Describe this machine and try the kernel.
-
-    Args:
-        progress: called with (kernel cases done, in all).
-    """
+    """Describe this machine and try the kernel; ``progress`` is called with (kernel cases done, in all)."""
     backend = gpu_backend()
     paths = operator_paths()
     return Diagnosis(

@@ -1,10 +1,8 @@
 """The fused kernel against the unfused operator, case by case: error and time on this device."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +15,7 @@ from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
 from kvant.operators.paged_kernel import step_pages
 from kvant.operators.probe import KernelUse, Trial, probe_failure
 from kvant.operators.quantization import quantized_dtype
+from kvant.tools.statistics import median_ms
 
 # Query and kv heads, head_dim and bits, of a cache of TOKENS.
 TIMED = ((14, 2, 64, 8), (32, 8, 128, 8), (32, 8, 128, 4), (16, 8, 256, 0))
@@ -27,36 +26,30 @@ DTYPES = (mx.float16, mx.bfloat16)  # that models are computed in on a GPU
 
 @dataclass(frozen=True, slots=True)
 class KernelResult:
-    """One case.
-
-    Attributes:
-        error: the output's largest, relative to 1 + the expected magnitude; None: the kernel did not run.
-        problem: what is wrong; None: nothing.
-        fused_ms, unfused_ms: medians of the call, its launch and its end included; None: it did not run.
-    """
+    """One case; None: the kernel did not run."""
 
     case: str
-    error: float | None
+    error: float | None  # the output's largest, relative to 1 + the expected magnitude
     tolerance: float | None
-    problem: str | None
-    fused_ms: float | None
+    problem: str | None  # what is wrong; None: nothing
+    fused_ms: float | None  # medians of the call, its launch and its end included
     unfused_ms: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class UseResult:
-    """Whether the kernel is right as a cache of some format uses it. ``problem``: why not; None: it is."""
+    """Whether the kernel is right as a cache of some format uses it."""
 
     use: str
-    problem: str | None
+    problem: str | None  # why not; None: it is
 
 
 def try_uses(backend: Backend, progress: Callable[[int, int], None]) -> list[UseResult]:
     """Every head dimension and width in groups of 32, in each dtype; ``progress`` as in :func:`try_kernels`."""
     uses = [KernelUse(D, D, dtype, bits, 32) for D, dtype, bits in product(HEAD_DIMS, DTYPES, (8, 4, 0))]
-    results: list[UseResult] = []
-    for use in uses:
-        progress(len(results), len(uses))
+    results = []
+    for done, use in enumerate(uses):
+        progress(done, len(uses))
         results.append(UseResult(str(use), probe_failure(use, backend)))
     return results
 
@@ -75,13 +68,13 @@ def _try(H: int, K: int, D: int, bits: int, backend: Backend) -> KernelResult:
     name = f"{use}, {H} query heads, {TOKENS:,} tokens"
     try:
         found = Trial(use, H // K).agreement(backend, 1)
-        times = [_median_ms(H, K, D, bits, path) for path in (backend, None)]
+        times = [_step_ms(H, K, D, bits, path) for path in (backend, None)]
     except Exception as error:  # of a compiler or a driver: any
         return KernelResult(name, None, None, one_line(error), None, None)
     return KernelResult(name, found.error, found.tolerance, found.problem, *times)
 
 
-def _median_ms(H: int, K: int, D: int, bits: int, backend: Backend | None) -> float:
+def _step_ms(H: int, K: int, D: int, bits: int, backend: Backend | None) -> float:
     """Of a step's attention through a full cache of zeros."""
     shape, width = (2, K, TOKENS), D // 2 if bits == 4 else D
     arrays = [mx.zeros((*shape, width), quantized_dtype(bits) if bits else mx.float16)]
@@ -89,12 +82,11 @@ def _median_ms(H: int, K: int, D: int, bits: int, backend: Backend | None) -> fl
     query, key = mx.ones((1, H, 1, D), mx.float16), mx.ones((1, K, 1, D), mx.float16)
     pages = step_pages([range(pages_for(TOKENS))], [0], [TOKENS - 1], TOKENS, None)
     rows = PagedRows([(TOKENS - 1, TOKENS)], [[(0, TOKENS)]], [0], None, pages)
+    form: dict[str, Any] = {"quant_bit": bits, "quant_group": 32, "backend": backend}
     mx.eval(arrays, query, key)
-    times: list[float] = []
-    for _ in range(1 + REPEATS):  # the first compiles what has not run yet
-        started = time.perf_counter()
-        form: dict[str, Any] = {"quant_bit": bits, "quant_group": 32, "backend": backend}
+
+    def step() -> None:
         mx.eval(append_and_attend_paged(query, key, key, arrays, rows, **form)[0])
         mx.synchronize()
-        times.append((time.perf_counter() - started) * 1e3)
-    return median(times[1:])
+
+    return median_ms(step, REPEATS)

@@ -2,10 +2,7 @@
 
 import json
 import platform
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +10,7 @@ import mlx.core as mx
 from kvant.machine import Environment, environment
 from kvant.ranks.group import Ranks
 from kvant.sizes import physical_memory
+from kvant.tools.statistics import median_ms
 
 ROUND_TRIPS, SUMS = 100, 5  # measured, after one that is not
 LARGE = 4 * 1024 * 1024  # numbers: 16 MiB of float32
@@ -21,29 +19,23 @@ FACTS_BYTES = 2048  # more than a rank's findings take
 
 @dataclass(frozen=True, slots=True)
 class RankFindings:
-    """The findings of one rank.
-
-    Attributes:
-        host: the machine's name.
-        sum_right: whether a sum of whole numbers over all ranks is right here.
-        round_trip_ms: 4 bytes to the next rank and back; None: the rank before has measured this cable.
-    """
+    """The findings of one rank."""
 
     rank: int
-    host: str
+    host: str  # the machine's name
     environment: Environment
     memory_bytes: int
-    sum_right: bool
-    round_trip_ms: float | None
+    sum_right: bool  # a sum of whole numbers over all ranks is right here
+    round_trip_ms: float | None  # 4 bytes to the next rank and back; None: the rank before has measured this cable
 
 
 @dataclass(frozen=True, slots=True)
 class RankDiagnosis:
-    """The findings of a group. ``sum_ms``: of one sum of ``sum_bytes``, as rank 0 has it."""
+    """The findings of a group."""
 
     ranks: list[RankFindings]
     sum_bytes: int
-    sum_ms: float
+    sum_ms: float  # of one sum of these bytes, as rank 0 has it
 
     @property
     def problems(self) -> list[str]:
@@ -76,7 +68,7 @@ def check_ranks(ranks: Ranks) -> RankDiagnosis:
     numbers = (mx.arange(LARGE) & 0xFFFF).astype(mx.float32)
     expected = numbers * ranks.size + ranks.size * (ranks.size - 1) // 2
     mx.eval(numbers, expected)
-    sum_ms = _median_ms(lambda: mx.eval(ranks.all_sum(numbers)), SUMS)
+    sum_ms = median_ms(lambda: mx.eval(ranks.all_sum(numbers)), SUMS)
     sum_right = bool(mx.array_equal(ranks.all_sum(numbers + ranks.rank), expected))
     own = RankFindings(ranks.rank, platform.node(), environment(), physical_memory(), sum_right, round_trip_ms)
     found = []
@@ -88,8 +80,7 @@ def check_ranks(ranks: Ranks) -> RankDiagnosis:
 
 def _time_round_trips(ranks: Ranks) -> float | None:
     """Milliseconds of 4 bytes to the next rank and back. Neighbours take turns around the ring."""
-    measured = None
-    number = mx.array([1.0], mx.float32)
+    measured, number = None, mx.array([1.0], mx.float32)
 
     def there_and_back(to: int) -> None:
         mx.eval(ranks.send(number, to))
@@ -98,20 +89,9 @@ def _time_round_trips(ranks: Ranks) -> float | None:
     for first in range(ranks.size if ranks.size > 2 else 1):
         second = (first + 1) % ranks.size
         if ranks.rank == first:
-            measured = _median_ms(lambda to=second: there_and_back(to), ROUND_TRIPS)  # type: ignore[misc]
+            measured = median_ms(lambda to=second: there_and_back(to), ROUND_TRIPS)  # type: ignore[misc]
         elif ranks.rank == second:
             for _ in range(1 + ROUND_TRIPS):
-                received = ranks.receive((1,), mx.float32, first)
-                mx.eval(received)
+                mx.eval(received := ranks.receive((1,), mx.float32, first))
                 mx.eval(ranks.send(received, first))
     return measured
-
-
-def _median_ms(work: Callable[[], object], repeats: int) -> float:
-    """Of the calls after the first, which fills caches and wakes threads."""
-    times = []
-    for _ in range(1 + repeats):
-        started = time.perf_counter()
-        work()
-        times.append((time.perf_counter() - started) * 1e3)
-    return median(times[1:])

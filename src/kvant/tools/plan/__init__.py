@@ -1,9 +1,7 @@
 """The memory plan: what a model takes, and what a machine has, before a weight is read or downloaded.
 
-from kvant.machine import this_machine
 from kvant.tools.plan import plan, read_folder
-needed = plan(read_folder(folder), max_kv_size=4096)
-print(needed.total, this_machine().limit_bytes)
+print(plan(read_folder(folder), max_kv_size=4096).total)
 """
 
 from kvant.tools.plan.bridged import BridgedCheckpoint, read_facts, read_folder

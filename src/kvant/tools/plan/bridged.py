@@ -23,11 +23,7 @@ HEADS_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 class BridgedCheckpoint:
     """The facts of a bridged model that decide its memory: what :class:`kvant.tools.plan.Checkpoint` is for others.
 
-    Attributes:
-        config: its facts.
-        float_bytes: of a stored floating-point number.
-        described: how its weights are stored, in words; {} is the bits of a number as it is computed with.
-        part: that one rank of several has; None: it is the whole model.
+    ``described`` says in words how its weights are stored; {} is the bits of a number as it is computed with.
     """
 
     def __init__(self, raw: Mapping[str, Any], config: BridgedConfig, make: "Callable[[], Module]") -> None:
@@ -43,7 +39,7 @@ class BridgedCheckpoint:
             return made
 
         self.config = config
-        self.part: Part | None = None
+        self.part: Part | None = None  # that one rank of several has
         self._raw = raw
         self._layers: range | None = None
         # Each is made once, if it is asked for; a stage has those of the whole model.
@@ -56,11 +52,7 @@ class BridgedCheckpoint:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "BridgedCheckpoint":
-        """From a model folder: config.json, and the headers of its tensors.
-
-        Raises:
-            ModelError, CheckpointError: as :func:`kvant.bridge.folder.check_bridged`.
-        """
+        """From a model folder: config.json, and the headers of its tensors."""
         from kvant.bridge.config import read_folder
         from kvant.bridge.folder import check_bridged
 
@@ -70,11 +62,7 @@ class BridgedCheckpoint:
 
     @classmethod
     def from_facts(cls, raw: Mapping[str, Any]) -> "BridgedCheckpoint":
-        """From a config.json already parsed: matrices count as quantized as mlx-lm's converter quantizes them.
-
-        Raises:
-            ModelError: a model kvant does not support.
-        """
+        """From a config.json already parsed: matrices count as quantized as mlx-lm's converter quantizes them."""
         import mlx.core as mx
 
         from kvant.bridge.folder import build, quantize_all
@@ -105,11 +93,7 @@ class BridgedCheckpoint:
 
     @property
     def num_layers(self) -> int:
-        """That a pipeline deals out.
-
-        Raises:
-            ModelError: mlx-lm's model has no list of layers that exchange hidden states alone.
-        """
+        """That a pipeline deals out; a ModelError if mlx-lm's model has no list of layers."""
         return len(self._list().paths)
 
     def stage(self, rank: int, layers: range) -> "BridgedCheckpoint":
@@ -181,24 +165,12 @@ class BridgedCheckpoint:
 
 
 def read_folder(folder: Path) -> Checkpoint | BridgedCheckpoint:
-    """From a model folder; no tensor is read.
-
-    Raises:
-        ModelError: a config.json that is missing or malformed, or a model kvant does not support.
-    """
+    """From a model folder; no tensor is read. A ModelError for one that kvant does not support."""
     if is_bridged(read_json(folder / "config.json")):
         return BridgedCheckpoint.from_folder(folder)
     return Checkpoint.from_folder(folder)
 
 
 def read_facts(raw: Mapping[str, Any], file_bytes: int | None = None) -> Checkpoint | BridgedCheckpoint:
-    """From a config.json already parsed.
-
-    Args:
-        raw: config.json.
-        file_bytes: of all safetensors files together; None: not known.
-
-    Raises:
-        ModelError: a model kvant does not support.
-    """
+    """From a config.json already parsed, and the bytes of all safetensors files together; None: not known."""
     return BridgedCheckpoint.from_facts(raw) if is_bridged(raw) else Checkpoint.from_facts(raw, file_bytes)

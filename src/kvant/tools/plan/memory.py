@@ -14,76 +14,48 @@ AnyCheckpoint = Checkpoint | BridgedCheckpoint
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A model that drafts for another one.
-
-    Attributes:
-        checkpoint: what is known of it.
-        split_pairs: as in :func:`kvant.tools.plan.plan`, of its layers; None: they were not read.
-    """
+    """A model that drafts for another one."""
 
     checkpoint: AnyCheckpoint
-    split_pairs: tuple[int, ...] | None = None
+    split_pairs: tuple[int, ...] | None = None  # as in :func:`kvant.tools.plan.plan`; None: they were not read
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the user chooses of a run; as the flags of the same names.
-
-    Attributes:
-        cache: how caches and pools store their tokens.
-        prefill_step_size: prompt tokens fed at a time.
-        sequences: of a pool, at once; None: a cache of one sequence.
-        pool_tokens: that the pool is reserved for in all; None: each sequence has max_kv_size of them.
-        caches: of conversations that are held beside a pool.
-        draft_model: what drafts, with a cache of its own, or a pool of as many sequences, each of as many tokens; None:
-            no model does.
-    """
+    """What the user chooses of a run; as the flags of the same names."""
 
     cache: CacheOptions = DEFAULT_OPTIONS
-    prefill_step_size: int = PREFILL_STEP_SIZE
-    sequences: int | None = None
-    pool_tokens: int | None = None
-    caches: int = 0
-    draft_model: DraftModel | None = None
+    prefill_step_size: int = PREFILL_STEP_SIZE  # prompt tokens fed at a time
+    sequences: int | None = None  # of a pool, at once; None: a cache of one sequence
+    pool_tokens: int | None = None  # that the pool is reserved for in all; None: max_kv_size for each sequence
+    caches: int = 0  # of conversations that are held beside a pool
+    draft_model: DraftModel | None = None  # with a cache of its own, or a pool of as many sequences and tokens
 
     def in_pool(self, tokens: int) -> int:
         """Tokens that a pool is reserved for in all, if a sequence has ``tokens`` at most."""
         return self.pool_tokens or (self.sequences or 1) * page_rows(tokens)
 
 
+DEFAULT_SETTINGS = Settings()
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The memory of a run in bytes.
+    """The memory of a run in bytes."""
 
-    Attributes:
-        max_kv_size: tokens reserved in the cache; in a pool the most that one sequence has.
-        settings: of the run.
-        weights: as they are held, whatever is held twice counted twice.
-        weights_read: the part of them that one token reads: of the experts a few.
-        cache: quantized values, scales and bias tables of all layers; reserved before the first token.
-        scratch: an upper bound of what a chunk of the prompt, or a step of decoding, takes beside them.
-        loading: the most while the weights are loaded, before there is a cache.
-        state: of a bridged model's linear and convolution layers, which mlx-lm allocates at the first prefill.
-        process: interpreter, libraries, tokenizer and MLX's buffers for reuse; 0 if it isn't the GPU's memory.
-        caches: of conversations' caches and their states, beside a pool.
-        sequence: of a pool, the part of the cache that one more sequence of max_kv_size tokens would add.
-        draft_weights: of a draft model.
-        draft_cache: of its cache or pool, and states; a sequence has at most its own context.
-    """
-
-    max_kv_size: int
+    max_kv_size: int  # tokens reserved in the cache; in a pool the most that one sequence has
     settings: Settings
-    cache: int
-    scratch: int
-    state: int = 0
-    caches: int = 0
-    sequence: int = 0
+    cache: int  # quantized values, scales and bias tables of all layers; reserved before the first token
+    scratch: int  # an upper bound of what a chunk of the prompt, or a step of decoding, takes beside them
+    state: int = 0  # of a bridged model's linear and convolution layers, allocated at the first prefill
+    caches: int = 0  # of conversations' caches and their states, beside a pool
+    sequence: int = 0  # of a pool, the part of the cache that one more sequence of max_kv_size tokens would add
     draft_weights: int = 0
-    draft_cache: int = 0
-    weights: int = 0
-    weights_read: int = 0
-    loading: int = 0
-    process: int = 0
+    draft_cache: int = 0  # of its cache or pool, and states; a sequence has at most its own context
+    weights: int = 0  # as they are held, whatever is held twice counted twice
+    weights_read: int = 0  # the part of them that one token reads: of the experts a few
+    loading: int = 0  # the most while the weights are loaded, before there is a cache
+    process: int = 0  # interpreter, libraries, tokenizer, MLX's buffers for reuse; 0 if it isn't the GPU's memory
 
     @property
     def arrays(self) -> int:

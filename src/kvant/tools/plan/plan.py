@@ -11,7 +11,7 @@ from kvant.fields import MAX_SIZE
 from kvant.machine import Device, default_device
 from kvant.models import Decoder, LanguageModel
 from kvant.tools.plan.bridged import BridgedCheckpoint
-from kvant.tools.plan.memory import AnyCheckpoint, DraftModel, MemoryPlan, Settings
+from kvant.tools.plan.memory import DEFAULT_SETTINGS, AnyCheckpoint, DraftModel, MemoryPlan, Settings
 from kvant.tools.plan.needs import FLOAT32, LOGITS_COPIES, needs
 
 # What the process takes beside the arrays if it comes out of the same memory: interpreter, libraries, MLX's buffers
@@ -36,11 +36,11 @@ def plan(
     checkpoint: AnyCheckpoint,
     *,
     max_kv_size: int,
-    settings: Settings | None = None,
+    settings: Settings = DEFAULT_SETTINGS,
     device: Device | None = None,
     split_pairs: Sequence[int] | None = None,
 ) -> MemoryPlan:
-    """The memory of loading a model and running it until its cache is full.
+    """The memory of loading a model and running it until its cache is full; a ValueError for settings it cannot have.
 
     On a CPU everything is computed in float32, and the arrays are never fewer bytes than MLX counted in tests. A GPU
     computes in the checkpoint's dtype; nobody has measured its scratch yet. The scratch of a bridged model is an
@@ -49,15 +49,11 @@ def plan(
     Args:
         checkpoint: what is known of the model: :func:`kvant.tools.plan.read_folder` or :func:`read_facts`.
         max_kv_size: tokens reserved in the cache; all of them are used.
-        settings: of the run; default: those of ``kvant generate``.
+        settings: of the run.
         device: "cpu" or "gpu"; default: what MLX computes on here.
         split_pairs: of each layer, the rotary pairs whose key bias stays out of the cache, :func:`split_pairs` of a
             loaded model; default: one in sixteen, a guess. It only matters for models with biased keys.
-
-    Raises:
-        ValueError: a max_kv_size or prefill_step_size below 1, or a cache format the model cannot have.
     """
-    settings = settings or Settings()
     if max_kv_size < 1:
         raise ValueError(f"max_kv_size is {max_kv_size}; expected at least 1")
     return planner(checkpoint, settings, device, split_pairs)(max_kv_size)
@@ -67,15 +63,12 @@ def longest_context(
     checkpoint: AnyCheckpoint,
     limit_bytes: int,
     *,
-    settings: Settings | None = None,
+    settings: Settings = DEFAULT_SETTINGS,
     device: Device | None = None,
     split_pairs: Sequence[int] | None = None,
 ) -> LongestContext:
-    """The tokens whose plan fits into ``limit_bytes`` if one more doesn't, or the model has no more.
-
-    Other arguments as those of :func:`plan`.
-    """
-    planned = planner(checkpoint, settings or Settings(), device, split_pairs)
+    """The tokens whose plan fits into ``limit_bytes`` if one more doesn't; other arguments as those of :func:`plan`."""
+    planned = planner(checkpoint, settings, device, split_pairs)
     return longest(checkpoint.config.max_position_embeddings, lambda tokens: planned(tokens).total <= limit_bytes)
 
 
@@ -97,10 +90,7 @@ def split_pairs(model: LanguageModel) -> list[int]:
 
 
 def planner(
-    checkpoint: AnyCheckpoint,
-    settings: Settings,
-    device: Device | None,
-    split_pairs: Sequence[int] | None = None,
+    checkpoint: AnyCheckpoint, settings: Settings, device: Device | None, split_pairs: Sequence[int] | None = None
 ) -> Callable[[int], MemoryPlan]:
     """:func:`plan` by tokens reserved; what does not depend on them is added up once."""
     on_cpu = (device or default_device()) == "cpu"

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from math import lcm
 from typing import Any, Literal
 
@@ -11,38 +12,24 @@ from kvant.errors import ModelError
 from kvant.machine import Device, Machine
 from kvant.models.share import shares
 from kvant.tools.plan.bridged import BridgedCheckpoint
-from kvant.tools.plan.memory import AnyCheckpoint, MemoryPlan, Settings
+from kvant.tools.plan.memory import DEFAULT_SETTINGS, AnyCheckpoint, MemoryPlan, Settings
 from kvant.tools.plan.needs import Needs, needs
-from kvant.tools.plan.plan import (
-    LongestContext,
-    longest,
-    longest_context,
-    planner,
-    process_bytes,
-)
+from kvant.tools.plan.plan import LongestContext, longest, longest_context, planner, process_bytes
 from kvant.tools.plan.stored import Checkpoint, Loading
 
+# "pipeline": each rank has layers of the model, one after the other. "tensor": heads and features of every layer.
 Parallel = Literal["pipeline", "tensor"]
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """The memory of a run on several machines, by rank.
-
-    Attributes:
-        parallel: "pipeline": each rank has layers of the model, one after the other. "tensor": each has heads and
-            features of every layer.
-        machines: of the ranks.
-        parts: what each rank has of the model.
-        plans: what each rank takes.
-        layers: of a pipeline, those of each rank; None: tensor parallel.
-    """
+    """The memory of a run on several machines, by rank."""
 
     parallel: Parallel
     machines: Sequence[Machine]
-    parts: Sequence[AnyCheckpoint]
+    parts: Sequence[AnyCheckpoint]  # of the model
     plans: Sequence[MemoryPlan]
-    layers: list[range] | None
+    layers: list[range] | None  # of a pipeline; None: tensor parallel
 
     @property
     def fits(self) -> bool:
@@ -52,9 +39,8 @@ class RankPlan:
     @property
     def fullest(self) -> int:
         """The rank that uses the largest part of its machine's limit."""
-        each = zip(self.plans, self.machines, strict=True)
-        uses = [made.total / max(1, machine.limit_bytes) for made, machine in each]
-        return uses.index(max(uses))
+        limits = [max(1, machine.limit_bytes) for machine in self.machines]
+        return max(range(len(limits)), key=lambda rank: self.plans[rank].total / limits[rank])
 
     def longest(self) -> list[LongestContext]:
         """Of each rank, the longest context that fits into its machine with what it has of the model."""
@@ -68,14 +54,10 @@ class RankPlanner:
     """Plans one model on the same machines for any number of tokens.
 
     Args:
-        checkpoint: of the whole model.
+        checkpoint: of the whole model. A ModelError if it cannot be divided so.
         machines: of the ranks, rank 0's first.
         parallel: how the model is divided.
-        settings: of the run.
-
-    Raises:
-        ModelError: a model that cannot be divided so.
-        ValueError: a cache format that it cannot have.
+        settings: of the run. A ValueError for a cache format that the model cannot have.
     """
 
     def __init__(
@@ -83,20 +65,20 @@ class RankPlanner:
         checkpoint: AnyCheckpoint,
         machines: Sequence[Machine],
         parallel: Parallel,
-        settings: Settings | None = None,
+        settings: Settings = DEFAULT_SETTINGS,
     ) -> None:
-        self._checkpoint, self._machines = checkpoint, list(machines)
-        self._settings = settings or Settings()
+        self._checkpoint, self._machines, self._settings = checkpoint, list(machines), settings
         self._shares: list[AnyCheckpoint] = []
         self._stages: dict[Device, Callable[[int, int, int], int]] = {}
         if parallel == "tensor":
-            self._shares = _tensor_parts(checkpoint, len(machines))
+            if isinstance(checkpoint, BridgedCheckpoint):
+                kind = checkpoint.config.model_type
+                raise ModelError(f"{kind} is mlx-lm's model: its tensors are not divided; --parallel pipeline works")
+            self._shares = [checkpoint.share(share) for share in shares(checkpoint.config, len(machines))]
             self._planners = self._planners_of(self._shares)
             return
-        _check_layers(checkpoint.num_layers, len(machines))
-        self._stages = {
-            device: _stage_bytes(checkpoint, self._settings, device) for device in {own.device for own in machines}
-        }
+        devices = {machine.device for machine in machines}
+        self._stages = {device: _stage_bytes(checkpoint, settings, device) for device in devices}
 
     def plan(self, tokens: int) -> RankPlan:
         """The plan of so many tokens reserved."""
@@ -154,15 +136,6 @@ def _stage_bytes(checkpoint: AnyCheckpoint, settings: Settings, device: Device) 
     return used
 
 
-def _tensor_parts(checkpoint: AnyCheckpoint, ranks: int) -> list[AnyCheckpoint]:
-    """What each rank has if heads and features are divided."""
-    if isinstance(checkpoint, BridgedCheckpoint):
-        raise ModelError(
-            f"{checkpoint.config.model_type} is mlx-lm's model: its tensors are not divided; --parallel pipeline works"
-        )
-    return [checkpoint.share(share) for share in shares(checkpoint.config, ranks)]
-
-
 def deal(layers: int, limits: Sequence[int], used: Callable[[int, int, int], int]) -> list[range]:
     """The layers of each rank, contiguous in the order of ranks, at least one each.
 
@@ -170,38 +143,27 @@ def deal(layers: int, limits: Sequence[int], used: Callable[[int, int, int], int
     the most layers, and those before are dealt out by the same rule. Every deal is looked at, in exact numbers.
 
     Args:
-        layers: in all.
+        layers: in all. A ModelError for fewer than ranks.
         limits: bytes that each rank may use.
         used: (rank, first layer, last layer and 1) -> bytes that the rank uses with these layers.
-
-    Raises:
-        ModelError: fewer layers than ranks.
     """
-    _check_layers(layers, len(limits))
+    if layers < len(limits):
+        raise ModelError(f"{layers} layers cannot be dealt out to {len(limits)} ranks: each needs one")
     limits = [max(1, limit) for limit in limits]
-    # By rank and the layers that are dealt out to it and those before: the largest fraction, and where the rank begins.
-    best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
+    # By the layers dealt out: the largest fraction, where the last rank begins, and the same of the ranks before it.
+    best: dict[int, tuple[int, int, Any]] = {0: (0, 0, None)}
     for rank, limit in enumerate(limits):
-        after = len(limits) - 1 - rank
-        scale = lcm(*limits) // limit  # fractions, with one denominator
-        best.append(
-            {
-                last: min(
-                    (max(fullest, scale * used(rank, first, last)), first)
-                    for first, (fullest, _) in best[-1].items()
-                    if first < last
-                )
-                for last in (range(rank + 1, layers - after + 1) if after else [layers])
-            }
-        )
-    dealt: list[range] = []
-    last = layers
-    for found in reversed(best[1:]):
-        dealt.append(range(found[last][1], last))
-        last = dealt[-1].start
-    return dealt[::-1]
-
-
-def _check_layers(layers: int, ranks: int) -> None:
-    if layers < ranks:
-        raise ModelError(f"{layers} layers cannot be dealt out to {ranks} ranks: each needs one")
+        after, scale = len(limits) - 1 - rank, lcm(*limits) // limit  # fractions, with one denominator
+        best = {
+            last: min(
+                (max(before[0], scale * used(rank, first, last)), first, before)
+                for first, before in best.items()
+                if first < last
+            )
+            for last in (range(rank + 1, layers - after + 1) if after else [layers])
+        }
+    bounds, found = [layers], best[layers]
+    while found[2] is not None:
+        bounds.insert(0, found[1])
+        found = found[2]
+    return [range(*each) for each in pairwise(bounds)]

@@ -13,7 +13,7 @@ from kvant.files import read_json
 from kvant.models.adapter import tensors_file
 from kvant.models.architectures.table import Parameter
 from kvant.models.config import ModelConfig
-from kvant.models.parameters import matrices, parameters
+from kvant.models.parameters import parameters
 from kvant.models.quantization import Quantization
 from kvant.models.share import Share, divides_inputs, local_config
 
@@ -24,17 +24,11 @@ ADAPTER_COPIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which part of a model a rank has, beside the sizes in its config.
+    """Which part of a model a rank has, beside the sizes in its config."""
 
-    Attributes:
-        rank: 0 has the tokenizer, and the logits are sampled there.
-        divided: each rank has heads and features of every layer, and the embedding, the last norm and the head.
-        head_rows: of an untied head; None: all.
-    """
-
-    rank: int
-    divided: bool = False
-    head_rows: int | None = None
+    rank: int  # 0 has the tokenizer, and the logits are sampled there
+    divided: bool = False  # each rank has heads and features of every layer, the embedding, last norm and head
+    head_rows: int | None = None  # of an untied head; None: all
 
     @property
     def has_ends(self) -> bool:
@@ -44,17 +38,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Bytes of weights, and while they are loaded, one matrix after the other.
+    """Bytes of weights, and while they are loaded, one matrix after the other."""
 
-    Attributes:
-        kept: of the matrices that stay.
-        most: of matrices at any time.
-        others: of norms, biases and adapters. They are next to nothing: counted as if there from the beginning.
-    """
-
-    kept: int = 0
-    most: int = 0
-    others: int = 0
+    kept: int = 0  # of the matrices that stay
+    most: int = 0  # of matrices at any time
+    others: int = 0  # of norms, biases and adapters: next to nothing, counted as if there from the beginning
 
     def then(self, later: "Loading") -> "Loading":
         """What is loaded here, and then that."""
@@ -73,35 +61,20 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The facts of a checkpoint that decide its memory.
+    """The facts of a checkpoint that decide its memory."""
 
-    Attributes:
-        config: its config.json; of a part with the sizes of that part.
-        float_bytes: of a stored floating-point number, 2 or 4.
-        tied: the embedding is the output head too.
-        adapter_bytes: of an adapter's tensors, as they lie in their file.
-        part: that one rank of several has; None: it is the whole model.
-    """
-
-    config: ModelConfig
-    float_bytes: int
-    tied: bool
-    adapter_bytes: int = 0
-    part: Part | None = None
+    config: ModelConfig  # its config.json; of a part with the sizes of that part
+    float_bytes: int  # of a stored floating-point number, 2 or 4
+    tied: bool  # the embedding is the output head too
+    adapter_bytes: int = 0  # of an adapter's tensors, as they lie in their file
+    part: Part | None = None  # that one rank of several has; None: it is the whole model
 
     @classmethod
     def from_facts(cls, raw: Mapping[str, Any], file_bytes: int | None = None) -> "Checkpoint":
-        """From a config.json already parsed.
+        """From a config.json already parsed, and the bytes of all safetensors files together; None: not known.
 
         If it leaves out whether the head is tied or which dtype floats have, the sizes of the files decide; without
         them the head counts as untied and floats as two bytes.
-
-        Args:
-            raw: config.json.
-            file_bytes: of all safetensors files together; None: not known.
-
-        Raises:
-            ModelError: a model kvant does not support.
         """
         config = ModelConfig.from_dict(raw)
         said = FLOAT_BYTES.get(str(raw.get("dtype") or raw.get("torch_dtype")))
@@ -117,47 +90,37 @@ class Checkpoint:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Checkpoint":
-        """From a model folder.
-
-        Raises:
-            ModelError: a config.json that is missing or malformed, or a model kvant does not support.
-        """
-        raw, file_bytes = read_json(folder / "config.json"), folder_bytes(folder)
+        """From a model folder."""
+        raw, single = read_json(folder / "config.json"), folder / "model.safetensors"
+        # If a whole file is there, it alone is read. Without files nothing can be learnt from them.
+        files = [single] if single.is_file() else sorted(folder.glob("model*.safetensors"))
+        file_bytes = sum(file.stat().st_size for file in files) or None
         try:
             return cls.from_facts(raw, file_bytes)
         except ModelError as error:
             raise ModelError(f"{folder}: {error}") from error
 
     def adapted(self, folder: Path) -> "Checkpoint":
-        """With an adapter's folder; whether that can be loaded is said when it is.
-
-        Raises:
-            ModelError: it holds no tensors.
-        """
+        """With an adapter's folder; whether that can be loaded is said when it is."""
         return replace(self, adapter_bytes=tensors_file(folder).stat().st_size)
 
     def quantized(self, bits: int, group_size: int) -> "Checkpoint":
         """As if converted: every matrix, the embedding and the head too, but where a group does not divide.
 
         A router has the bits that mlx-lm gives it.
-
-        Raises:
-            ModelError: a checkpoint that is quantized already, or bits or a group MLX does not have.
         """
         if self.config.quantization is not None:
             bits_now = self.config.quantization.bits
             raise ModelError(f"the weights are quantized already, to {bits_now} bits; only float ones can be")
-        others: dict[str, Quantization | None] = {}
+        quantization, others = Quantization(bits=bits, group_size=group_size), dict[str, Quantization | None]()
         for path, _, row in parameters(self.config):
-            width = self.config.shape(row)[-1]
+            size = self.config.shape(row)
             own_bits, own_group = row.converted or (bits, group_size)
-            if width % group_size or width % own_group:
+            if len(size) > 1 and (size[-1] % group_size or size[-1] % own_group):
                 others[path] = None
             elif row.converted is not None:
                 others[path] = Quantization(bits=own_bits, group_size=own_group)
-        quantization = Quantization(bits=bits, group_size=group_size)
-        left = {path: other for path, other in others.items() if path in matrices(self.config)}
-        return replace(self, config=replace(self.config, quantization=quantization, quantization_overrides=left))
+        return replace(self, config=replace(self.config, quantization=quantization, quantization_overrides=others))
 
     def stage(self, rank: int, layers: range) -> "Checkpoint":
         """The part that a rank of a pipeline has: these layers, on rank 0 also all that is in no layer.
@@ -215,10 +178,7 @@ class Checkpoint:
         return total
 
     def loading(self, *, on_cpu: bool) -> Loading:
-        """The weights as the decoder holds them, and what it takes to load them.
-
-        Some are held twice or more: a projection's bias whole and without the part that a cache leaves out, and the
-        weight of a head's norm once for each head.
+        """The weights as the decoder holds them, and what it takes to load them. Biases and norms may be held twice.
 
         A float matrix is held as stored, then side by side with those it is fused with, then cast, and on a CPU
         turned, one after the other. The matrices of a quantized layer are read together.
@@ -287,20 +247,8 @@ class Checkpoint:
         heads = {"query_norm": config.num_attention_heads, "key_norm": config.num_key_value_heads}
         total = 0
         for row, size in self._vectors():
-            if row.role == "qkv":  # a bias
+            if row.role == "qkv":  # a bias, held whole and without the part that a cache leaves out
                 total += 2 * size
-            elif row.shape == ("head",):
-                total += size * heads[row.role]
             else:
-                total += size
+                total += size * (heads[row.role] if row.shape == ("head",) else 1)
         return total * itemsize
-
-
-def folder_bytes(folder: Path) -> int | None:
-    """Bytes of a folder's safetensors files; if a whole one is there, of that alone, as it alone is read.
-
-    None: there are none, and nothing can be learnt from them.
-    """
-    single = folder / "model.safetensors"
-    files = [single] if single.is_file() else sorted(folder.glob("model*.safetensors"))
-    return sum(file.stat().st_size for file in files) or None

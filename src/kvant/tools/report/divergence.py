@@ -11,22 +11,14 @@ from kvant.tools.statistics import percentile
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures over all positions; infinite if a prediction was not finite.
+    """Figures over all positions; infinite if a prediction was not finite."""
 
-    Attributes:
-        positions: predictions compared.
-        non_finite: how many of them had a NaN, a +inf, or nothing but -inf; their KLD and loss count as infinite.
-        perplexity: exp of the mean loss of the tokens that follow.
-        mean_kld_nats, p99_kld_nats: of the expected distribution against the given one.
-        top1: share of positions with the same likeliest token.
-    """
-
-    positions: int
-    non_finite: int
-    perplexity: float
-    mean_kld_nats: float
+    positions: int  # predictions compared
+    non_finite: int  # of them with a NaN, a +inf, or nothing but -inf; their KLD and loss count as infinite
+    perplexity: float  # exp of the mean loss of the tokens that follow
+    mean_kld_nats: float  # of the expected distribution against the given one
     p99_kld_nats: float
-    top1: float
+    top1: float  # share of positions with the same likeliest token
 
 
 @dataclass(slots=True)
@@ -60,11 +52,12 @@ class Tally:
 
     def figures(self) -> Figures:
         """The figures of the positions counted, at least one, with at least one token after it."""
+        loss = math.fsum(self.losses) / len(self.losses)
         return Figures(
             positions=len(self.klds),
             non_finite=self.non_finite,
-            perplexity=_exp(_mean(self.losses)),
-            mean_kld_nats=_mean(self.klds),
+            perplexity=math.exp(loss) if loss < 700 else math.inf,  # more than a float can hold
+            mean_kld_nats=math.fsum(self.klds) / len(self.klds),
             p99_kld_nats=percentile(self.klds, 99),
             top1=self.same / len(self.klds),
         )
@@ -84,22 +77,10 @@ def divergence(expected: mx.array, given: mx.array) -> mx.array:
     p (d + expm1(-d)) with d = log p - log q.
 
     Args:
-        expected, given: (S, vocab) float32 log-probabilities.
-
-    Returns:
-        (S,) float32; infinite if something expected is given no probability.
+        expected, given: (S, vocab) float32 log-probabilities. A row is infinite if something expected is given none.
     """
     p, q = mx.exp(expected), mx.exp(given)
     d = mx.where(p > 0, expected - given, 0.0)  # -inf - -inf would be NaN; an unexpected token counts as q alone
     near = p * (d + mx.expm1(-mx.clip(d, -1.0, 1.0)))
     far = p * d - p + q
     return mx.where(mx.abs(d) < 1.0, mx.where(p > 0, near, q), far).sum(axis=-1)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _exp(value: float) -> float:
-    """exp, infinite if a float cannot hold it."""
-    return math.exp(value) if value < 700 else math.inf

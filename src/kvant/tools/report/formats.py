@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvant.cache import ModelCache
 from kvant.cache.options import CacheOptions
@@ -12,43 +11,29 @@ NOTATION = "0, or BITSgGROUP with 8 or 4 bits, such as 8g32 or 4g64:nosplit"
 DEFAULT_BITS, DEFAULT_GROUPS = (8, 4), (32, 64)
 MANY = 2**24  # tokens; more than any window
 
-_PATTERN = re.compile(r"(?P<bits>\d{1,3})g(?P<group>\d{1,6})(?P<whole>:nosplit)?")
+_PATTERN = re.compile(r"(?P<bits>[84])g(?P<group>\d{1,6})(?P<whole>:nosplit)?")
 
 
-@dataclass(frozen=True, slots=True)
-class CacheFormat:
-    """How a cache stores keys and values.
-
-    Attributes:
-        bits: 8, 4, or 0 for no quantization.
-        group: elements that share one scale; without meaning at 0 bits.
-        split: whether the projections' biases stay out of the cache.
-    """
-
-    bits: int
-    group: int = 32
-    split: bool = True
+class CacheFormat(CacheOptions):
+    """Options of a cache, with their name in the report."""
 
     @property
     def label(self) -> str:
         """The format as it is given: 8g32, 4g32:nosplit, 0."""
-        return f"{self.bits}g{self.group}{'' if self.split else ':nosplit'}" if self.bits else "0"
+        whole = "" if self.bias_split else ":nosplit"
+        return f"{self.kv_bits}g{self.kv_group_size}{whole}" if self.kv_bits else "0"
 
     @property
     def flags(self) -> str:
         """The flags with which ``kvant generate`` and ``kvant chat`` use it."""
-        if not self.bits:
+        if not self.kv_bits:
             return "--kv-bits 0"
-        return f"--kv-bits {self.bits} --kv-group-size {self.group}{'' if self.split else ' --no-kv-bias-split'}"
-
-    @property
-    def options(self) -> CacheOptions:
-        """The options of its caches."""
-        return CacheOptions(self.bits, self.group, self.split)
+        whole = "" if self.bias_split else " --no-kv-bias-split"
+        return f"--kv-bits {self.kv_bits} --kv-group-size {self.kv_group_size}{whole}"
 
     def make_cache(self, model: LanguageModel, max_seq_len: int) -> ModelCache:
         """One cache a layer; errors as those of :meth:`Decoder.make_cache`."""
-        return model.make_cache(max_seq_len, **self.options.fields)
+        return model.make_cache(max_seq_len, **self.fields)
 
     def bytes_per_token(self, model: LanguageModel) -> int:
         """Bytes that each token more takes in all layers; bytes that do not grow with the tokens are left out."""
@@ -59,13 +44,13 @@ class CacheFormat:
         from kvant.bridge.model import BridgedModel
 
         assert isinstance(model, BridgedModel)
-        sizes = (cache_bytes(model.module, MANY + more, self.options) for more in (0, 1))
+        sizes = (cache_bytes(model.module, MANY + more, self) for more in (0, 1))
         one, two = (size.keys_values for size in sizes)
         return two - one
 
 
 # Every format is compared with it: keys and values as the model computes them, in the compute dtype.
-REFERENCE = CacheFormat(0, split=False)
+REFERENCE = CacheFormat(0, bias_split=False)
 
 
 def parse_formats(text: str) -> list[CacheFormat]:
@@ -76,7 +61,7 @@ def parse_formats(text: str) -> list[CacheFormat]:
         match = _PATTERN.fullmatch(name)
         if name == "0":
             parsed = REFERENCE
-        elif match and match["bits"] in ("8", "4"):
+        elif match:
             parsed = CacheFormat(int(match["bits"]), int(match["group"]), match["whole"] is None)
         else:
             raise ValueError(f"format {name[:40]!r} is unknown; expected {NOTATION}")
@@ -93,12 +78,12 @@ def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
     them all: any group will do.
     """
     for candidate in formats:
-        head_dim = model.config.head_dim if isinstance(model, Decoder) else candidate.group
+        head_dim = model.config.head_dim if isinstance(model, Decoder) else candidate.kv_group_size
         try:
-            candidate.options.check_head(head_dim)
+            candidate.check_head(head_dim)
         except ValueError as error:
             raise ValueError(f"format {candidate.label}: {error}") from error
-        if candidate.bits and not candidate.split and not has_bias(model):
+        if candidate.kv_bits and not candidate.bias_split and not has_bias(model):
             raise ValueError(f"format {candidate.label}: the model's keys and values have no bias to split off")
 
 

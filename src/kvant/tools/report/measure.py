@@ -19,42 +19,27 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class FormatResult:
-    """A cache format's figures.
-
-    Attributes:
-        bytes_per_token: in all layers.
-        ms_per_token: of a decode step with the first piece in the cache; infinite if no token can be drawn.
-        figures: of the text, against the reference.
-        layer_errors: the attention's relative error in each layer, given that layer's inputs without quantization;
-            zeros for the reference, by definition. Empty for a bridged model, whose layers are mlx-lm's.
-        recalled: whether each answer of the recall questions was exact; empty if none was asked.
-    """
+    """A cache format's figures."""
 
     format: CacheFormat
-    bytes_per_token: int
-    ms_per_token: float
-    figures: Figures
+    bytes_per_token: int  # in all layers
+    ms_per_token: float  # of a decode step with the first piece in the cache; infinite if no token can be drawn
+    figures: Figures  # of the text, against the reference
+    # The attention's relative error in each layer, given that layer's inputs without quantization; zeros for the
+    # reference, by definition. Empty for a bridged model, whose layers are mlx-lm's.
     layer_errors: list[float]
-    recalled: list[bool]
+    recalled: list[bool]  # each answer of the recall questions was exact; empty if none was asked
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A model's cache formats on a text.
-
-    Attributes:
-        model: its name.
-        dtype: of activations and of the reference's cache.
-        reference: without quantization, keys and values as the model computes them.
-        results: of the formats asked for, in their order.
-        environment: what it was measured on and with.
-    """
+    """A model's cache formats on a text."""
 
     model: str
-    dtype: str
+    dtype: str  # of activations and of the reference's cache
     text: Text
-    reference: FormatResult
-    results: list[FormatResult]
+    reference: FormatResult  # without quantization, keys and values as the model computes them
+    results: list[FormatResult]  # of the formats asked for, in their order
     environment: Environment
 
 
@@ -78,7 +63,7 @@ def measure(
     first = text.pieces[0]
     room = max(len(first), STEPS + 1, *(len(dialogue.ids) for dialogue in recall))
     layers = model.layers if isinstance(model, Decoder) else ()
-    splits = [s for s in (True, False) if layers and any(f.split == s for f in measured)]
+    splits = [s for s in (True, False) if layers and any(f.bias_split == s for f in measured)]
 
     done = 0
     total = (text.tokens + sum(len(dialogue.ids) for dialogue in recall)) * (1 + len(measured))
@@ -99,8 +84,8 @@ def measure(
     errors: dict[CacheFormat, list[float]] = {}
     for split in splits:
         assert isinstance(model, Decoder)
-        exact = CacheFormat(0, split=split).make_cache(model, len(first[:LAYER_TOKENS]))
-        own = {f: cache for f, cache in zip(measured, caches[1:], strict=True) if f.split == split}
+        exact = CacheFormat(0, bias_split=split).make_cache(model, len(first[:LAYER_TOKENS]))
+        own = {f: cache for f, cache in zip(measured, caches[1:], strict=True) if f.bias_split == split}
         errors |= zip(own, layer_errors(model, first[:LAYER_TOKENS], exact, list(own.values()), fed=fed), strict=True)
     results = [
         FormatResult(
@@ -144,9 +129,9 @@ def _result_json(result: FormatResult) -> dict[str, Any]:
     return {
         "format": cache.label,
         "flags": cache.flags,
-        "bits": cache.bits,
-        "group": cache.group if cache.bits else None,
-        "bias_split": cache.split,
+        "bits": cache.kv_bits,
+        "group": cache.kv_group_size if cache.kv_bits else None,
+        "bias_split": cache.bias_split,
         "bytes_per_token": result.bytes_per_token,
         "ms_per_token": _finite(round(result.ms_per_token, 4)),
         **{name: _finite(value) for name, value in asdict(result.figures).items()},

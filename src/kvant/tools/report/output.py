@@ -57,7 +57,7 @@ def table(report: Report) -> Table:
     for name in (*columns, *["recall"] * bool(asked)):
         made.add_column(name, justify="right", no_wrap=True)
     for result in results:
-        figures, exact = result.figures, result.format.bits == 0
+        figures, exact = result.figures, result.format.kv_bits == 0
         made.add_row(
             Line(result.format.label),
             f"{figures.perplexity:.4f}" if figures.perplexity < 1e5 else f"{figures.perplexity:.3e}",
@@ -93,14 +93,14 @@ def plot(report: Report, path: Path) -> None:
     # Colors by bits and group, markers by whether the biases are split off.
     sizes = [r.bytes_per_token for r in drawn]
     width, places = (max(sizes) - min(sizes)) or max(sizes), Counter[int]()
-    kinds = list(dict.fromkeys((r.format.bits, r.format.group) for r in drawn))
+    kinds = list(dict.fromkeys((r.format.kv_bits, r.format.kv_group_size) for r in drawn))
     with drawing(path, 8.0, caption) as figure:
         axes = figure.subplots()
         for result in drawn:
             place = result.bytes_per_token + BESIDE * width * places[result.bytes_per_token]
             places[result.bytes_per_token] += 1
-            color = COLORS[kinds.index((result.format.bits, result.format.group)) % len(COLORS)]
-            marker = "o" if result.format.split else "s"
+            color = COLORS[kinds.index((result.format.kv_bits, result.format.kv_group_size)) % len(COLORS)]
+            marker = "o" if result.format.bias_split else "s"
             low, high = result.figures.mean_kld_nats, result.figures.p99_kld_nats
             axes.plot(place, low, marker, color=color, markersize=8, label=result.format.label)
             if 0 < high < math.inf:

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from statistics import median
 
 import mlx.core as mx
@@ -40,12 +41,10 @@ def feed(
     for first in range(0, len(ids), step_size):
         chunk = mx.array([ids[first : first + step_size]])
         if isinstance(model, Decoder):
-            states = model.hidden_states(chunk, cache=cache)[0]
-            mx.eval(states)
+            mx.eval(states := model.hidden_states(chunk, cache=cache)[0])
             cache.commit()
         else:
-            states = model(chunk, cache=cache)[0]
-            mx.eval(states)
+            mx.eval(states := model(chunk, cache=cache)[0])
         fed(chunk.shape[1])
         yield states
 
@@ -60,13 +59,11 @@ def compare(
     step_size: int = STEP_SIZE,
     fed: Fed = lambda _: None,
 ) -> None:
-    """Feed a piece through all caches side by side and count their predictions after every token.
+    """Feed a piece through all caches, emptied first, and count their predictions after every token.
 
     Args:
-        model: whose caches are compared.
-        piece: token ids.
-        caches: the first one's predictions are taken for right; all are emptied first.
-        tallies: one for each; added to.
+        caches: the first one's predictions are taken for right.
+        tallies: one for each cache; added to.
         reference: the model of the first cache; default: ``model``.
         step_size: tokens a chunk.
     """
@@ -115,20 +112,12 @@ def _logits_at_once(model: LanguageModel) -> int:
     return max(1, LOGITS_BYTES // (4 * model.config.vocab_size))  # float32
 
 
-# ---- layers ----------------------------------------------------------------------------------------------------------
-
-
 class SideBySide:
-    """A layer's exact cache, which it attends through, and others that are given the same keys, values and queries.
-
-    Attributes:
-        squares: of the exact outputs, and of the differences of the others' from them; summed.
-    """
+    """A layer's exact cache, which it attends through, and others that are given the same keys, values and queries."""
 
     def __init__(self, exact: AttentionCache, others: Sequence[AttentionCache]) -> None:
-        self._exact = exact
-        self._others = others
-        self.squares = [0.0] * (1 + len(others))
+        self._exact, self._others = exact, others
+        self.squares = [0.0] * (1 + len(others))  # sums, of the exact outputs and of the others' differences from them
 
     @property
     def bias_split(self) -> BiasSplit | None:
@@ -144,12 +133,9 @@ class SideBySide:
         sinks: mx.array | None = None,
     ) -> mx.array:
         """Attend through all caches; return the exact one's output."""
-        exact = self._exact.attend(query, key, value, mask, sinks)
+        exact, *others = (each.attend(query, key, value, mask, sinks) for each in (self._exact, *self._others))
         wide = exact.astype(mx.float32)
-        squares = [mx.square(wide).sum()]
-        for cache in self._others:
-            given = cache.attend(query, key, value, mask, sinks).astype(mx.float32)
-            squares.append(mx.square(given - wide).sum())
+        squares = [mx.square(x).sum() for x in (wide, *(given.astype(mx.float32) - wide for given in others))]
         mx.eval(exact, squares)
         self.squares = [total + float(new.item()) for total, new in zip(self.squares, squares, strict=True)]  # type: ignore[arg-type]
         return exact
@@ -185,17 +171,11 @@ def layer_errors(
     return [[layer.error(number) for layer in layers] for number in range(len(caches))]
 
 
-# ---- times -----------------------------------------------------------------------------------------------------------
-
-
 def step_ms(model: LanguageModel, caches: Sequence[ModelCache]) -> list[float]:
-    """Median milliseconds of a token through each cache. Their content is of no use afterwards.
+    """Median milliseconds of a token through each cache; infinite if no token can be drawn.
 
-    Caches take turns, forwards and backwards: a drift favors none. The time is infinite if no token can be drawn.
-
-    Args:
-        caches: each with the same tokens, at least ``STEPS`` + 1, the last of which give way to those fed. If they
-            cannot, because a state has moved on, the new ones go behind them: :func:`timing_room` more tokens.
+    Caches take turns, forwards and backwards: a drift favors none. Each has the same tokens, at least ``STEPS`` + 1.
+    The last of them give way to those fed, or, if a state has moved on, stay before them: :func:`timing_room`.
     """
     times: list[list[float]] = [[] for _ in caches]
     order = list(range(len(caches)))
@@ -216,12 +196,8 @@ def _decode(model: LanguageModel, cache: ModelCache) -> list[float]:
     if cache.can_trim_to(cache.offset - STEPS - 1):
         cache.trim(STEPS + 1)
     steps = Run(model, [0], cache, max_tokens=STEPS + 1)  # any token takes the same time
-    latencies = []
+    times = []
     with suppress(LogitsError):
-        next(steps)
-        last = time.perf_counter()
         for _ in steps:
-            now = time.perf_counter()
-            latencies.append((now - last) * 1e3)
-            last = now
-    return latencies
+            times.append(time.perf_counter())  # noqa: PERF401, those before an error count
+    return [(after - before) * 1e3 for before, after in pairwise(times)]

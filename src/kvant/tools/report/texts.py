@@ -21,17 +21,11 @@ STORY_WORDS = 30  # an assistant's turn of more words is a story it tells, not a
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text in pieces; each is read with nothing before it.
+    """A text in pieces; each is read with nothing before it."""
 
-    Attributes:
-        name: the file's, or the built-in one's.
-        pieces: token ids; all but the last as long as the context, or as the text.
-        left_out: tokens of the text after the last piece.
-    """
-
-    name: str
-    pieces: tuple[tuple[int, ...], ...]
-    left_out: int
+    name: str  # the file's, or the built-in one's
+    pieces: tuple[tuple[int, ...], ...]  # token ids; all but the last as long as the context, or as the text
+    left_out: int  # tokens of the text after the last piece
 
     @property
     def tokens(self) -> int:
@@ -41,16 +35,10 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """A conversation with its answers.
+    """A conversation with its answers. An answer's context has right answers to earlier questions."""
 
-    Attributes:
-        ids: all of it, to the end of the last answer.
-        answers: of each answer, the place of its first token and the place after its last, its end token. Its context
-            is all before it, with right answers to the earlier questions.
-    """
-
-    ids: tuple[int, ...]
-    answers: tuple[tuple[int, int], ...]
+    ids: tuple[int, ...]  # all of it, to the end of the last answer
+    answers: tuple[tuple[int, int], ...]  # the place of each one's first token, and that after its end token
 
 
 @cache
