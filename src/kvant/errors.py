@@ -24,29 +24,6 @@ from itertools import accumulate
 from typing import ClassVar
 from unicodedata import east_asian_width
 
-__all__ = [
-    "EXIT_INTERRUPTED",
-    "ArgumentError",
-    "BenchError",
-    "CheckpointError",
-    "ContextError",
-    "ConvertError",
-    "EngineError",
-    "GrammarError",
-    "KernelError",
-    "KvantError",
-    "LogitsError",
-    "ModelError",
-    "PromptError",
-    "QueueFullError",
-    "SnapshotError",
-    "WeightsError",
-    "did_you_mean",
-    "library_errors",
-    "one_line",
-    "printable",
-]
-
 EXIT_INTERRUPTED = 130
 MAX_COLUMNS = 3 * 79 - len("kvant: error: ")  # so that an error takes three lines of a terminal
 MAX_CHARACTERS = 2000  # of a text that are looked at

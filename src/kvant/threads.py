@@ -68,9 +68,6 @@ def check_process() -> None:
     """Called before MLX is given work; refuse a process that was forked from one in which MLX has had some.
 
     MLX computes in threads of its own. A fork has none of them and would wait for ever.
-
-    Raises:
-        RuntimeError: such a process.
     """
     global _started
     if _forked:

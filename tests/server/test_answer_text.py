@@ -11,7 +11,7 @@ from support.server import Running, running, sse_events, start
 
 from kvant.engine.request import Request, Token
 from kvant.models import Decoder
-from kvant.server.answer_text import AnswerText
+from kvant.server.answering import AnswerText
 from kvant.server.generation import Call, Text
 from kvant.server.settings import Settings
 from kvant.text.answer_parts import AnswerParts

@@ -12,8 +12,8 @@ from support.interfaces import MESSAGES
 from support.server import Running, running, start
 from support.tokenizers_made import write_tokenizer
 
+from kvant.server.conversation import ThinkingBudget
 from kvant.server.settings import Settings
-from kvant.server.thinking import ThinkingBudget
 
 TEMPLATE = """
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}

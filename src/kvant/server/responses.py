@@ -14,16 +14,22 @@ import msgspec
 from kvant.engine.drafting.drafts import ServedSource
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ArgumentError
-from kvant.server.body import Caller, Fields, decode
-from kvant.server.endpoint import Dialect
+from kvant.server.body import Caller, Fields, SamplingFields, check_range, decode, max_tokens, refused, sampling_options
+from kvant.server.conversation import (
+    Turns,
+    check_arguments,
+    checked_tools,
+    from_opaque,
+    joined,
+    opaque,
+    tool_named,
+    with_effort,
+)
+from kvant.server.endpoint import Dialect, Encoder
 from kvant.server.errors import ApiError
-from kvant.server.generation import Begun, Call, End, Event, Format, Generation, Text, Tool, ToolChoice
+from kvant.server.generation import Begun, Call, End, Format, Generation, Text, Tool, ToolChoice
 from kvant.server.openai import MAX_TOP_LOGPROBS, JsonObjectFormat, TextFormat, logprobs_content
-from kvant.server.sampling import SamplingFields, check_range, max_tokens, refused, sampling_options
 from kvant.server.service import Service
-from kvant.server.thinking import from_opaque, opaque, with_effort
-from kvant.server.tools import checked_tools, tool_named
-from kvant.server.turns import Turns, call_arguments, check_arguments, joined
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templates know
@@ -295,7 +301,7 @@ def _add(turns: Turns, item: Item, place: str) -> None:
         case ReasoningItem():
             turns.add_thinking(_thinking(item, place))
         case CallItem():
-            turns.add_call(item.call_id, item.name, call_arguments(item.arguments, f"{place}.arguments"))
+            turns.add_call(item.call_id, item.name, item.arguments, f"{place}.arguments")
         case ResultItem():
             turns.add_result(item.call_id, _text(item.output), f"{place}.call_id")
 
@@ -315,15 +321,12 @@ def _thinking(item: ReasoningItem, place: str) -> str:
     return joined([part.text for part in item.summary or []])
 
 
-class ResponseStream:
+class ResponseStream(Encoder):
     """Turns what comes of a generation into events of OpenAI's stream, in its order.
 
     response.created, response.in_progress, then each item with its parts, then response.completed, .incomplete or
     .failed. A thinking, a text or a function call is one item.
-
     """
-
-    done = b""
 
     def __init__(self, name: str, body: ResponsesBody, generations: Sequence[Generation], service: Service) -> None:
         (generation,) = generations
@@ -341,35 +344,28 @@ class ResponseStream:
         self._pieces: list[str] = []  # of its text
         self._told: list[dict[str, Any]] = []  # its log-probabilities
 
-    def add(self, event: Event) -> Iterator[dict[str, Any]]:
-        """The stream's events for the next one; they have to be taken all."""
-        match event:
-            case Begun():
-                self._response["usage"] = _usage(event)
-                begun = {**self._response, "output": [], "usage": None}
-                yield self._event("response.created", response=begun)
-                yield self._event("response.in_progress", response=begun)
-            case Text(text="", logprobs=[] | ()):
-                pass
-            case Text():
-                yield from self._text(event)
-            case Call():
-                yield from self._call(event)
-            case End():
-                yield from self._end(event)
+    def begun(self, event: Begun) -> Iterator[dict[str, Any]]:
+        begun = {**self._response, "output": [], "usage": None}
+        self._response["usage"] = {
+            "input_tokens": event.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": event.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": 0,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": event.prompt_tokens,
+        }
+        yield self._event("response.created", response=begun)
+        yield self._event("response.in_progress", response=begun)
 
     def whole(self) -> dict[str, Any]:
-        """The response of the events so far."""
         return self._response
 
     def failed(self, error: ApiError, request_id: str) -> Iterator[dict[str, Any]]:
-        """The last events of an answer that could not be ended. OpenAI's clients raise an error for the first."""
-        told = error.openai()["error"]
+        told = error.openai()["error"]  # OpenAI's clients raise an error for the first event
         yield self._event("error", code=told["code"], message=told["message"], param=told["param"], error=told)
         self._response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
         yield self._event("response.failed", response=self._response)
 
-    def _text(self, event: Text) -> Iterator[dict[str, Any]]:
+    def text(self, event: Text) -> Iterator[dict[str, Any]]:
         kind = "reasoning" if event.thinking else "message"
         if kind != self._open:
             yield from self._close("completed")
@@ -423,7 +419,7 @@ class ResponseStream:
         self._open, self._pieces, self._told = "", [], []
         yield self._event("response.output_item.done", output_index=self._index, item=dict(item))
 
-    def _call(self, event: Call) -> Iterator[dict[str, Any]]:
+    def call(self, event: Call) -> Iterator[dict[str, Any]]:
         yield from self._close("completed")
         item = {
             "type": "function_call",
@@ -439,7 +435,7 @@ class ResponseStream:
         item |= {"arguments": event.arguments, "status": "completed"}
         yield self._event("response.output_item.done", output_index=self._index, item=dict(item))
 
-    def _end(self, event: End) -> Iterator[dict[str, Any]]:
+    def end(self, event: End) -> Iterator[dict[str, Any]]:
         status = "incomplete" if event.reason == "length" else "completed"
         if not self._response["output"]:  # clients look for a message
             yield from self._begin("message")
@@ -521,16 +517,6 @@ def _response(model: str, body: ResponsesBody, generation: Generation, sampling:
         "truncation": "disabled",
         "usage": None,
         "user": body.user,
-    }
-
-
-def _usage(event: Begun) -> dict[str, Any]:
-    return {
-        "input_tokens": event.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": event.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": 0,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": event.prompt_tokens,
     }
 
 
