@@ -35,13 +35,9 @@ def folder_tokens(
     special_tokens: Mapping[str, Any],
     added_tokens: Mapping[str, int],
 ) -> FolderTokens:
-    """Merge them.
+    """Merge tokenizer.json's added tokens by id, ``present``, with those of the other files.
 
-    Args:
-        present: tokenizer.json's added tokens by id.
-        rebuilt: the tokenizer begins without them.
-        defaults: tokens by their role, where no file names one.
-        config, special_tokens, added_tokens: tokenizer_config.json, special_tokens_map.json, added_tokens.json.
+    ``rebuilt``: the tokenizer begins without them. ``defaults``: tokens by their role, if no file names one.
     """
     settings = dict(config)
     if not settings.get(LISTS[0]) and LISTS[1] in settings:

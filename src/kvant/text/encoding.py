@@ -177,11 +177,7 @@ class Encoder:
 def pipeline_class(model_type: str | None, declared: object, content: bytes, kind: str) -> str | None:
     """The class for which transformers 5 builds a pipeline of its own; None: it takes tokenizer.json's.
 
-    Args:
-        model_type: config.json's.
-        declared: the folder's tokenizer_class.
-        content: tokenizer.json.
-        kind: its model's type.
+    ``declared``: the folder's tokenizer_class. ``content``: tokenizer.json, whose model is of the type ``kind``.
     """
     name = declared.removesuffix("Fast") if isinstance(declared, str) else ""
     if model_type == "qwen2" or (model_type in ("qwen3", "qwen3_moe") and not name):

@@ -33,11 +33,7 @@ class Grammars:
         self._prepared: _Prepared | None = None
 
     def prepare(self) -> "_Prepared":
-        """Prepare the vocabulary now. Else the first grammar does, and no other thread goes on meanwhile.
-
-        Raises:
-            GrammarError: the tokenizer cannot be used.
-        """
+        """Prepare the vocabulary now. Else the first grammar does, and no other thread goes on meanwhile."""
         with self._lock:
             if self._prepared is None:
                 self._prepared = _Prepared(self._tokenizer, self._vocab_size)
@@ -107,19 +103,12 @@ class Matcher:
     def mask(self) -> bytes:
         """A byte for each token of the model: 0 where it must not come next.
 
-        Where nothing but the end may follow, the end-of-text tokens are allowed.
-
-        Raises:
-            GrammarError: finding out takes too long.
+        Where nothing but the end may follow, the end-of-text tokens are allowed. Taking too long is a GrammarError.
         """
         return guidance.next_mask(self._matcher)
 
     def take(self, token: int) -> None:
-        """Go on with a token.
-
-        Raises:
-            GrammarError: the grammar does not allow it.
-        """
+        """Go on with a token. One that the grammar does not allow is a GrammarError."""
         if not self._matcher.consume_token(token):
             raise GrammarError(f"token {token} does not follow the grammar: {guidance.reason(self._matcher)}")
 

@@ -49,12 +49,7 @@ class TextProcess:
     def __init__(
         self, tokenizer: tuple[dict[str, Any], bytes] | None = None, time_limit_s: float | None = None
     ) -> None:
-        """For a process of its own.
-
-        Args:
-            tokenizer: the request that loads one, as in :meth:`load`; default: none is loaded.
-            time_limit_s: of a request; None: :data:`TIME_LIMIT_S`.
-        """
+        """``tokenizer``: the request that loads one, as in :meth:`load`. ``time_limit_s``: of a request."""
         self._given_limit_s = time_limit_s
         self._lock = threading.Lock()
         self._tokenizer = tokenizer
@@ -65,8 +60,7 @@ class TextProcess:
     def load(self, request: dict[str, Any], payload: bytes) -> Callable[[], dict[str, Any]]:
         """Send the request that loads a tokenizer. It is loaded again after every new start.
 
-        Returns:
-            A function that waits for the answer and raises as :meth:`ask`, which may not be called before it.
+        The function that is returned waits for the answer and raises as :meth:`ask`, which may not be called before it.
         """
         line = _encoded(request, payload)
         with self._lock, self._ended_on_error():
