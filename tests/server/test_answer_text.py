@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 from support.interfaces import CHAT, COMPLETIONS, text_of
-from support.server import Running, running, sse_events, start
+from support.server import Running, served, sse_events
 
 from kvant.engine.request import Request, Token
 from kvant.models import Decoder
 from kvant.server.answering import AnswerText
 from kvant.server.generation import Call, Text
-from kvant.server.settings import Settings
 from kvant.text.answer_parts import AnswerParts
 from kvant.text.detokenizer import WindowDetokenizer
 from kvant.text.tokenizer import Tokenizer
@@ -128,7 +127,7 @@ def test_a_tokenizer_that_decodes_in_its_process(server: Running, pocket: Pocket
     windowed = copy.copy(pocket[1])
     windowed.__class__ = Windowed
     asked: Any = ("Once upon a time", 30)
-    with running(start(Settings(port=0, sequences=1, max_kv_size=128), pocket[0], windowed)) as found:
+    with served(pocket[0], windowed) as found:
         answer = COMPLETIONS.ask(found, *asked, logprobs=2)["choices"]
         assert answer == COMPLETIONS.ask(server, *asked, logprobs=2)["choices"]
 
@@ -137,7 +136,7 @@ def test_a_tokenizer_that_decodes_in_its_process(server: Running, pocket: Pocket
 def thinker(pocket: Pocket) -> Iterator[Running]:
     """pocket, said to think from "Once" to "time": its stories begin so."""
     tokenizer = with_marks(pocket[1], "Once", "time")
-    with running(start(Settings(port=0, sequences=2, max_kv_size=256), pocket[0], tokenizer)) as found:
+    with served(pocket[0], tokenizer, sequences=2, max_kv_size=256) as found:
         yield found
 
 

@@ -9,10 +9,10 @@ from kvant.engine.processors import Frequency, LogitsProcessor, Presence
 from kvant.engine.request import Request, Token
 from kvant.errors import ArgumentError, ContextError, EngineError, GrammarError, KvantError, QueueFullError
 from kvant.server.body import refused
-from kvant.server.conversation import as_shown, for_template, shown_tools, thinking_budget
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, EndReason, Event, Generation, Text, TokenLogprob, Tool
 from kvant.server.service import Service
+from kvant.server.turns import as_shown, for_template, shown_tools, thinking_budget
 from kvant.text.answer_parts import AnswerParts, CallPart, Part, TextPart
 from kvant.text.detokenizer import ByteDetokenizer
 from kvant.text.grammar import Grammar, build_tool_grammar

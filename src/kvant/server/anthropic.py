@@ -16,20 +16,11 @@ from starlette.responses import JSONResponse
 from kvant.engine.drafting.drafts import ServedSource
 from kvant.server.answering import read_prompt
 from kvant.server.body import Caller, Fields, SamplingFields, check_range, decode, max_tokens, sampling_options, stops
-from kvant.server.conversation import (
-    Turns,
-    checked_tools,
-    from_opaque,
-    joined,
-    opaque,
-    switched,
-    tool_named,
-    with_effort,
-)
 from kvant.server.endpoint import Dialect, Encoder, unless_gone
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Format, Generation, Text, Tool, ToolChoice
 from kvant.server.service import Service
+from kvant.server.turns import Turns, checked_tools, from_opaque, opaque, switched, text_of, tool_named, with_effort
 from kvant.text.tokenizer import Tokenizer
 
 CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
@@ -278,8 +269,7 @@ def _add(turns: Turns, role: str, block: Block, place: str) -> None:
 
 def _result(block: ToolResultBlock) -> str:
     """The text of a tool's result. That it is an error has to be said in the text: templates know no mark of it."""
-    content = block.content or []
-    text = content if isinstance(content, str) else joined([part.text for part in content])
+    text = text_of(block.content)
     return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import msgspec
+
 from kvant.engine.drafting.drafts import ServedSource
 from kvant.server.body import (
     Fields,
@@ -20,11 +22,11 @@ from kvant.server.body import (
     sampling_options,
     stops,
 )
-from kvant.server.conversation import Turns, check_arguments, checked_tools, joined, tool_named, with_effort
 from kvant.server.endpoint import Dialect, Encoder
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Format, Generation, Text, TokenLogprob, Tool, ToolChoice
 from kvant.server.service import Service
+from kvant.server.turns import Turns, check_arguments, checked_tools, text_of, tool_named, with_effort
 from kvant.text.grammar_source import MAX_SOURCE, escaped
 from kvant.text.prompt import check_variables
 
@@ -45,10 +47,7 @@ class TextPart(Fields, frozen=True, tag="text"):
 
 
 class RefusalPart(Fields, frozen=True, tag="refusal"):
-    refusal: str
-
-
-Part = TextPart | RefusalPart
+    text: str = msgspec.field(name="refusal")
 
 
 class CalledFunction(Fields, frozen=True):
@@ -65,7 +64,7 @@ class ToolCall(Fields, frozen=True):
 
 class Message(Fields, frozen=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[TextPart | RefusalPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -199,7 +198,7 @@ def chat_generation(body: ChatBody, service: Service) -> Generation:
         check_range("top_logprobs", body.top_logprobs, 0, MAX_TOP_LOGPROBS)
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs has no effect without logprobs: true", param="top_logprobs")
-    tools = _tools(body.tools or ())
+    tools = tools_of([tool.function for tool in body.tools or ()], "tools[{}].function.name")
     return Generation(
         messages=_messages(body.messages),
         tools=tools,
@@ -249,7 +248,7 @@ def _add(turns: Turns, message: Message, place: str) -> None:
             raise ApiError(f"{place} of the role {role!r} has {name}; expected it of an assistant", param=place)
     if (message.tool_call_id is None) is (role == "tool"):
         raise ApiError(f"{place}: expected tool_call_id of the role 'tool', and only there", param=place)
-    text = _text(message.content)
+    text = text_of(message.content)
     if message.tool_call_id is not None:
         turns.add_result(message.tool_call_id, text, f"{place}.tool_call_id", message.name)
         return
@@ -264,21 +263,13 @@ def _add(turns: Turns, message: Message, place: str) -> None:
         turns.add_call(call.id, function.name, function.arguments, f"{place}.tool_calls[{at}].function.arguments")
 
 
-def _text(content: str | Sequence[Part] | None) -> str:
-    """A message's text; of several parts, put together."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return joined([part.text if isinstance(part, TextPart) else part.refusal for part in content])
-
-
-def _tools(tools: Sequence[FunctionTool]) -> tuple[Tool, ...]:
-    """The functions that the model may call."""
+def tools_of(functions: Sequence[Function], field: str) -> tuple[Tool, ...]:
+    """The functions that the model may call. ``field``: where a name is, with {} for its place."""
     made = []
-    for tool in tools:
-        function = tool.function
+    for function in functions:
         given = {} if function.parameters is None else {"parameters": function.parameters}
         made.append(Tool(function.name, function.description or "", strict=bool(function.strict), **given))
-    return checked_tools(made, "tools[{}].function.name")
+    return checked_tools(made, field)
 
 
 def _tool_choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice | Tool:

@@ -15,25 +15,24 @@ from kvant.engine.drafting.drafts import ServedSource
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ArgumentError
 from kvant.server.body import Caller, Fields, SamplingFields, check_range, decode, max_tokens, refused, sampling_options
-from kvant.server.conversation import (
-    Turns,
-    check_arguments,
-    checked_tools,
-    from_opaque,
-    joined,
-    opaque,
-    tool_named,
-    with_effort,
-)
 from kvant.server.endpoint import Dialect, Encoder
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Format, Generation, Text, Tool, ToolChoice
-from kvant.server.openai import MAX_TOP_LOGPROBS, JsonObjectFormat, TextFormat, logprobs_content
+from kvant.server.openai import (
+    MAX_TOP_LOGPROBS,
+    Function,
+    JsonObjectFormat,
+    NamedSchema,
+    RefusalPart,
+    TextFormat,
+    logprobs_content,
+    tools_of,
+)
 from kvant.server.service import Service
+from kvant.server.turns import Turns, check_arguments, from_opaque, opaque, text_of, tool_named, with_effort
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templates know
-NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 STORED = "this server stores nothing: send the whole conversation, with store false"
 
 
@@ -49,11 +48,7 @@ class OutputText(Fields, frozen=True, tag="output_text"):
     parsed: Any = None  # OpenAI's Python client notes here what it made of the text
 
 
-class Refusal(Fields, frozen=True, tag="refusal"):
-    refusal: str
-
-
-Part = InputText | OutputText | Refusal
+Part = InputText | OutputText | RefusalPart
 Status = Literal["in_progress", "completed", "incomplete"] | None
 
 
@@ -117,12 +112,8 @@ ITEMS: Mapping[str, type[Item]] = {
 }
 
 
-class FunctionBody(Fields, frozen=True, kw_only=True):
+class FunctionBody(Function, frozen=True, kw_only=True):
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     output_schema: None = None
@@ -142,11 +133,8 @@ class AllowedTools(Fields, frozen=True, tag="allowed_tools"):
     tools: list[NamedFunction]
 
 
-class JsonSchema(Fields, frozen=True, tag="json_schema"):
-    name: str
-    schema: dict[str, Any]
-    description: str | None = None
-    strict: bool | None = None  # the answer keeps to the schema either way
+class JsonSchema(NamedSchema, frozen=True, tag="json_schema"):
+    pass
 
 
 class TextConfig(Fields, frozen=True):
@@ -237,11 +225,7 @@ def responses_generation(body: ResponsesBody, service: Service) -> Generation:
 
 def _tools(body: ResponsesBody) -> tuple[Sequence[Tool], ToolChoice | Tool]:
     """The tools, and which of them is to be called."""
-    given = [
-        Tool(each.name, each.description or "", each.parameters or NO_PARAMETERS, bool(each.strict))
-        for each in body.tools or []
-    ]
-    tools = checked_tools(given, "tools[{}].name")
+    tools: Sequence[Tool] = tools_of(body.tools or (), "tools[{}].name")
     choice = body.tool_choice
     if isinstance(choice, FunctionChoice):
         return tools, tool_named(tools, choice.name)
@@ -297,28 +281,22 @@ def _item(raw: bytes, place: str) -> Item:
 def _add(turns: Turns, item: Item, place: str) -> None:
     match item:
         case MessageItem():
-            turns.add_text(ROLES.get(item.role, item.role), _text(item.content))
+            turns.add_text(ROLES.get(item.role, item.role), text_of(item.content))
         case ReasoningItem():
             turns.add_thinking(_thinking(item, place))
         case CallItem():
             turns.add_call(item.call_id, item.name, item.arguments, f"{place}.arguments")
         case ResultItem():
-            turns.add_result(item.call_id, _text(item.output), f"{place}.call_id")
-
-
-def _text(content: str | Sequence[Part]) -> str:
-    if isinstance(content, str):
-        return content
-    return joined([part.refusal if isinstance(part, Refusal) else part.text for part in content])
+            turns.add_result(item.call_id, text_of(item.output), f"{place}.call_id")
 
 
 def _thinking(item: ReasoningItem, place: str) -> str:
     """An earlier answer's thinking, in whichever way the client was given it."""
     if item.content:
-        return joined([part.text for part in item.content])
+        return text_of(item.content)
     if item.encrypted_content is not None:
         return from_opaque(item.encrypted_content, f"{place}.encrypted_content")
-    return joined([part.text for part in item.summary or []])
+    return text_of(item.summary)
 
 
 class ResponseStream(Encoder):

@@ -45,6 +45,13 @@ def joined(texts: Sequence[str]) -> str:
     return "".join(pieces)
 
 
+def text_of(content: str | list[Any] | None) -> str:
+    """A message's text; of several parts, put together."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return joined([part.text for part in content])
+
+
 def check_arguments(texts: Sequence[str]) -> None:
     """Refuse the arguments of calls, JSON texts in a body, where they have as many values as no body may have."""
     parts = [text.encode("utf-8", "replace") for text in texts]
