@@ -76,9 +76,10 @@ class Encoder:
         if pipeline is not None:
             self._rebuild(pipeline, config)
         defaults = {"pad_token": padding.get("pad_token"), **DEFAULTS.get(pipeline or "", {})}
-        tokens = folder_tokens(present, pipeline is not None, defaults, config, special_tokens, added_tokens)
-        self._named, self._extra = tokens.named, tokens.extra
-        self._tokenizer.add_tokens(tokens.adding)
+        self._named, self._extra, adding = folder_tokens(
+            present, pipeline is not None, defaults, config, special_tokens, added_tokens
+        )
+        self._tokenizer.add_tokens(adding)
         self._finish(pipeline)
         self._tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
         self._clean_up = bool(config.get("clean_up_tokenization_spaces"))

@@ -117,20 +117,16 @@ class _Prepared:
     """What all grammars of a tokenizer share."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        vocabulary = _vocabulary(tokenizer, vocab_size)
+        tokens = tokenizer.token_bytes()
+        if tokens is None:
+            raise GrammarError("a grammar is not possible with this tokenizer: its tokens do not stand for bytes")
+        eos = sorted(token for token in tokenizer.eos_token_ids if token < vocab_size)
+        if not eos:
+            raise GrammarError("a grammar is not possible with this tokenizer: it has no end-of-text token")
+        tokens = [*tokens, *[b""] * (vocab_size - len(tokens))][:vocab_size]
+        marks = {*tokenizer.mark_ids, *tokenizer.all_special_ids}
+        vocabulary = guidance.Vocabulary(tokens, sorted(token for token in marks if token < vocab_size), eos)
         self.vocabulary = vocabulary.for_library()
         self.single_bytes = vocabulary.single_bytes()
         self.marked = Marked(tokenizer, vocabulary.special_token_ids)
         self.process = TextProcess(time_limit_s=TIME_LIMIT_S)
-
-
-def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> guidance.Vocabulary:
-    tokens = tokenizer.token_bytes()
-    if tokens is None:
-        raise GrammarError("a grammar is not possible with this tokenizer: its tokens do not stand for bytes")
-    eos = sorted(token for token in tokenizer.eos_token_ids if token < vocab_size)
-    if not eos:
-        raise GrammarError("a grammar is not possible with this tokenizer: it has no end-of-text token")
-    tokens = [*tokens, *[b""] * (vocab_size - len(tokens))][:vocab_size]
-    marks = {*tokenizer.mark_ids, *tokenizer.all_special_ids}
-    return guidance.Vocabulary(tokens, sorted(token for token in marks if token < vocab_size), eos)

@@ -53,8 +53,7 @@ class TextProcess:
         self._given_limit_s = time_limit_s
         self._lock = threading.Lock()
         self._tokenizer = tokenizer
-        self._ready = False
-        self._unread = bytearray()
+        self._ready = False  # whether it has said so
         self._start()
 
     def load(self, request: dict[str, Any], payload: bytes) -> Callable[[], dict[str, Any]]:
