@@ -73,6 +73,18 @@ def test_the_text_is_mlx_lms(exact: Running, pocket_mlx_lm: nn.Module, to: Inter
     assert answered.headers["request-id"] == answered.headers["x-request-id"]
 
 
+@pytest.mark.parametrize("to", [MESSAGES, RESPONSES], ids=str)
+def test_a_stream_has_the_same_text(server: Running, to: Interface) -> None:
+    events = sse_events(server, to.path, to.body())
+    deltas = [each["delta"] for each in events if each["type"].endswith(("block_delta", "output_text.delta"))]
+    texts = [delta if isinstance(delta, str) else delta["text"] for delta in deltas]
+    whole = to.ask(server)
+    assert len(texts) > 5
+    assert "".join(texts) == text_of(whole)
+    usage = events[-1]["response"]["usage"] if to is RESPONSES else events[-2]["usage"]
+    assert counts_of(usage)[::2] == counts_of(whole["usage"])[::2]
+
+
 @pytest.mark.parametrize("to", [CHAT, COMPLETIONS, MESSAGES], ids=str)
 def test_stop_texts(server: Running, to: Interface) -> None:
     name = "stop_sequences" if to is MESSAGES else "stop"

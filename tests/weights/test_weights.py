@@ -23,7 +23,12 @@ from kvant.weights.lock import Lock, read_lock, write_lock
 from kvant.weights.reference import COMMIT, REPOSITORY
 from kvant.weights.snapshot import Verified, git_blob_id, is_wanted, measure
 
-NAMES = list(weights.known_models())
+NAMES = [
+    "qwen2.5-0.5b", "qwen2.5-0.5b-4bit", "qwen2.5-1.5b", "qwen2.5-1.5b-4bit", "qwen2.5-7b",
+    "qwen3-0.6b", "qwen3-0.6b-4bit", "smollm2-135m", "llama3.2-1b-4bit",
+    "llama3.2-3b-4bit", "llama3.1-8b-4bit", "mistral-7b", "mistral-7b-4bit",
+    "qwen3-4b-4bit", "qwen3-8b-4bit",
+]  # fmt: skip
 PINNED = "7ae557604adf67be50417f59c2c2f167def9a775"
 # What weights.toml leaves out of a config.json; with it, the file can be written again.
 COMMON = {"attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "use_cache": True}
@@ -43,7 +48,9 @@ REST: dict[str, dict[str, Any]] = {
 
 
 def test_every_entry_can_be_used() -> None:
-    for name, model in weights.known_models().items():
+    models = weights.known_models()
+    assert list(models) == NAMES
+    for name, model in models.items():
         assert model.name == name
         assert REPOSITORY.fullmatch(model.repository)
         assert COMMIT.fullmatch(model.revision)
