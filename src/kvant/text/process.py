@@ -67,10 +67,7 @@ class TextProcess:
 
         def answer() -> dict[str, Any]:
             with self._lock, self._ended_on_error():
-                if not self._ready:
-                    self._read(START_LIMIT_S)
-                    self._ready = True
-                found = json.loads(self._read(self._time_limit_s))
+                found = json.loads(self._answer())
             if "error" in found:
                 raise TextError(found["error"])
             self._tokenizer = request, payload
@@ -130,16 +127,20 @@ class TextProcess:
             self._end()
             self._start()
         with self._ended_on_error():
-            if not self._ready:
-                self._read(START_LIMIT_S)
-                if self._tokenizer is not None:
-                    request, payload = self._tokenizer
-                    self._send(_encoded(request, payload), payload)
-                    if "error" in (answer := json.loads(self._read(self._time_limit_s))):
-                        raise TextError(answer["error"])
-                self._ready = True
+            if not self._ready and self._tokenizer is not None:
+                request, payload = self._tokenizer
+                self._send(_encoded(request, payload), payload)
+                if "error" in (answer := json.loads(self._answer())):
+                    raise TextError(answer["error"])
             self._send(line)
-            return self._read(self._time_limit_s)
+            return self._answer()
+
+    def _answer(self) -> bytes:
+        """The next answer. A process that was started says first that it is ready."""
+        if not self._ready:
+            self._read(START_LIMIT_S)
+            self._ready = True
+        return self._read(self._time_limit_s)
 
     @contextmanager
     def _ended_on_error(self) -> Iterator[None]:
