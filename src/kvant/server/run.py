@@ -61,7 +61,9 @@ class Connection(H11Protocol):
             self._expect_headers()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._cancel()
+        for due in (self._headers_due, self._read_due):
+            if due is not None:
+                due.cancel()
         super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
@@ -97,11 +99,6 @@ class Connection(H11Protocol):
         if not self.transport.is_closing() and not self._answering:
             self.transport.write(answer)
             self.transport.close()
-
-    def _cancel(self) -> None:
-        for due in (self._headers_due, self._read_due):
-            if due is not None:
-                due.cancel()
 
 
 def bind(settings: Settings) -> socket.socket:
