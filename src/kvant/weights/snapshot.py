@@ -129,12 +129,6 @@ def is_unchanged(folder: Path, name: str, recorded: Verified) -> bool:
 
 def refuse_others(folder: Path, names: Iterable[str]) -> None:
     """Refuse a file that would be read from the folder and is none of ``names``."""
-    known = set(names)
-    others = sorted(path.name for path in folder.iterdir() if path.name not in known and _is_read(path.name))
-    if others:
-        raise WeightsError(f"{folder / others[0]}: not among the files that were pulled and verified; remove it")
-
-
-def _is_read(name: str) -> bool:
-    """Whether a loader may read an entry of this name; on some disks capital letters do not count."""
-    return is_wanted(name.lower()) or name.lower() == TEMPLATES
+    for name in sorted({path.name for path in folder.iterdir()} - set(names)):
+        if is_wanted(name.lower()) or name.lower() == TEMPLATES:  # on some disks capital letters do not count
+            raise WeightsError(f"{folder / name}: not among the files that were pulled and verified; remove it")
