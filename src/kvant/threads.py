@@ -2,7 +2,6 @@
 
 import os
 import threading
-from types import TracebackType
 
 import mlx.core as mx
 
@@ -26,9 +25,7 @@ class Turn:
             raise RuntimeError("the cache is in use by another thread; expected one thread at a time, or a cache each")
         clear_at_end()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._lock.release()
 
     def __reduce__(self) -> tuple[type["Turn"], tuple[()]]:
