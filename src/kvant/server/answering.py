@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from kvant.engine.processors import Frequency, LogitsProcessor, Presence
 from kvant.engine.request import Request, Token
@@ -214,7 +215,9 @@ class AnswerText:
         self._text = TextStream(tokenizer)
         self._parts = parts
         self._stop = StopText(stop)
-        self._logprobs = _Pending() if logprobs else None
+        self._logprobs = logprobs
+        # Tokens whose text is not out yet. Marks, and what is held back, come between a token and its text.
+        self._pending: list[TokenLogprob] = []
         self._thought = self._said = False
 
     @property
@@ -228,8 +231,8 @@ class AnswerText:
         self.tokens += 1
         parts: list[Part] = []
         if token.finish_reason != "stop":  # an end of text is no part of it
-            if self._logprobs is not None:
-                self._logprobs.add(self._logprob(token))
+            if self._logprobs:
+                self._pending.append(self._logprob(token))
             parts += self._split(self._text.add(token.token))
         if token.finish_reason is not None:
             parts += self._split(self._text.finish())
@@ -255,8 +258,7 @@ class AnswerText:
                 if held := self._stop.finish():
                     events.append(self._piece(held, False))
                 events.append(Call(self._number, self.calls, part.name, part.arguments))
-                if self._logprobs is not None:
-                    self._logprobs.drop()
+                self._pending = []
                 self.calls += 1
                 self._said = True
             elif part.thinking:
@@ -269,8 +271,20 @@ class AnswerText:
         return events
 
     def _piece(self, text: str, thinking: bool) -> Text:
-        logprobs = () if self._logprobs is None else self._logprobs.take(text)
-        return Text(self._number, text, thinking, logprobs)
+        return Text(self._number, text, thinking, self._taken(text) if self._pending else ())
+
+    def _taken(self, text: str) -> list[TokenLogprob]:
+        """The pending tokens that a piece of text was made of. Those before it were marks."""
+        tokens, self._pending = self._pending, []
+        content, written = text.encode("utf-8", "replace"), b"".join(token.bytes for token in tokens)
+        places = [*accumulate((len(token.bytes) for token in tokens), initial=0)]
+        at = next((place for place in places if written.startswith(content, place)), written.find(content))
+        if at < 0:  # not the tokens' own bytes, such as marks of what is no character
+            return tokens
+        last = at + len(content)
+        spans = list(zip(tokens, places, places[1:], strict=False))
+        self._pending = [token for token, _, end in spans if end > last]
+        return [token for token, start, end in spans if start < last and at < end <= last]
 
     def _logprob(self, token: Token) -> TokenLogprob:
         assert token.token is not None
@@ -281,38 +295,3 @@ class AnswerText:
     def _told(self, token: int, logprob: float, top: Sequence[TokenLogprob] = ()) -> TokenLogprob:
         written = self._text.token_bytes(token)
         return TokenLogprob(written.decode("utf-8", "replace"), max(logprob, LEAST_LOGPROB), written, top)
-
-
-class _Pending:
-    """Tokens whose text is not out yet. Marks, and what is held back, come between a token and its text."""
-
-    def __init__(self) -> None:
-        self._tokens: list[TokenLogprob] = []
-
-    def add(self, token: TokenLogprob) -> None:
-        self._tokens.append(token)
-
-    def drop(self) -> None:
-        """They were a call."""
-        self._tokens = []
-
-    def take(self, text: str) -> list[TokenLogprob]:
-        """Those that a piece of text was made of. Those before it were marks."""
-        content = text.encode("utf-8", "replace")
-        written = b"".join(token.bytes for token in self._tokens)
-        ends: list[int] = []
-        for token in self._tokens:
-            ends.append((ends[-1] if ends else 0) + len(token.bytes))
-        starts = [0, *ends[:-1]]
-        at = next((start for start in starts if written.startswith(content, start)), written.find(content))
-        if at < 0:  # not the tokens' own bytes, such as marks of what is no character
-            taken, self._tokens = self._tokens, []
-            return taken
-        last = at + len(content)
-        taken = [
-            token
-            for token, start, end in zip(self._tokens, starts, ends, strict=True)
-            if start < last and at < end <= last
-        ]
-        self._tokens = [token for token, end in zip(self._tokens, ends, strict=True) if end > last]
-        return taken
