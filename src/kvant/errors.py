@@ -1,19 +1,11 @@
 """Every error kvant raises on purpose.
 
 KvantError
- +-- ModelError        a model folder that cannot be loaded: missing, unsupported or malformed
- |    +-- CheckpointError   its tensors: truncated, missing, of the wrong shape or dtype
- |    +-- WeightsError      a model of the hub that is not here, cannot be had, or has wrong files
- +-- SnapshotError     a cache's snapshot that cannot be written or read, or does not fit
- +-- ContextError      a prompt or a conversation that does not fit the reserved context (also a ValueError)
- +-- PromptError       a prompt that cannot be used: empty, or a chat template that fails (also a ValueError)
- +-- GrammarError      a grammar that cannot be used, or an answer that cannot follow it (also a ValueError)
- +-- LogitsError       logits that no token can be drawn from: NaN, or all minus infinity
- +-- KernelError       a step through the fused kernel that failed (also a RuntimeError)
- +-- BenchError        a measurement that could not be made: an engine that failed
- +-- ConvertError      a model that could not be converted
- +-- QueueFullError    a request that an engine has no place for now; later it may have
- +-- EngineError       an engine that was closed, or whose thread failed
+ +-- ModelError
+ |    +-- CheckpointError, WeightsError
+ +-- ContextError, PromptError, GrammarError   each also a ValueError
+ +-- KernelError                               also a RuntimeError
+ +-- SnapshotError, LogitsError, BenchError, ConvertError, QueueFullError, EngineError, RanksError
 
 Wrong arguments of a function are ValueError and TypeError. ArgumentError is the ValueError that knows the argument.
 """
@@ -23,29 +15,6 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import ClassVar
 from unicodedata import east_asian_width
-
-__all__ = [
-    "EXIT_INTERRUPTED",
-    "ArgumentError",
-    "BenchError",
-    "CheckpointError",
-    "ContextError",
-    "ConvertError",
-    "EngineError",
-    "GrammarError",
-    "KernelError",
-    "KvantError",
-    "LogitsError",
-    "ModelError",
-    "PromptError",
-    "QueueFullError",
-    "SnapshotError",
-    "WeightsError",
-    "did_you_mean",
-    "library_errors",
-    "one_line",
-    "printable",
-]
 
 EXIT_INTERRUPTED = 130
 MAX_COLUMNS = 3 * 79 - len("kvant: error: ")  # so that an error takes three lines of a terminal

@@ -34,10 +34,7 @@ def open_file(path: Path, folder: Path | None = None, error: type[ModelError] = 
 
     Args:
         folder: the model folder; default: the one that holds the file.
-        error: what is raised.
-
-    Raises:
-        ModelError: nothing there, a link out of the folder, or no regular file: a pipe would never end.
+        error: raised if nothing is there, a link leads out of the folder, or it is no regular file.
     """
     with open_regular(real_file(path, path.parent if folder is None else folder, error), path, error) as file:
         yield file
@@ -45,11 +42,7 @@ def open_file(path: Path, folder: Path | None = None, error: type[ModelError] = 
 
 @contextmanager
 def open_regular(real: Path, shown: Path, error: type[KvantError]) -> Iterator[BufferedReader]:
-    """A regular file, open. A link is not followed, and a pipe does not block. ``shown`` is its name in messages.
-
-    Raises:
-        KvantError: ``error``: nothing there, or no regular file.
-    """
+    """A regular file, open. A link is not followed, and a pipe does not block. ``shown`` is its name in messages."""
     try:
         descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (OSError, ValueError) as failed:  # a NUL
@@ -84,21 +77,13 @@ def real_file(path: Path, folder: Path, error: type[ModelError] = ModelError) ->
 
 
 def read_bytes(path: Path, limit: int, folder: Path | None = None, error: type[ModelError] = ModelError) -> bytes:
-    """The content of a file of the folder, at most ``limit`` bytes; other arguments as in :func:`open_file`.
-
-    Raises:
-        ModelError: as there, or a file that is too large or unreadable.
-    """
+    """The content of a file of the folder, at most ``limit`` bytes; other arguments as in :func:`open_file`."""
     with open_file(path, folder, error) as file:
         return _content(file, path, limit, error)
 
 
 def read_given(path: str | Path, limit: int, error: type[KvantError] = KvantError) -> bytes:
-    """The content of a file that the user named, at most ``limit`` bytes. Links are followed, ``~`` is their home.
-
-    Raises:
-        KvantError: ``error``: a file that is not there, too large or unreadable, or a device or pipe without end.
-    """
+    """The content of a file that the user named, at most ``limit`` bytes. Links are followed, ``~`` is their home."""
     shown = Path(os.path.expanduser(path))
     try:
         real = shown.resolve(strict=True)
@@ -127,9 +112,6 @@ def read_text(path: Path, limit: int, folder: Path | None = None, error: type[Mo
     """The text of a file of the folder, at most ``limit`` bytes of UTF-8; other arguments as in :func:`open_file`.
 
     Lines end in a newline, as in Python's text files.
-
-    Raises:
-        ModelError: as in :func:`read_bytes`, or a file that is not UTF-8.
     """
     data = read_bytes(path, limit, folder, error)
     try:
@@ -139,11 +121,7 @@ def read_text(path: Path, limit: int, folder: Path | None = None, error: type[Mo
 
 
 def read_json(path: Path, limit: int = MAX_CONFIG_BYTES, error: type[ModelError] = ModelError) -> Mapping[str, Any]:
-    """A JSON object, in which no key is there twice: readers disagree about which one counts.
-
-    Raises:
-        ModelError: a file that :func:`read_text` refuses, or that holds no such object.
-    """
+    """A JSON object, in which no key is there twice: readers disagree about which one counts."""
     text = read_text(path, limit, error=error)
     try:
         raw = json.loads(text, object_pairs_hook=unique_keys)
@@ -166,11 +144,7 @@ def user_cache() -> Path:
 
 
 def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object's pairs as a dict.
-
-    Raises:
-        ValueError: a key that is there twice.
-    """
+    """A JSON object's pairs as a dict. A key that is there twice is a ValueError."""
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
@@ -180,11 +154,7 @@ def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def refuse_code(raw: Mapping[str, Any], file: str) -> None:
-    """Refuse a model that says it needs code of its own. It is never executed, and without it the model is another.
-
-    Raises:
-        ModelError: the file names code.
-    """
+    """Refuse a model that says it needs code of its own. It is never executed, and without it the model is another."""
     for key in CODE_KEYS:
         if raw.get(key):
             raise ModelError(f"{file}: {key} names code in the model folder, {raw[key]!r}; kvant executes none")

@@ -113,15 +113,14 @@ def make_logits_processors(
 
 def apply_top_p(logprobs: mx.array, top_p: float) -> mx.array:
     """Log-probabilities (..., vocab) with -inf but for the likeliest tokens that together have ``top_p``."""
-    _check("top_p", top_p, 0 < top_p <= 1, "above 0, at most 1")
+    check_ranges(top_p=top_p)
     return filters.keep_top_p(logprobs, top_p)
 
 
 def apply_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int = 1) -> mx.array:
     """Log-probabilities (..., vocab) with -inf for tokens less likely than ``min_p`` times the likeliest one."""
     _check("min_p", min_p, 0 < min_p <= 1, "above 0, at most 1")
-    _check("min_tokens_to_keep", min_tokens_to_keep, type(min_tokens_to_keep) is int, "an int")
-    _check("min_tokens_to_keep", min_tokens_to_keep, min_tokens_to_keep >= 1, "at least 1")
+    check_ranges(min_tokens_to_keep=min_tokens_to_keep)
     filters.check_at_most("min_tokens_to_keep", min_tokens_to_keep, logprobs.shape[-1])
     return filters.keep_min_p(logprobs, min_p, min_tokens_to_keep)
 
@@ -140,8 +139,7 @@ def apply_xtc(
 
     The coin is of MLX's random state.
     """
-    _check("xtc_probability", xtc_probability, 0 <= xtc_probability <= 1, "from 0 to 1")
-    _check("xtc_threshold", xtc_threshold, 0 <= xtc_threshold <= 0.5, "from 0 to 0.5")
+    check_ranges(xtc_probability=xtc_probability, xtc_threshold=xtc_threshold)
     filters.check_special(xtc_special_tokens, logits.shape[-1])
     coin = mx.random.uniform()
     return filters.leave_out_top_choices(logits, xtc_probability, xtc_threshold, xtc_special_tokens, coin)

@@ -64,11 +64,7 @@ def read_header(path: Path, stream: BinaryIO, size: int, error: type[KvantError]
         path: for messages.
         stream: at the file's first byte.
         size: bytes of the file.
-        error: what is raised.
-
-    Raises:
-        KvantError: ``error``: a header that is too long.
-        ValueError: a file that is none, or cut short.
+        error: raised for a header that is too long. A file that is none, or cut short, is a ValueError.
     """
     prefix = stream.read(8)
     length = int.from_bytes(prefix, "little")

@@ -2,7 +2,6 @@
 
 import os
 import threading
-from types import TracebackType
 
 import mlx.core as mx
 
@@ -26,9 +25,7 @@ class Turn:
             raise RuntimeError("the cache is in use by another thread; expected one thread at a time, or a cache each")
         clear_at_end()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._lock.release()
 
     def __reduce__(self) -> tuple[type["Turn"], tuple[()]]:
@@ -68,9 +65,6 @@ def check_process() -> None:
     """Called before MLX is given work; refuse a process that was forked from one in which MLX has had some.
 
     MLX computes in threads of its own. A fork has none of them and would wait for ever.
-
-    Raises:
-        RuntimeError: such a process.
     """
     global _started
     if _forked:

@@ -1,18 +1,20 @@
 """Clients that go away, read slowly, or come when there is no place: what others get does not depend on them."""
 
 import json
+import os
 import re
 import socket
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import load_test
 import pytest
+from support.counts import count
 from support.interfaces import CHAT, COMPLETIONS, FOX, Interface
-from support.server import Running, running, start, wait
+from support.server import Running, served, wait
 
 from kvant.models import Decoder
-from kvant.server.settings import Settings
 
 Pocket = tuple[Decoder, Any]
 
@@ -20,8 +22,7 @@ Pocket = tuple[Decoder, Any]
 @pytest.fixture(scope="module")
 def narrow(pocket: Pocket) -> Iterator[Running]:
     """Two sequences and one place in the queue."""
-    settings = Settings(port=0, sequences=2, max_kv_size=2048, max_queue=1)
-    with running(start(settings, *pocket)) as found:
+    with served(*pocket, sequences=2, max_kv_size=2048, max_queue=1) as found:
         yield found
 
 
@@ -92,3 +93,13 @@ def test_a_slow_reader_holds_nobody_up(narrow: Running) -> None:
             read += slow.recv(1 << 20)
     assert read.count(b'"finish_reason":"length"') == 1
     assert read.count(b'"top_logprobs"') == 200
+
+
+def test_only_answers_that_are_allowed_and_every_page_is_free_afterwards(server: Running) -> None:
+    figures = load_test.load(server.url, os.getpid(), count(1.5, 20.0), count(60, 200))
+    assert load_test.judge(figures, health_ms=5000) == []
+    for change in ({"statuses": {"200": 1, "400": 1, "429": 1, "500": 1}}, {"idle_afterwards": False}):
+        (found,) = load_test.judge(figures | change, health_ms=5000)
+        assert found.startswith(*change)
+    assert figures["health_asked"] > 3
+    assert set(figures["kinds"]) == set(load_test.KINDS)

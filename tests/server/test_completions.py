@@ -1,15 +1,195 @@
-"""OpenAI's completions over HTTP: prompts as text and ids, one or several, in the older shape."""
+"""OpenAI's completions over HTTP: the numbers and shapes that mlx-lm and OpenAI's API have."""
 
+from functools import partial
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 import pytest
-from support.interfaces import CHAT, COMPLETIONS
+from support.interfaces import CHAT, COMPLETIONS, FOX, Interface
 from support.server import Running, sse_events
 
+from kvant.models import Decoder
+
+Pocket = tuple[Decoder, Any]
 TEXT = "Once upon a time there was a fox"
+ASKED = [{"role": "user", "content": FOX}]
+ask = partial(CHAT.ask, temperature=None)
 
 
-def ask(server: Running, prompt: Any = TEXT, tokens: int | None = 12, **fields: Any) -> dict[str, Any]:
+def text_of(answer: dict[str, Any], choice: int = 0) -> str:
+    return str(answer["choices"][choice]["message"]["content"])
+
+
+def test_log_probabilities_and_penalties(exact: Running, pocket: Pocket, pocket_mlx_lm: nn.Module) -> None:
+    """Greedy tokens are those of the reference's logits less OpenAI's penalties, whose counts are of the answer."""
+    ids = pocket[1].apply_chat_template(ASKED, add_generation_prompt=True)
+    fields = {"presence_penalty": 0.6, "frequency_penalty": 1.1, "logit_bias": {"300": -3, "301": 2}}
+    answer = CHAT.ask(exact, tokens=40, logprobs=True, top_logprobs=5, ignore_eos=True, **fields)
+    told = answer["choices"][0]["logprobs"]["content"]
+    by_bytes = {pocket[1].detokenizer.token_bytes(token): token for token in range(len(pocket[1]))}
+    tokens = [by_bytes[bytes(each["bytes"])] for each in told]
+    assert len(tokens) == 40
+    assert b"".join(bytes(each["bytes"]) for each in told).decode() == text_of(answer)
+    logits = np.array(pocket_mlx_lm(mx.array([ids + tokens[:-1]]))[0, len(ids) - 1 :], np.float64)
+    counts = np.zeros(logits.shape[-1])
+    plain = []
+    for token, row, each in zip(tokens, logits, told, strict=True):
+        plain.append(int(row.argmax()))
+        changed = row - 1.1 * counts - 0.6 * (counts > 0)
+        changed[300] -= 3
+        changed[301] += 2
+        logprobs = changed - changed.max() - np.log(np.exp(changed - changed.max()).sum())
+        assert token == changed.argmax()
+        assert each["logprob"] == pytest.approx(logprobs[token], abs=1e-4)
+        best = np.argsort(-logprobs)[:5]
+        assert [by_bytes[bytes(other["bytes"])] for other in each["top_logprobs"]] == best.tolist()
+        assert [other["logprob"] for other in each["top_logprobs"]] == pytest.approx(logprobs[best], abs=1e-4)
+        counts[token] += 1
+    assert plain != tokens  # the penalties changed something
+
+
+@pytest.mark.parametrize(
+    ("to", "fields"),
+    [
+        (CHAT, {"n": 3, "seed": -7, "temperature": 1.2, "top_p": 0.9, "logprobs": True, "top_logprobs": 1}),
+        (
+            COMPLETIONS,
+            {"asked": [TEXT, "The bear"], "n": 2, "seed": 3, "temperature": 1, "logprobs": 1, "stop": "the"},
+        ),
+    ],
+    ids=str,
+)
+def test_a_stream_is_the_whole_answer(server: Running, to: Interface, fields: dict[str, Any]) -> None:
+    whole = to.ask(server, **fields)
+    chunks = sse_events(server, to.path, to.body(stream_options={"include_usage": True}, **fields))
+    assert len({(chunk["id"], chunk["created"], chunk["object"]) for chunk in chunks}) == 1
+    assert {chunk["usage"] is None for chunk in chunks[:-1]} == {True}
+    assert chunks[-1]["choices"] == []
+    for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert chunks[-1]["usage"][key] == whole["usage"][key]
+    if to is CHAT:
+        assert [chunk["choices"][0]["delta"] for chunk in chunks[:3]] == [{"role": "assistant", "content": ""}] * 3
+    for choice in whole["choices"]:
+        own = [chunk["choices"][0] for chunk in chunks[:-1] if chunk["choices"][0]["index"] == choice["index"]]
+        assert len(own) > 5
+        said = [each["delta"].get("content", "") if to is CHAT else each["text"] for each in own]
+        assert "".join(said) == (text_of(whole, choice["index"]) if to is CHAT else choice["text"])
+        assert [each["finish_reason"] for each in own if each["finish_reason"]] == [choice["finish_reason"]]
+        expected = {key: value or [] for key, value in choice["logprobs"].items()}
+        parts = [each["logprobs"] for each in own if each["logprobs"]]
+        told = {key: [item for part in parts for item in part[key] or ()] for key in expected}
+        if to is COMPLETIONS:  # which answers are computed together is a matter of time, and the last digits with it
+            assert told.pop("token_logprobs") == pytest.approx(expected.pop("token_logprobs"), abs=1e-3)
+            for found, top in zip(told.pop("top_logprobs"), expected.pop("top_logprobs"), strict=True):
+                assert found == pytest.approx(top, abs=1e-3)
+        assert told == expected
+
+
+def test_defaults_are_the_models(exact: Running) -> None:
+    assert text_of(ask(exact, seed=3)) == text_of(ask(exact, seed=3, temperature=0.7, top_p=0.95))
+    assert text_of(ask(exact, seed=3, top_p=1e-9)) == text_of(ask(exact, top_p=0)) == text_of(ask(exact, temperature=0))
+    assert text_of(ask(exact, temperature=0, seed=1, top_k=5, min_p=0.1)) == text_of(ask(exact, temperature=1e-8))
+
+
+def test_what_cannot_change_an_answer_is_taken(server: Running) -> None:
+    fields = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "prompt_cache_key": "k"}
+    fields |= {"modalities": ["text"], "safety_identifier": "s", "verbosity": "medium", "parallel_tool_calls": True}
+    fields |= {"tools": None, "response_format": {"type": "text"}, "audio": None, "stop": [], "n": 1, "stream": False}
+    answer = server.client.post(CHAT.path, json=CHAT.body() | fields).json()
+    assert text_of(answer) == text_of(CHAT.ask(server))
+
+
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+BOTH = [{"role": "user", "content": [{"type": "text", "text": "x", "image_url": {"url": "data:,"}}]}]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+CALLED = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{"}}
+CALLS = "messages[0].tool_calls"
+REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"messages": []}, "messages", "at least one message"),
+    ({"messages": IMAGE}, "messages[0].content[0].type", "'image_url'"),
+    ({"messages": BOTH}, "messages[0].content[0].image_url", "image_url"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "has no content"),
+    ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role", "robot"),
+    ({"messages": [{"role": "user", "content": "", "tool_calls": [CALLED]}]}, "messages[0]", "of an assistant"),
+    ({"messages": [{"role": "assistant", "tool_calls": [CALLED]}]}, f"{CALLS}[0].function.arguments", "'{'"),
+    ({"messages": [{"role": "tool", "content": "", "tool_call_id": "x"}]}, "messages[0].tool_call_id", "no call"),
+    ({"messages": [{"role": "tool", "content": ""}]}, "messages[0]", "expected tool_call_id"),
+    ({"messages": [{"role": "user", "content": "a " * 40_000}]}, "messages", "room for 512 tokens"),
+    ({"temperature": 2.5}, "temperature", "is 2.5; expected 0 to 2"),
+    ({"temperature": "hot"}, "temperature", "Expected `float | null`"),
+    ({"top_p": 1.5}, "top_p", "is 1.5; expected 0 to 1"),
+    ({"presence_penalty": 3}, "presence_penalty", "is 3.0; expected -2 to 2"),
+    ({"xtc_threshold": 0.1}, "xtc_threshold", "no effect without xtc_probability"),
+    ({"seed": 2**64}, "seed", "expected -9223372036854775808 to"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "Expected `int`, got `str`"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5", "is 101.0; expected -100 to 100"),
+    ({"n": 5}, "n", "is 5; expected 1 to 4"),
+    ({"max_tokens": 0}, "max_tokens", "is 0; expected at least 1"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "expected one of them"),
+    ({"stop": [""]}, "stop", "a text of 0 characters; expected 1 to 256"),
+    ({"stop": ["a"] * 17}, "stop", "has 17 texts; expected at most 16"),
+    ({"top_logprobs": 3}, "top_logprobs", "no effect without logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "is 21; expected 0 to 20"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "no effect without stream"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "true"),
+    ({"store": True}, "store", "keeps no answers"),
+    ({"modalities": ["audio"]}, "modalities[0]", "audio"),
+    ({"functions": []}, "functions", "Expected `null`"),
+    ({"reasoning_effort": "low"}, "reasoning_effort", "knows no reasoning_effort"),
+    ({"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs", "kvant sets itself"),
+    ({"chat_template_kwargs": {"thinking": 1}}, "chat_template_kwargs", "does not mention"),
+    ({"tool_choice": "required"}, "tool_choice", "no effect without tools"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].function.name", "another tool has"),
+    ({"tools": [{**TOOL, "function": {"name": "a b"}}]}, "tools[0].function.name", "'a b'; expected 1 to 64 letters"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].type", "custom"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "one of tools"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+    ({"structured_outputs": {}}, "structured_outputs", "has nothing; expected one of"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "expected texts"),
+    ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs", "has regex, grammar"),
+]
+REFUSED_PROMPTS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"suffix": "end"}, "suffix", "only continues text"),
+    ({"best_of": 2}, "best_of", "is 2; expected 1, which is n"),
+    ({"logprobs": 6}, "logprobs", "is 6; expected 0 to 5"),
+    ({"logprobs": 1, "echo": True}, "echo", "expected echo or logprobs"),
+    ({"prompt": []}, "prompt", "has 0 prompts; expected 1 to 128"),
+    ({"prompt": ["a"] * 129}, "prompt", "has 129 prompts"),
+    ({"prompt": [1, "a"]}, "prompt", "numbers beside prompts"),
+    ({"prompt": ""}, "prompt", "the prompt is empty"),
+    ({"prompt": ["fox", ""]}, "prompt", "the prompt is empty"),
+    ({"prompt": [1280]}, "prompt", "token id 1280; the model knows 0 to 1279"),
+    ({"prompt": ["fox", "a " * 600]}, "prompt", "512 are reserved"),
+    ({"messages": []}, "messages", "unknown field"),
+    ({"stream_options": {}}, "stream_options", "no effect without stream"),
+]
+
+
+@pytest.mark.parametrize(
+    ("to", "stream"), [(CHAT, False), (CHAT, True), (COMPLETIONS, False)], ids=["chat", "stream", "completions"]
+)
+def test_what_is_wrong_is_refused_by_name(server: Running, to: Interface, stream: bool) -> None:
+    for fields, param, part in REFUSED if to is CHAT else REFUSED_PROMPTS:
+        if stream and "stream_options" in fields:
+            continue
+        answered = server.client.post(to.path, json=to.body(tokens=2, stream=stream) | fields)
+        assert answered.status_code == 400, fields
+        error = answered.json()["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", param), error
+        assert part in error["message"], error
+        assert "\n" not in error["message"]
+
+
+def test_without_a_limit_an_answer_fills_the_context(server: Running) -> None:
+    answer = CHAT.ask(server, "a " * 450, None, ignore_eos=True)
+    # The last token is sampled and not fed.
+    assert answer["usage"]["total_tokens"] == 513
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def complete(server: Running, prompt: Any = TEXT, tokens: int | None = 12, **fields: Any) -> dict[str, Any]:
     return COMPLETIONS.ask(server, prompt, tokens, **fields)
 
 
@@ -22,21 +202,26 @@ def test_prompts_in_every_form(server: Running) -> None:
     tokenizer = server.service.tokenizer
     other = "The bear had a red"
     ids, other_ids = tokenizer.encode(TEXT), tokenizer.encode(other)
-    alone, other_alone = texts_of(ask(server)), texts_of(ask(server, other))
-    assert texts_of(ask(server, [TEXT])) == texts_of(ask(server, ids)) == texts_of(ask(server, [ids])) == alone
+    alone, other_alone = texts_of(complete(server)), texts_of(complete(server, other))
+    assert (
+        texts_of(complete(server, [TEXT]))
+        == texts_of(complete(server, ids))
+        == texts_of(complete(server, [ids]))
+        == alone
+    )
     assert len({*alone, *other_alone}) == 2
-    answer = ask(server, [TEXT, other_ids, other], n=2)
+    answer = complete(server, [TEXT, other_ids, other], n=2)
     assert texts_of(answer) == [*alone, *alone, *other_alone * 4]
     assert answer["usage"]["prompt_tokens"] == len(ids) + 2 * len(other_ids)
-    assert texts_of(ask(server, [TEXT, ids], echo=True)) == [TEXT + alone[0]] * 2
-    assert ask(server, tokens=None)["usage"]["completion_tokens"] <= 16  # OpenAI's default
+    assert texts_of(complete(server, [TEXT, ids], echo=True)) == [TEXT + alone[0]] * 2
+    assert complete(server, tokens=None)["usage"]["completion_tokens"] <= 16  # OpenAI's default
     assert answer["object"] == "text_completion"
     assert {choice["finish_reason"] for choice in answer["choices"]} <= {"length", "stop"}
 
 
 def test_many_prompts_are_more_than_run_at_once(server: Running) -> None:
     prompts = [f"A fox and {number} bears" for number in range(2 * server.service.settings.max_queue)]
-    answer = ask(server, prompts, 2, echo=True)
+    answer = complete(server, prompts, 2, echo=True)
     assert all(text.startswith(prompt) for text, prompt in zip(texts_of(answer), prompts, strict=True))
 
 
@@ -44,7 +229,7 @@ def test_log_probabilities_are_those_of_chat(server: Running) -> None:
     messages = [{"role": "user", "content": "Tell me a story."}]
     prompt = server.service.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     chat = CHAT.ask(server, messages, 12, logprobs=True, top_logprobs=3)["choices"][0]
-    choice = ask(server, prompt, logprobs=3)["choices"][0]
+    choice = complete(server, prompt, logprobs=3)["choices"][0]
     assert choice["text"] == chat["message"]["content"]
     told, content = choice["logprobs"], chat["logprobs"]["content"]
     assert told["tokens"] == [each["token"] for each in content]
@@ -56,26 +241,5 @@ def test_log_probabilities_are_those_of_chat(server: Running) -> None:
         assert offset == at
         assert choice["text"].startswith(token, at)
         at += len(token)
-    assert ask(server, prompt, logprobs=0)["choices"][0]["logprobs"]["top_logprobs"] == [None] * len(content)
-    assert ask(server, prompt)["choices"][0]["logprobs"] is None
-
-
-def test_a_stream_is_the_whole(server: Running) -> None:
-    fields = {"prompt": [TEXT, "The bear"], "n": 2, "seed": 3, "temperature": 1.1, "logprobs": 1, "stop": "the"}
-    whole = ask(server, **fields)
-    body = COMPLETIONS.body(tokens=12, stream_options={"include_usage": True}, **fields)
-    chunks = sse_events(server, COMPLETIONS.path, body)
-    assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
-    assert all(chunk["usage"] is None for chunk in chunks[:-1])
-    for choice in whole["choices"]:
-        own = [chunk["choices"][0] for chunk in chunks[:-1] if chunk["choices"][0]["index"] == choice["index"]]
-        assert "".join(each["text"] for each in own) == choice["text"]
-        assert [each["finish_reason"] for each in own if each["finish_reason"]] == [choice["finish_reason"]]
-        told = {key: [item for each in own for item in each["logprobs"][key]] for key in choice["logprobs"]}
-        whole_told = choice["logprobs"]
-        # Which answers are computed together is a matter of time, and the last digits with it.
-        assert told.pop("token_logprobs") == pytest.approx(whole_told.pop("token_logprobs"), abs=1e-3)
-        for found, expected in zip(told.pop("top_logprobs"), whole_told.pop("top_logprobs"), strict=True):
-            assert found == pytest.approx(expected, abs=1e-3)
-        assert told == whole_told
+    assert complete(server, prompt, logprobs=0)["choices"][0]["logprobs"]["top_logprobs"] == [None] * len(content)
+    assert complete(server, prompt)["choices"][0]["logprobs"] is None

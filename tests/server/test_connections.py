@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from support.counts import count
-from support.server import Running, read_all, running, start, wait
+from support.server import Running, read_all, served, wait
 
-from kvant.server.settings import Limits, Settings
+from kvant.server.settings import Limits
 
 ASK = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SENT: list[int] = []  # bytes of the endless answer
@@ -39,8 +39,7 @@ async def endless(request: Request) -> Response:
 def strict(pocket: Any) -> Iterator[Running]:
     """A server of few connections and short times."""
     limits = Limits(connections=6, header_s=0.7, idle_s=0.7, write_s=0.7)
-    settings = Settings(port=0, sequences=1, max_kv_size=128, limits=limits)
-    with running(start(settings, *pocket), [Route("/endless", endless)]) as found:
+    with served(*pocket, routes=[Route("/endless", endless)], limits=limits) as found:
         yield found
 
 
@@ -131,8 +130,7 @@ def test_bytes_that_are_no_http(pocket: Any) -> None:
         b'Connection: close\r\n\r\n{"prompt": "abc"}'
     )
     statuses = set()
-    settings = Settings(port=0, sequences=1, max_kv_size=128, limits=Limits(header_s=0.3, body_s=0.3, idle_s=0.3))
-    with running(start(settings, *pocket)) as server:
+    with served(*pocket, limits=Limits(header_s=0.3, body_s=0.3, idle_s=0.3)) as server:
         for _ in range(count(3, 100)):
             with ExitStack() as held:
                 connections = [held.enter_context(server.connect()) for _ in range(80)]

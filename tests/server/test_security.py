@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from support.server import Running, running, start
+from support.server import Running, served
 
 from kvant.errors import ArgumentError
 from kvant.server.settings import Settings
@@ -31,8 +31,7 @@ async def fail(request: Request) -> Response:
 @pytest.fixture(scope="module")
 def locked(pocket: Any) -> Iterator[Running]:
     """A server with keys, that a web page may use."""
-    settings = Settings(port=0, sequences=1, max_kv_size=128, api_keys=KEYS, allow_origins=(PAGE,))
-    with running(start(settings, *pocket), [Route("/salt", salt)]) as found:
+    with served(*pocket, routes=[Route("/salt", salt)], api_keys=KEYS, allow_origins=(PAGE,)) as found:
         yield found
 
 
@@ -152,8 +151,7 @@ def test_prefixes_are_shared_by_key(locked: Running, pocket: Any) -> None:
     assert salts == {hashlib.sha256(key.encode()).hexdigest() for key in KEYS}
     asked = {"model": "pocket", "prompt": "The bear went home. " * 40, "max_tokens": 2}
     for keys, expected in ((KEYS, [False, True, False]), ((), [False, True, True])):
-        settings = Settings(port=0, sequences=1, max_kv_size=512, api_keys=keys)
-        with running(start(settings, *pocket), [Route("/salt", salt)]) as opened:
+        with served(*pocket, routes=[Route("/salt", salt)], max_kv_size=512, api_keys=keys) as opened:
             told = []
             for key in (KEYS[0], KEYS[0], KEYS[1]):
                 answer = opened.client.post("/v1/completions", json=asked, headers={"x-api-key": key}).json()
@@ -164,8 +162,7 @@ def test_prefixes_are_shared_by_key(locked: Running, pocket: Any) -> None:
 
 def test_an_error_that_nobody_expected_tells_nothing(pocket: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Neither to the client nor to the log: its text may be a prompt."""
-    settings = Settings(port=0, sequences=1, max_kv_size=128)
-    with running(start(settings, *pocket), [Route("/fail", fail, methods=["POST"])]) as opened:
+    with served(*pocket, routes=[Route("/fail", fail, methods=["POST"])]) as opened:
         answer = opened.client.post("/fail", content=b"a secret prompt", headers={"x-api-key": "a secret key"})
         assert answer.status_code == 500
         assert answer.json()["error"]["type"] == "server_error"
@@ -186,8 +183,7 @@ def test_an_address_that_others_reach_needs_a_key() -> None:
 
 def test_a_server_on_all_addresses(pocket: Any) -> None:
     """It does not know under which it is reached. A name can be rebound, an address cannot."""
-    settings = Settings(host="0.0.0.0", port=0, sequences=1, max_kv_size=128, api_keys=KEYS)
-    with running(start(settings, *pocket)) as opened:
+    with served(*pocket, host="0.0.0.0", api_keys=KEYS) as opened:
         port = opened.url.rpartition(":")[2]
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
             for host, status in (("192.168.1.5:80", 200), ("[fe80::1]", 200), ("evil.example", 403)):

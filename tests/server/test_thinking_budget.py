@@ -9,11 +9,10 @@ import mlx.core as mx
 import pytest
 from support.checkpoints import qwen3_config, reference_model, save_checkpoint
 from support.interfaces import MESSAGES
-from support.server import Running, running, start
+from support.server import Running, served
 from support.tokenizers_made import write_tokenizer
 
-from kvant.server.settings import Settings
-from kvant.server.thinking import ThinkingBudget
+from kvant.server.turns import ThinkingBudget
 
 TEMPLATE = """
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}
@@ -32,8 +31,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     save_checkpoint(folder, config, reference_model(config))
     write_tokenizer(folder, "qwen3", extra_special_tokens=["<think>", "</think>"], chat_template=TEMPLATE)
     (folder / "config.json").write_text(json.dumps(config))
-    settings = Settings(model=str(folder), port=0, sequences=2, max_kv_size=256)
-    with running(start(settings)) as found:
+    with served(model=str(folder), sequences=2, max_kv_size=256) as found:
         yield found
 
 

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,11 @@ def running(service: Service, routes: Sequence[BaseRoute] = ()) -> Iterator[Runn
             thread.join(SOON)
             assert not thread.is_alive()
             service.close()
+
+
+def served(*loaded: Any, routes: Sequence[BaseRoute] = (), **settings: Any) -> AbstractContextManager[Running]:
+    """Serve a model, with further routes; unless settings say otherwise, one sequence of 128 tokens."""
+    return running(start(Settings(**{"port": 0, "sequences": 1, "max_kv_size": 128} | settings), *loaded), routes)
 
 
 Started = tuple[Any, httpx2.Client, list[str]]  # a process, a client of it, its lines on standard error as they come

@@ -5,7 +5,6 @@ import gc
 import json
 import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -28,13 +27,6 @@ LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
 ITSELF: list[Any] = []
 ITSELF.append(ITSELF)
 HOLDER: dict[str, Any] = {"role": "user", "content": ITSELF}
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[TextProcess]:
-    made = TextProcess()
-    yield made
-    made._end()
 
 
 ENDLESS = r"it takes longer than 0\.5 s|too much memory"

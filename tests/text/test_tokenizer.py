@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -188,13 +188,6 @@ VARIANTS: dict[str, Callable[[Files], object]] = {
     "no config": lambda files: files.pop(CONFIG),
 }
 KINDS = ["qwen2", "llama2", "wordpiece"]
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[TextProcess]:
-    made = TextProcess()
-    yield made
-    made._end()
 
 
 @pytest.fixture(scope="module")

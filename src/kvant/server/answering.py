@@ -1,25 +1,27 @@
-"""A checked request to the engine, and what it generates, as it comes."""
+"""A checked request to the engine, and what it generates as it comes: pieces of text, tool calls, ends."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from kvant.engine.processors import Frequency, LogitsProcessor, Presence
 from kvant.engine.request import Request, Token
 from kvant.errors import ArgumentError, ContextError, EngineError, GrammarError, KvantError, QueueFullError
-from kvant.server.answer_text import AnswerText
+from kvant.server.body import refused
 from kvant.server.errors import ApiError
-from kvant.server.generation import Begun, End, EndReason, Event, Generation, Text, Tool
-from kvant.server.sampling import refused
+from kvant.server.generation import Begun, Call, End, EndReason, Event, Generation, Text, TokenLogprob, Tool
 from kvant.server.service import Service
-from kvant.server.thinking import thinking_budget
-from kvant.server.tools import as_shown, for_template, shown_tools
-from kvant.text.answer_parts import AnswerParts
+from kvant.server.turns import as_shown, for_template, shown_tools, thinking_budget
+from kvant.text.answer_parts import AnswerParts, CallPart, Part, TextPart
 from kvant.text.detokenizer import ByteDetokenizer
 from kvant.text.grammar import Grammar, build_tool_grammar
 from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
+from kvant.text.stream import StopText, TextStream
+from kvant.text.tokenizer import Tokenizer
 
+LEAST_LOGPROB = -9999.0  # of a token that cannot come: JSON has no infinity. OpenAI's number
 RETRY_AFTER_S = 1  # what a client is told to wait where the queue is full
 # Of its own, and one: grammars that take long must not take the threads that others' prompts are read in.
 COMPILING = ThreadPoolExecutor(1, "kvant-grammar")
@@ -168,7 +170,7 @@ def _compile(service: Service, generation: Generation, prompt: str) -> Grammar:
     return service.grammars.compile("tool_calls", source, rendered)
 
 
-def _text(service: Service, generation: Generation, prompt: Prompt, number: int) -> AnswerText:
+def _text(service: Service, generation: Generation, prompt: Prompt, number: int) -> "AnswerText":
     tools, parts = shown_tools(service, generation), None
     if generation.messages is not None:
         parts = AnswerParts(service.tokenizer, prompt.text, tools, service.tool_format)
@@ -193,3 +195,103 @@ def _failure(error: Exception, generation: Generation) -> ApiError:
     return ApiError(
         str(error), param=generation.field, code="context_length_exceeded" if isinstance(error, ContextError) else None
     )
+
+
+class AnswerText:
+    """Takes the tokens of one answer.
+
+    Attributes:
+        tokens: so far.
+        thinking_tokens: those before the answer itself, where the model thought.
+        calls: tool calls so far.
+    """
+
+    def __init__(
+        self, number: int, tokenizer: Tokenizer, parts: AnswerParts | None, stop: Sequence[str], *, logprobs: bool
+    ) -> None:
+        """For answer ``number`` of a request. ``parts``: splits it; None: all of it is text."""
+        self.tokens = self.thinking_tokens = self.calls = 0
+        self._number = number
+        self._text = TextStream(tokenizer)
+        self._parts = parts
+        self._stop = StopText(stop)
+        self._logprobs = logprobs
+        # Tokens whose text is not out yet. Marks, and what is held back, come between a token and its text.
+        self._pending: list[TokenLogprob] = []
+        self._thought = self._said = False
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended it. One is looked for in the answer itself: thinking and calls do not count."""
+        return self._stop.found
+
+    def take(self, token: Token) -> list[Text | Call]:
+        """The next token, and after the last one what was held back."""
+        assert token.token is not None
+        self.tokens += 1
+        parts: list[Part] = []
+        if token.finish_reason != "stop":  # an end of text is no part of it
+            if self._logprobs:
+                self._pending.append(self._logprob(token))
+            parts += self._split(self._text.add(token.token))
+        if token.finish_reason is not None:
+            parts += self._split(self._text.finish())
+            parts += [] if self._parts is None else self._parts.finish()
+        events = self._events(parts)
+        if token.finish_reason is not None and (rest := self._stop.finish()):
+            events.append(self._piece(rest, False))
+        if self._thought and not self._said:
+            self.thinking_tokens = self.tokens
+        return events
+
+    def _split(self, text: str) -> Sequence[Part]:
+        if self._parts is not None:
+            return self._parts.add(text)
+        return [TextPart(text)] if text else []
+
+    def _events(self, parts: Sequence[Part]) -> list[Text | Call]:
+        events: list[Text | Call] = []
+        for part in parts:
+            if self.stop is not None:
+                break
+            if isinstance(part, CallPart):
+                if held := self._stop.finish():
+                    events.append(self._piece(held, False))
+                events.append(Call(self._number, self.calls, part.name, part.arguments))
+                self._pending = []
+                self.calls += 1
+                self._said = True
+            elif part.thinking:
+                self._thought = True
+                events.append(self._piece(part.text, True))
+            else:
+                self._said = True
+                if text := self._stop.add(part.text):
+                    events.append(self._piece(text, False))
+        return events
+
+    def _piece(self, text: str, thinking: bool) -> Text:
+        return Text(self._number, text, thinking, self._taken(text) if self._pending else ())
+
+    def _taken(self, text: str) -> list[TokenLogprob]:
+        """The pending tokens that a piece of text was made of. Those before it were marks."""
+        tokens, self._pending = self._pending, []
+        content, written = text.encode("utf-8", "replace"), b"".join(token.bytes for token in tokens)
+        places = [*accumulate((len(token.bytes) for token in tokens), initial=0)]
+        at = next((place for place in places if written.startswith(content, place)), written.find(content))
+        if at < 0:  # not the tokens' own bytes, such as marks of what is no character
+            return tokens
+        last = at + len(content)
+        spans = list(zip(tokens, places, places[1:], strict=False))
+        self._pending = [token for token, _, end in spans if end > last]
+        return [token for token, start, end in spans if start < last and at < end <= last]
+
+    def _logprob(self, token: Token) -> TokenLogprob:
+        assert token.token is not None
+        assert token.logprob is not None
+        top = [self._told(other, logprob) for other, logprob in token.top_logprobs]
+        return self._told(token.token, token.logprob, top)
+
+    def _told(self, token: int, logprob: float, top: Sequence[TokenLogprob] = ()) -> TokenLogprob:
+        written = self._text.token_bytes(token)
+        return TokenLogprob(written.decode("utf-8", "replace"), max(logprob, LEAST_LOGPROB), written, top)

@@ -11,19 +11,16 @@ from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse
 
 from kvant.engine.drafting.drafts import ServedSource
 from kvant.server.answering import read_prompt
-from kvant.server.body import Caller, Fields, decode, json_response
-from kvant.server.endpoint import Dialect, unless_gone
+from kvant.server.body import Caller, Fields, SamplingFields, check_range, decode, max_tokens, sampling_options, stops
+from kvant.server.endpoint import Dialect, Encoder, unless_gone
 from kvant.server.errors import ApiError
-from kvant.server.generation import Begun, Call, End, Event, Format, Generation, Text, Tool, ToolChoice
-from kvant.server.sampling import SamplingFields, check_range, max_tokens, sampling_options, stops
+from kvant.server.generation import Begun, Call, End, Format, Generation, Text, Tool, ToolChoice
 from kvant.server.service import Service
-from kvant.server.thinking import from_opaque, opaque, switched, with_effort
-from kvant.server.tools import checked_tools, tool_named
-from kvant.server.turns import Turns, joined
+from kvant.server.turns import Turns, checked_tools, from_opaque, opaque, switched, text_of, tool_named, with_effort
 from kvant.text.tokenizer import Tokenizer
 
 CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
@@ -262,7 +259,7 @@ def _add(turns: Turns, role: str, block: Block, place: str) -> None:
         case ThinkingBlock(thinking=thinking), "assistant":
             turns.add_thinking(thinking)
         case ToolUseBlock(), "assistant":
-            turns.add_call(block.id, block.name, block.input)
+            turns.add_call(block.id, block.name, block.input, place)
         case ToolResultBlock(), "user":
             turns.add_result(block.tool_use_id, _result(block), f"{place}.tool_use_id")
         case _:
@@ -272,20 +269,16 @@ def _add(turns: Turns, role: str, block: Block, place: str) -> None:
 
 def _result(block: ToolResultBlock) -> str:
     """The text of a tool's result. That it is an error has to be said in the text: templates know no mark of it."""
-    content = block.content or []
-    text = content if isinstance(content, str) else joined([part.text for part in content])
+    text = text_of(block.content)
     return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text
 
 
-class MessageStream:
+class MessageStream(Encoder):
     """Turns what comes of a generation into events of Anthropic's stream, in its order.
 
     message_start, then for each block content_block_start, content_block_delta, content_block_stop, then message_delta
     and message_stop. A text, a thinking or a tool call is one block.
-
     """
-
-    done = b""
 
     def __init__(self, name: str, *, shows_thinking: bool = True) -> None:
         self._message: dict[str, Any] = {
@@ -302,36 +295,23 @@ class MessageStream:
         self._pieces: list[str] = []  # of the open block
         self._open = ""  # its type
 
-    def add(self, event: Event) -> Iterator[dict[str, Any]]:
-        """The stream's events for the next one; they have to be taken all."""
-        match event:
-            case Begun():
-                self._message["usage"] = {
-                    "input_tokens": event.prompt_tokens - event.cached_tokens,
-                    "cache_read_input_tokens": event.cached_tokens,
-                    "cache_creation_input_tokens": 0,
-                    "output_tokens": 0,
-                }
-                start = {**self._message, "content": [], "usage": dict(self._message["usage"])}
-                yield {"type": "message_start", "message": start}
-            case Text(text=""):
-                pass
-            case Text():
-                yield from self._text(event)
-            case Call():
-                yield from self._call(event)
-            case End():
-                yield from self._end(event)
+    def begun(self, event: Begun) -> Iterator[dict[str, Any]]:
+        self._message["usage"] = {
+            "input_tokens": event.prompt_tokens - event.cached_tokens,
+            "cache_read_input_tokens": event.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": 0,
+        }
+        start = {**self._message, "content": [], "usage": dict(self._message["usage"])}
+        yield {"type": "message_start", "message": start}
 
     def whole(self) -> dict[str, Any]:
-        """The message of the events so far."""
         return self._message
 
     def failed(self, error: ApiError, request_id: str) -> Iterable[dict[str, Any]]:
-        """An error in place of further events."""
         return [error.anthropic(request_id)]
 
-    def _text(self, event: Text) -> Iterator[dict[str, Any]]:
+    def text(self, event: Text) -> Iterator[dict[str, Any]]:
         kind = "thinking" if event.thinking else "text"
         if kind != self._open:
             yield from self._close()
@@ -341,7 +321,7 @@ class MessageStream:
         if self._shows_thinking or not event.thinking:
             yield self._delta({"type": f"{kind}_delta", kind: event.text})
 
-    def _call(self, event: Call) -> Iterator[dict[str, Any]]:
+    def call(self, event: Call) -> Iterator[dict[str, Any]]:
         yield from self._close()
         block = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": event.name, "input": {}}
         yield self._begin(block)
@@ -349,7 +329,7 @@ class MessageStream:
         block["input"] = msgspec.json.decode(event.arguments)
         yield self._stop()
 
-    def _end(self, event: End) -> Iterator[dict[str, Any]]:
+    def end(self, event: End) -> Iterator[dict[str, Any]]:
         yield from self._close()
         reason = "stop_sequence" if event.stop is not None else REASONS[event.reason]
         usage = self._message["usage"]
@@ -394,11 +374,11 @@ MESSAGES = Dialect(
 )
 
 
-async def count_tokens(request: Request) -> Response:
+async def count_tokens(request: Request) -> JSONResponse:
     """Count the tokens of a conversation as it would be fed: system prompt, tools and the template's own text."""
     service: Service = request.app.state.service
     body = decode(await request.body(), Conversation)
     service.check_model(body.model)
     generation = conversation(body, service)
-    prompt = await unless_gone(request, asyncio.to_thread(read_prompt, service, generation))
-    return json_response({"input_tokens": len(prompt.ids)})
+    prompt = await unless_gone(request.receive, asyncio.to_thread(read_prompt, service, generation))
+    return JSONResponse({"input_tokens": len(prompt.ids)})

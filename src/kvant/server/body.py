@@ -1,18 +1,24 @@
-"""JSON: a request's body as a typed structure, where what is wrong is a 400 that names the field; and answers."""
+"""A request's body as a typed structure: what is wrong in it is a 400 that names the field."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import inspect
-from starlette.responses import Response
 
+from kvant.engine.sampling import MIN_TEMP, NEEDS_TEMP, SamplingOptions
+from kvant.errors import ArgumentError
 from kvant.server.errors import ApiError
+from kvant.server.service import Service
 
 T = TypeVar("T")
 MAX_DEPTH = 64
 FLAT = {int, float, bool, str, type(None)}
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # texts of stop, and characters of one
+MAX_BIASES = 1024  # tokens of logit_bias
+ALL_TOKENS = 2**30  # more than a context has
+LEFT_OUT = (*NEEDS_TEMP, "xtc_threshold")  # at temperature 0, where they have no effect
 
 
 class Fields(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -88,12 +94,98 @@ def _children(node: object) -> Iterable[object]:
     return node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
 
 
-def sse(data: Any, event: str | None = None) -> bytes:
-    """One event of JSON."""
-    name = b"" if event is None else b"event: " + event.encode() + b"\n"
-    return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
+class SamplingFields(Fields, frozen=True, kw_only=True):
+    """Fields of a body; null is a field that was not given."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    repetition_context_size: int | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
 
 
-def json_response(data: Any) -> Response:
-    """A response of JSON."""
-    return Response(msgspec.json.encode(data), media_type="application/json")
+def sampling_options(given: SamplingFields) -> SamplingOptions:
+    """The options that a body asks for.
+
+    At temperature 0 the fields that only choose between tokens are left out: they cannot change an answer.
+    """
+    options: dict[str, Any] = {}
+    if (temperature := given.temperature) is not None:
+        check_range("temperature", temperature, 0, 2)
+        options["temp"] = temperature if temperature >= MIN_TEMP else 0.0
+    if (top_p := given.top_p) is not None:
+        check_range("top_p", top_p, 0, 1)
+        options |= {"top_p": top_p} if top_p else {"top_k": 1}  # the engine's 0 would be off
+    for name in ("presence", "frequency"):
+        if penalty := getattr(given, f"{name}_penalty"):
+            check_range(f"{name}_penalty", penalty, -2, 2)
+            options |= {f"{name}_penalty": penalty, f"{name}_context_size": ALL_TOKENS}
+    bias = given.logit_bias or {}
+    if len(bias) > MAX_BIASES:
+        raise ApiError(f"logit_bias has {len(bias)} tokens; expected at most {MAX_BIASES}", param="logit_bias")
+    for token, value in bias.items():
+        check_range(f"logit_bias.{token}", value, -100, 100)
+    options["logit_bias"] = bias
+    if (seed := given.seed) is not None:
+        check_range("seed", seed, -(2**63), 2**64 - 1)
+        options["seed"] = seed % 2**64
+    for name in ("min_p", "repetition_penalty", "repetition_context_size", "xtc_probability", "xtc_threshold"):
+        if (value := getattr(given, name)) is not None:
+            options[name] = value
+    if given.top_k is not None and "top_k" not in options:
+        options["top_k"] = max(given.top_k, 0) if given.top_k == -1 else given.top_k  # -1 is vLLM's word for all
+    try:
+        if options.get("temp") == 0:
+            SamplingOptions(**{name: value for name, value in options.items() if name in LEFT_OUT})  # their ranges
+            options = {name: value for name, value in options.items() if name not in LEFT_OUT}
+        return SamplingOptions(**options)
+    except ArgumentError as error:
+        raise refused(error) from error
+
+
+def refused(error: ArgumentError) -> ApiError:
+    """The engine's complaint, in OpenAI's names."""
+    names = {"temp": "temperature"}
+    return ApiError(error.worded(lambda name: names.get(name, name)), param=names.get(error.argument, error.argument))
+
+
+def check_range(name: str, value: float, least: float, most: float) -> None:
+    """Refuse a number outside a range, both ends of which are in it."""
+    if not least <= value <= most:
+        raise ApiError(f"{name} is {value}; expected {least} to {most}", param=name)
+
+
+def max_tokens(given: int | None, name: str = "max_tokens") -> int | None:
+    """The tokens of an answer; None: as many as there is room for."""
+    if given is not None and given < 1:
+        raise ApiError(f"{name} is {given}; expected at least 1", param=name)
+    return given
+
+
+def stops(given: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
+    """The texts that end an answer."""
+    found = (given,) if isinstance(given, str) else tuple(given or ())
+    if len(found) > MAX_STOPS:
+        raise ApiError(f"{name} has {len(found)} texts; expected at most {MAX_STOPS}", param=name)
+    for text in found:
+        if not 1 <= len(text) <= MAX_STOP_LENGTH:
+            expected = f"expected 1 to {MAX_STOP_LENGTH}"
+            raise ApiError(f"{name} has a text of {len(text)} characters; {expected}", param=name)
+    return found
+
+
+def number_of_answers(n: int | None, service: Service) -> int:
+    """How many answers."""
+    if n is None:
+        return 1
+    most = service.settings.sequences
+    if not 1 <= n <= most:
+        raise ApiError(f"n is {n}; expected 1 to {most}, the sequences of this server", param="n")
+    return n

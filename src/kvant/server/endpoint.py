@@ -4,19 +4,21 @@ A client that goes away ends what was begun for it.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from contextlib import aclosing
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvant.server.answering import answer
-from kvant.server.body import decode, json_response, sse
+from kvant.server.body import decode
 from kvant.server.errors import ApiError, described, log_cause, logger
-from kvant.server.generation import Begun, Event, Generation
+from kvant.server.generation import Begun, Call, End, Event, Generation, Text
 from kvant.server.service import Service
 
 T = TypeVar("T")
@@ -24,21 +26,46 @@ GONE = 499  # a status that nobody reads; nginx's
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # a proxy passes on each event as it comes
 
 
-class Encoder(Protocol):
+class Encoder(ABC):
     """Turns the events of one request into an interface's answer.
 
     Attributes:
         done: the bytes that end a stream.
     """
 
-    done: bytes
+    done = b""
 
-    def add(self, event: Event) -> Iterable[dict[str, Any]]:
+    def add(self, event: Event) -> Iterator[dict[str, Any]]:
         """The stream's events for the next one; they have to be taken all."""
+        match event:
+            case Begun():
+                return self.begun(event)
+            case Text(text="", logprobs=[] | ()):
+                return iter(())
+            case Text():
+                return self.text(event)
+            case Call():
+                return self.call(event)
+            case End():
+                return self.end(event)
 
+    @abstractmethod
+    def begun(self, event: Begun) -> Iterator[dict[str, Any]]: ...
+
+    @abstractmethod
+    def text(self, event: Text) -> Iterator[dict[str, Any]]: ...
+
+    @abstractmethod
+    def call(self, event: Call) -> Iterator[dict[str, Any]]: ...
+
+    @abstractmethod
+    def end(self, event: End) -> Iterator[dict[str, Any]]: ...
+
+    @abstractmethod
     def whole(self) -> dict[str, Any]:
         """The answer in one object, of all events so far."""
 
+    @abstractmethod
     def failed(self, error: ApiError, request_id: str) -> Iterable[dict[str, Any]]:
         """The stream's last events of an answer that could not be ended."""
 
@@ -70,9 +97,10 @@ class Dialect:
             service.settings.sequences // generations[0].answers,
         )
         if body.stream:
-            return EventStream(await unless_gone(request, anext(events)), events, encoder)
-        await unless_gone(request, _take_all(events, encoder))
-        return json_response(encoder.whole())
+            first = await unless_gone(request.receive, anext(events))
+            return EventStream(_lines(first, events, encoder, request.state.request_id))
+        await unless_gone(request.receive, _take_all(events, encoder))
+        return Response(msgspec.json.encode(encoder.whole()), media_type="application/json")
 
 
 async def together(
@@ -119,23 +147,23 @@ async def together(
             else:
                 yield told
     finally:
-        await end(*tasks)
+        await _end(*tasks)
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Wait for work that is cancelled when the client goes away. The body must have been read."""
     working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_gone(request.receive))
+    watching = asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ApiError("the client went away", status=GONE)
         return working.result()
     finally:
-        await end(working, watching)
+        await _end(working, watching)
 
 
-async def end(*tasks: "asyncio.Future[Any]") -> None:
+async def _end(*tasks: "asyncio.Future[Any]") -> None:
     """Cancel what has not ended, and wait for it."""
     for task in tasks:
         task.cancel()
@@ -155,45 +183,43 @@ async def _take_all(events: AsyncGenerator[Event, None], encoder: Encoder) -> No
                 pass
 
 
-class EventStream(Response):
-    """Server-sent events of an answer, the first of whose events has come."""
+class EventStream(StreamingResponse):
+    """Server-sent events of an answer. A client that goes away ends it."""
 
-    def __init__(self, first: Event, rest: AsyncGenerator[Event, None], encoder: Encoder) -> None:
-        self.status_code = 200
-        self.media_type = "text/event-stream"
-        self.background = None
-        self.init_headers(HEADERS)
-        self._first, self._rest, self._encoder = first, rest, encoder
+    def __init__(self, lines: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(lines, headers=HEADERS, media_type="text/event-stream")
+        self._lines = lines
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send, scope["state"]["request_id"]))
-        watching = asyncio.ensure_future(_gone(receive))
-        try:
-            await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
-        finally:
-            await end(sending, watching)
-            await self._rest.aclose()
+        async with aclosing(self._lines):
+            with suppress(ApiError):  # the client went away
+                await unless_gone(receive, self.stream_response(send))
 
-    async def _send(self, send: Send, request_id: str) -> None:
-        async def tell(events: Iterable[dict[str, Any]]) -> None:
-            for each in events:
-                line = sse(each, each.get("type"))
-                await send({"type": "http.response.body", "body": line, "more_body": True})
 
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        last = b""
+async def _lines(
+    first: Event, rest: AsyncGenerator[Event, None], encoder: Encoder, request_id: str
+) -> AsyncGenerator[bytes, None]:
+    """The events of a stream as they are sent."""
+    async with aclosing(rest):
         try:
-            await tell(self._encoder.add(self._first))
-            async for event in self._rest:
-                await tell(self._encoder.add(event))
-            last = self._encoder.done
-        except ApiError as error:
-            log_cause(request_id, error)
-            await tell(self._encoder.failed(error, request_id))
+            for told in encoder.add(first):
+                yield _line(told)
+            async for event in rest:
+                for told in encoder.add(event):
+                    yield _line(told)
         except Exception as error:
-            logger.error("%s: an answer failed after it had begun: %s", request_id, described(error))
-            failed = ApiError("the answer failed; the server's log says why", status=500)
-            await tell(self._encoder.failed(failed, request_id))
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+            if isinstance(error, ApiError):
+                failed = error
+                log_cause(request_id, error)
+            else:
+                logger.error("%s: an answer failed after it had begun: %s", request_id, described(error))
+                failed = ApiError("the answer failed; the server's log says why", status=500)
+            for told in encoder.failed(failed, request_id):
+                yield _line(told)
+        else:
+            yield encoder.done
+
+
+def _line(told: dict[str, Any]) -> bytes:
+    name = f"event: {told['type']}\n".encode() if "type" in told else b""
+    return name + b"data: " + msgspec.json.encode(told) + b"\n\n"

@@ -11,7 +11,7 @@ from kvant.cache.paged_layers import PagedLayers
 from kvant.cache.pages import PAGE_SIZE, runs
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.engine.request import Request, Token
-from kvant.engine.scheduler import Scheduler
+from kvant.engine.scheduler import Counts, Scheduler
 from kvant.server.errors import described, logger
 
 INTERVAL_S = 0.2  # between two looks at the pool
@@ -30,7 +30,7 @@ class Live:
         self.facts = _facts(pool)
         self._pool = pool
         self._lock = threading.Lock()  # held to read or change what follows
-        self._state: dict[str, Any] = self._look([], 0, 0, 0)
+        self._state: dict[str, Any] = self._look([], Counts(0, 0, 0, pool.num_free))
         self._asked = -math.inf  # when somebody did
         self._tokens: deque[tuple[int, float, float | None]] = deque(maxlen=KEPT_TOKENS)
         self._generated = 0
@@ -82,7 +82,7 @@ class Live:
         if scheduler.idle or (now - self._asked < WATCHED_S and now - self._looked >= INTERVAL_S):
             counts, self._looked = scheduler.counts, now
             sequences = [(self._numbers[key], own) for key, own in held.items() if isinstance(own, PoolSequence)]
-            state = self._look(sequences, counts.waiting, counts.prefilling, counts.running)
+            state = self._look(sequences, counts)
         with self._lock:
             self._tokens.extend(times)
             self._generated += len(times)
@@ -95,14 +95,12 @@ class Live:
             self._numbers[key] = next(number for number in range(1, len(taken) + 2) if number not in taken)
         return self._numbers[key]
 
-    def _look(
-        self, sequences: Sequence[tuple[int, PoolSequence]], waiting: int, prefilling: int, running: int
-    ) -> dict[str, Any]:
+    def _look(self, sequences: Sequence[tuple[int, PoolSequence]], counts: Counts) -> dict[str, Any]:
         """The state of the pool's pages, and what there is to do."""
         return {
-            "waiting": waiting,
-            "prefilling": prefilling,
-            "running": running,
+            "waiting": counts.waiting,
+            "prefilling": counts.prefilling,
+            "running": counts.running,
             "sequences": [
                 {"number": number, "tokens": sequence.length, "reserved": sequence.max_tokens}
                 for number, sequence in sequences

@@ -10,23 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import msgspec
+
 from kvant.engine.drafting.drafts import ServedSource
-from kvant.server.body import Fields
-from kvant.server.endpoint import Dialect
-from kvant.server.errors import ApiError
-from kvant.server.generation import (
-    Begun,
-    Call,
-    End,
-    Event,
-    Format,
-    Generation,
-    Text,
-    TokenLogprob,
-    Tool,
-    ToolChoice,
-)
-from kvant.server.sampling import (
+from kvant.server.body import (
+    Fields,
     SamplingFields,
     check_range,
     max_tokens,
@@ -34,10 +22,11 @@ from kvant.server.sampling import (
     sampling_options,
     stops,
 )
+from kvant.server.endpoint import Dialect, Encoder
+from kvant.server.errors import ApiError
+from kvant.server.generation import Begun, Call, End, Format, Generation, Text, TokenLogprob, Tool, ToolChoice
 from kvant.server.service import Service
-from kvant.server.thinking import with_effort
-from kvant.server.tools import checked_tools, tool_named
-from kvant.server.turns import call_arguments, check_arguments, joined
+from kvant.server.turns import Turns, check_arguments, checked_tools, text_of, tool_named, with_effort
 from kvant.text.grammar_source import MAX_SOURCE, escaped
 from kvant.text.prompt import check_variables
 
@@ -58,10 +47,7 @@ class TextPart(Fields, frozen=True, tag="text"):
 
 
 class RefusalPart(Fields, frozen=True, tag="refusal"):
-    refusal: str
-
-
-Part = TextPart | RefusalPart
+    text: str = msgspec.field(name="refusal")
 
 
 class CalledFunction(Fields, frozen=True):
@@ -78,7 +64,7 @@ class ToolCall(Fields, frozen=True):
 
 class Message(Fields, frozen=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[TextPart | RefusalPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -212,7 +198,7 @@ def chat_generation(body: ChatBody, service: Service) -> Generation:
         check_range("top_logprobs", body.top_logprobs, 0, MAX_TOP_LOGPROBS)
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs has no effect without logprobs: true", param="top_logprobs")
-    tools = _tools(body.tools or ())
+    tools = tools_of([tool.function for tool in body.tools or ()], "tools[{}].function.name")
     return Generation(
         messages=_messages(body.messages),
         tools=tools,
@@ -244,62 +230,46 @@ def _common_fields(body: CommonBody, service: Service) -> dict[str, Any]:
     }
 
 
-def _messages(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
+def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """A conversation as :attr:`Generation.messages` has it."""
     if not messages:
         raise ApiError("messages is empty; expected at least one message", param="messages")
     check_arguments([call.function.arguments for message in messages for call in message.tool_calls or ()])
-    names: dict[str, str] = {}  # of tools, by the ids of their calls
-    return [_message(f"messages[{place}]", message, names) for place, message in enumerate(messages)]
+    turns = Turns()
+    for place, message in enumerate(messages):
+        _add(turns, message, f"messages[{place}]")
+    return turns.messages()
 
 
-def _message(place: str, message: Message, names: dict[str, str]) -> Mapping[str, Any]:
+def _add(turns: Turns, message: Message, place: str) -> None:
     role = "system" if message.role == "developer" else message.role
-    made: dict[str, Any] = {"role": role, "content": _text(message.content)}
-    if message.name is not None:
-        made["name"] = message.name
     for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
         if role != "assistant" and getattr(message, name):
             raise ApiError(f"{place} of the role {role!r} has {name}; expected it of an assistant", param=place)
     if (message.tool_call_id is None) is (role == "tool"):
         raise ApiError(f"{place}: expected tool_call_id of the role 'tool', and only there", param=place)
-    if role == "tool":
-        called = message.tool_call_id or ""
-        if called not in names:
-            param = f"{place}.tool_call_id"
-            raise ApiError(f"{param} is {called[:80]!r}; no call before it has this id", param=param)
-        return {"name": names[called], **made, "tool_call_id": called}
-    if message.tool_calls:
-        made["tool_calls"] = []
-        for at, call in enumerate(message.tool_calls):
-            arguments = call_arguments(call.function.arguments, f"{place}.tool_calls[{at}].function.arguments")
-            function = {"name": call.function.name, "arguments": arguments}
-            made["tool_calls"].append({"id": call.id, "type": "function", "function": function})
-            names[call.id] = call.function.name
-    if reasoning := message.reasoning_content or message.reasoning:
-        made["reasoning_content"] = reasoning
-    if message.content is None:
-        made["content"] = message.refusal or ""
-        if role != "assistant" or not (message.tool_calls or message.refusal or reasoning):
-            raise ApiError(f"{place} has no content; expected text", param=f"{place}.content")
-    return made
+    text = text_of(message.content)
+    if message.tool_call_id is not None:
+        turns.add_result(message.tool_call_id, text, f"{place}.tool_call_id", message.name)
+        return
+    reasoning = message.reasoning_content or message.reasoning or ""
+    if message.content is None and not (message.tool_calls or message.refusal or reasoning):
+        raise ApiError(f"{place} has no content; expected text", param=f"{place}.content")
+    turns.begin(role, message.name)
+    turns.add_text(role, text if message.content is not None else message.refusal or "")
+    turns.add_thinking(reasoning)
+    for at, call in enumerate(message.tool_calls or ()):
+        function = call.function
+        turns.add_call(call.id, function.name, function.arguments, f"{place}.tool_calls[{at}].function.arguments")
 
 
-def _text(content: str | Sequence[Part] | None) -> str:
-    """A message's text; of several parts, put together."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return joined([part.text if isinstance(part, TextPart) else part.refusal for part in content])
-
-
-def _tools(tools: Sequence[FunctionTool]) -> tuple[Tool, ...]:
-    """The functions that the model may call."""
+def tools_of(functions: Sequence[Function], field: str) -> tuple[Tool, ...]:
+    """The functions that the model may call. ``field``: where a name is, with {} for its place."""
     made = []
-    for tool in tools:
-        function = tool.function
+    for function in functions:
         given = {} if function.parameters is None else {"parameters": function.parameters}
         made.append(Tool(function.name, function.description or "", strict=bool(function.strict), **given))
-    return checked_tools(made, "tools[{}].function.name")
+    return checked_tools(made, field)
 
 
 def _tool_choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice | Tool:
@@ -412,7 +382,7 @@ def _prompts(given: str | Sequence[str | int | list[int]]) -> list[str | list[in
     return [numbers] if numbers else prompts
 
 
-class _Answers:
+class _Answers(Encoder):
     """What the encoders of both interfaces share: the objects' beginning, and the tokens' numbers."""
 
     done = b"data: [DONE]\n\n"
@@ -431,18 +401,15 @@ class _Answers:
         self._prompt = self._cached = self._tokens = self._thinking = 0
 
     def failed(self, error: ApiError, request_id: str) -> Iterable[dict[str, Any]]:
-        """An error in place of further events."""
         return [error.openai()]
 
-    def _take(self, event: Event) -> None:
-        """Count an event."""
-        if isinstance(event, Begun):
-            self._prompt += event.prompt_tokens
-            self._cached += event.cached_tokens
-        elif isinstance(event, End):
-            self._open -= 1
-            self._tokens += event.tokens
-            self._thinking += event.thinking_tokens
+    def begun(self, event: Begun) -> Iterator[dict[str, Any]]:
+        self._prompt += event.prompt_tokens
+        self._cached += event.cached_tokens
+        return iter(())
+
+    def call(self, event: Call) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError("continued text has no calls")
 
     def _object(self, kind: str, choices: Sequence[Any], **fields: Any) -> dict[str, Any]:
         return {**self._head, "object": kind, "choices": choices, **fields}
@@ -450,8 +417,11 @@ class _Answers:
     def _chunk(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
         return self._object(kind, [choice], **({"usage": None} if self._wants_usage else {}))
 
-    def _end(self, kind: str) -> Iterator[dict[str, Any]]:
-        """The last event of a stream, if the client wants one with the usage."""
+    def _ended(self, event: End, kind: str) -> Iterator[dict[str, Any]]:
+        """Count an answer's end. Behind the last one is an event with the usage, if the client wants it."""
+        self._open -= 1
+        self._tokens += event.tokens
+        self._thinking += event.thinking_tokens
         if self._wants_usage and not self._open:
             yield self._object(kind, [], usage=self._usage())
 
@@ -473,37 +443,35 @@ class ChatAnswers(_Answers):
         self._messages: list[dict[str, Any]] = [{"content": [], "reasoning_content": []} for _ in range(self._count)]
         self._choices: list[dict[str, Any]] = [{"logprobs": []} for _ in range(self._count)]
 
-    def add(self, event: Event) -> Iterator[dict[str, Any]]:
-        """The stream's chunks."""
-        self._take(event)
-        if isinstance(event, Begun):
-            for number in range(self._count):
-                yield self._delta(number, {"role": "assistant", "content": ""})
-            return
-        message, choice = self._messages[event.answer], self._choices[event.answer]
-        if isinstance(event, Text):
-            kind = "reasoning_content" if event.thinking else "content"
-            message[kind].append(event.text)
-            told = [] if event.thinking else logprobs_content(event.logprobs)
-            choice["logprobs"] += told
-            logprobs = {"content": told, "refusal": None} if self._logprobs and not event.thinking else None
-            yield self._delta(event.answer, {kind: event.text}, logprobs=logprobs)
-        elif isinstance(event, Call):
-            function = {"name": event.name, "arguments": event.arguments}
-            call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
-            message.setdefault("tool_calls", []).append(call)
-            yield self._delta(event.answer, {"tool_calls": [{"index": event.index, **call}]})
-        else:
-            choice["finish_reason"] = event.reason
-            yield self._delta(event.answer, {}, event.reason)
-            yield from self._end("chat.completion.chunk")
+    def begun(self, event: Begun) -> Iterator[dict[str, Any]]:
+        yield from super().begun(event)
+        for number in range(self._count):
+            yield self._delta(number, {"role": "assistant", "content": ""})
+
+    def text(self, event: Text) -> Iterator[dict[str, Any]]:
+        kind = "reasoning_content" if event.thinking else "content"
+        self._messages[event.answer][kind].append(event.text)
+        told = [] if event.thinking else logprobs_content(event.logprobs)
+        self._choices[event.answer]["logprobs"] += told
+        logprobs = {"content": told, "refusal": None} if self._logprobs and not event.thinking else None
+        yield self._delta(event.answer, {kind: event.text}, logprobs=logprobs)
+
+    def call(self, event: Call) -> Iterator[dict[str, Any]]:
+        function = {"name": event.name, "arguments": event.arguments}
+        call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        self._messages[event.answer].setdefault("tool_calls", []).append(call)
+        yield self._delta(event.answer, {"tool_calls": [{"index": event.index, **call}]})
+
+    def end(self, event: End) -> Iterator[dict[str, Any]]:
+        self._choices[event.answer]["finish_reason"] = event.reason
+        yield self._delta(event.answer, {}, event.reason)
+        yield from self._ended(event, "chat.completion.chunk")
 
     def _delta(self, answer: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> Any:
         choice = {"index": answer, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return self._chunk("chat.completion.chunk", choice)
 
     def whole(self) -> dict[str, Any]:
-        """The answers in one object."""
         choices = []
         for number, (message, choice) in enumerate(zip(self._messages, self._choices, strict=True)):
             text, thinking = "".join(message["content"]), "".join(message["reasoning_content"])
@@ -527,20 +495,17 @@ class CompletionsAnswers(_Answers):
         self._offsets = [0] * self._count  # characters so far
         self._reasons: list[str | None] = [None] * self._count
 
-    def add(self, event: Event) -> Iterator[dict[str, Any]]:
-        """The stream's chunks."""
-        self._take(event)
-        if isinstance(event, Text):
-            self._texts[event.answer].append(event)
-            yield self._chunk("text_completion", self._choice(event.answer, [event], self._offsets[event.answer], None))
-            self._offsets[event.answer] += len(event.text)
-        elif isinstance(event, End):
-            self._reasons[event.answer] = event.reason
-            yield self._chunk("text_completion", self._choice(event.answer, [], 0, event.reason))
-            yield from self._end("text_completion")
+    def text(self, event: Text) -> Iterator[dict[str, Any]]:
+        self._texts[event.answer].append(event)
+        yield self._chunk("text_completion", self._choice(event.answer, [event], self._offsets[event.answer], None))
+        self._offsets[event.answer] += len(event.text)
+
+    def end(self, event: End) -> Iterator[dict[str, Any]]:
+        self._reasons[event.answer] = event.reason
+        yield self._chunk("text_completion", self._choice(event.answer, [], 0, event.reason))
+        yield from self._ended(event, "text_completion")
 
     def whole(self) -> dict[str, Any]:
-        """The answers in one object."""
         given = enumerate(zip(self._texts, self._reasons, strict=True))
         choices = [self._choice(number, texts, 0, reason) for number, (texts, reason) in given]
         return self._object("text_completion", choices, usage=self._usage())

@@ -14,20 +14,25 @@ import msgspec
 from kvant.engine.drafting.drafts import ServedSource
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ArgumentError
-from kvant.server.body import Caller, Fields, decode
-from kvant.server.endpoint import Dialect
+from kvant.server.body import Caller, Fields, SamplingFields, check_range, decode, max_tokens, refused, sampling_options
+from kvant.server.endpoint import Dialect, Encoder
 from kvant.server.errors import ApiError
-from kvant.server.generation import Begun, Call, End, Event, Format, Generation, Text, Tool, ToolChoice
-from kvant.server.openai import MAX_TOP_LOGPROBS, JsonObjectFormat, TextFormat, logprobs_content
-from kvant.server.sampling import SamplingFields, check_range, max_tokens, refused, sampling_options
+from kvant.server.generation import Begun, Call, End, Format, Generation, Text, Tool, ToolChoice
+from kvant.server.openai import (
+    MAX_TOP_LOGPROBS,
+    Function,
+    JsonObjectFormat,
+    NamedSchema,
+    RefusalPart,
+    TextFormat,
+    logprobs_content,
+    tools_of,
+)
 from kvant.server.service import Service
-from kvant.server.thinking import from_opaque, opaque, with_effort
-from kvant.server.tools import checked_tools, tool_named
-from kvant.server.turns import Turns, call_arguments, check_arguments, joined
+from kvant.server.turns import Turns, check_arguments, from_opaque, opaque, text_of, tool_named, with_effort
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templates know
-NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 STORED = "this server stores nothing: send the whole conversation, with store false"
 
 
@@ -43,11 +48,7 @@ class OutputText(Fields, frozen=True, tag="output_text"):
     parsed: Any = None  # OpenAI's Python client notes here what it made of the text
 
 
-class Refusal(Fields, frozen=True, tag="refusal"):
-    refusal: str
-
-
-Part = InputText | OutputText | Refusal
+Part = InputText | OutputText | RefusalPart
 Status = Literal["in_progress", "completed", "incomplete"] | None
 
 
@@ -111,12 +112,8 @@ ITEMS: Mapping[str, type[Item]] = {
 }
 
 
-class FunctionBody(Fields, frozen=True, kw_only=True):
+class FunctionBody(Function, frozen=True, kw_only=True):
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     output_schema: None = None
@@ -136,11 +133,8 @@ class AllowedTools(Fields, frozen=True, tag="allowed_tools"):
     tools: list[NamedFunction]
 
 
-class JsonSchema(Fields, frozen=True, tag="json_schema"):
-    name: str
-    schema: dict[str, Any]
-    description: str | None = None
-    strict: bool | None = None  # the answer keeps to the schema either way
+class JsonSchema(NamedSchema, frozen=True, tag="json_schema"):
+    pass
 
 
 class TextConfig(Fields, frozen=True):
@@ -231,11 +225,7 @@ def responses_generation(body: ResponsesBody, service: Service) -> Generation:
 
 def _tools(body: ResponsesBody) -> tuple[Sequence[Tool], ToolChoice | Tool]:
     """The tools, and which of them is to be called."""
-    given = [
-        Tool(each.name, each.description or "", each.parameters or NO_PARAMETERS, bool(each.strict))
-        for each in body.tools or []
-    ]
-    tools = checked_tools(given, "tools[{}].name")
+    tools: Sequence[Tool] = tools_of(body.tools or (), "tools[{}].name")
     choice = body.tool_choice
     if isinstance(choice, FunctionChoice):
         return tools, tool_named(tools, choice.name)
@@ -291,39 +281,30 @@ def _item(raw: bytes, place: str) -> Item:
 def _add(turns: Turns, item: Item, place: str) -> None:
     match item:
         case MessageItem():
-            turns.add_text(ROLES.get(item.role, item.role), _text(item.content))
+            turns.add_text(ROLES.get(item.role, item.role), text_of(item.content))
         case ReasoningItem():
             turns.add_thinking(_thinking(item, place))
         case CallItem():
-            turns.add_call(item.call_id, item.name, call_arguments(item.arguments, f"{place}.arguments"))
+            turns.add_call(item.call_id, item.name, item.arguments, f"{place}.arguments")
         case ResultItem():
-            turns.add_result(item.call_id, _text(item.output), f"{place}.call_id")
-
-
-def _text(content: str | Sequence[Part]) -> str:
-    if isinstance(content, str):
-        return content
-    return joined([part.refusal if isinstance(part, Refusal) else part.text for part in content])
+            turns.add_result(item.call_id, text_of(item.output), f"{place}.call_id")
 
 
 def _thinking(item: ReasoningItem, place: str) -> str:
     """An earlier answer's thinking, in whichever way the client was given it."""
     if item.content:
-        return joined([part.text for part in item.content])
+        return text_of(item.content)
     if item.encrypted_content is not None:
         return from_opaque(item.encrypted_content, f"{place}.encrypted_content")
-    return joined([part.text for part in item.summary or []])
+    return text_of(item.summary)
 
 
-class ResponseStream:
+class ResponseStream(Encoder):
     """Turns what comes of a generation into events of OpenAI's stream, in its order.
 
     response.created, response.in_progress, then each item with its parts, then response.completed, .incomplete or
     .failed. A thinking, a text or a function call is one item.
-
     """
-
-    done = b""
 
     def __init__(self, name: str, body: ResponsesBody, generations: Sequence[Generation], service: Service) -> None:
         (generation,) = generations
@@ -341,35 +322,28 @@ class ResponseStream:
         self._pieces: list[str] = []  # of its text
         self._told: list[dict[str, Any]] = []  # its log-probabilities
 
-    def add(self, event: Event) -> Iterator[dict[str, Any]]:
-        """The stream's events for the next one; they have to be taken all."""
-        match event:
-            case Begun():
-                self._response["usage"] = _usage(event)
-                begun = {**self._response, "output": [], "usage": None}
-                yield self._event("response.created", response=begun)
-                yield self._event("response.in_progress", response=begun)
-            case Text(text="", logprobs=[] | ()):
-                pass
-            case Text():
-                yield from self._text(event)
-            case Call():
-                yield from self._call(event)
-            case End():
-                yield from self._end(event)
+    def begun(self, event: Begun) -> Iterator[dict[str, Any]]:
+        begun = {**self._response, "output": [], "usage": None}
+        self._response["usage"] = {
+            "input_tokens": event.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": event.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": 0,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": event.prompt_tokens,
+        }
+        yield self._event("response.created", response=begun)
+        yield self._event("response.in_progress", response=begun)
 
     def whole(self) -> dict[str, Any]:
-        """The response of the events so far."""
         return self._response
 
     def failed(self, error: ApiError, request_id: str) -> Iterator[dict[str, Any]]:
-        """The last events of an answer that could not be ended. OpenAI's clients raise an error for the first."""
-        told = error.openai()["error"]
+        told = error.openai()["error"]  # OpenAI's clients raise an error for the first event
         yield self._event("error", code=told["code"], message=told["message"], param=told["param"], error=told)
         self._response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
         yield self._event("response.failed", response=self._response)
 
-    def _text(self, event: Text) -> Iterator[dict[str, Any]]:
+    def text(self, event: Text) -> Iterator[dict[str, Any]]:
         kind = "reasoning" if event.thinking else "message"
         if kind != self._open:
             yield from self._close("completed")
@@ -423,7 +397,7 @@ class ResponseStream:
         self._open, self._pieces, self._told = "", [], []
         yield self._event("response.output_item.done", output_index=self._index, item=dict(item))
 
-    def _call(self, event: Call) -> Iterator[dict[str, Any]]:
+    def call(self, event: Call) -> Iterator[dict[str, Any]]:
         yield from self._close("completed")
         item = {
             "type": "function_call",
@@ -439,7 +413,7 @@ class ResponseStream:
         item |= {"arguments": event.arguments, "status": "completed"}
         yield self._event("response.output_item.done", output_index=self._index, item=dict(item))
 
-    def _end(self, event: End) -> Iterator[dict[str, Any]]:
+    def end(self, event: End) -> Iterator[dict[str, Any]]:
         status = "incomplete" if event.reason == "length" else "completed"
         if not self._response["output"]:  # clients look for a message
             yield from self._begin("message")
@@ -521,16 +495,6 @@ def _response(model: str, body: ResponsesBody, generation: Generation, sampling:
         "truncation": "disabled",
         "usage": None,
         "user": body.user,
-    }
-
-
-def _usage(event: Begun) -> dict[str, Any]:
-    return {
-        "input_tokens": event.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": event.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": 0,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": event.prompt_tokens,
     }
 
 

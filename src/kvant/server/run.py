@@ -61,7 +61,9 @@ class Connection(H11Protocol):
             self._expect_headers()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._cancel()
+        for due in (self._headers_due, self._read_due):
+            if due is not None:
+                due.cancel()
         super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
@@ -98,16 +100,11 @@ class Connection(H11Protocol):
             self.transport.write(answer)
             self.transport.close()
 
-    def _cancel(self) -> None:
-        for due in (self._headers_due, self._read_due):
-            if due is not None:
-                due.cancel()
-
 
 def bind(settings: Settings) -> socket.socket:
     """A socket at the server's address, that does not listen yet."""
     host = settings.host.strip("[]")
-    try:
+    with _can_listen(settings):
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -118,8 +115,6 @@ def bind(settings: Settings) -> socket.socket:
         except BaseException:
             bound.close()
             raise
-    except OSError as error:
-        raise _cannot_listen(settings, error) from error
     return bound
 
 
@@ -132,10 +127,8 @@ def serve(service: Service, bound: socket.socket, announce: Callable[[str], None
         announce: told a line when the server listens, and another when it begins to end.
     """
     try:
-        try:
+        with _can_listen(service.settings):
             bound.listen(BACKLOG)
-        except OSError as error:
-            raise _cannot_listen(service.settings, error) from error
         server = Server(make_app(service), service, announce)
         server.run(sockets=[bound])
         return server.exit_code
@@ -254,6 +247,11 @@ def _allowed_connections(wanted: int) -> int:
     return max(1, soft - len(os.listdir("/dev/fd")) - 6 * ACCEPTED)
 
 
-def _cannot_listen(settings: Settings, error: OSError) -> KvantError:
-    taken = "; another process listens there" if error.errno == errno.EADDRINUSE else ""
-    return KvantError(f"cannot listen on {settings.host} port {settings.port}: {one_line(error)}{taken}")
+@contextmanager
+def _can_listen(settings: Settings) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        taken = "; another process listens there" if error.errno == errno.EADDRINUSE else ""
+        said = f"cannot listen on {settings.host} port {settings.port}: {one_line(error)}{taken}"
+        raise KvantError(said) from error

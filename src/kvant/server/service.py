@@ -63,12 +63,7 @@ class Service:
         planned: Mapping[str, int] | None = None,
         drafts: PooledDrafts | None = None,
     ) -> None:
-        """Start the engine on a pool.
-
-        Args:
-            planned: bytes by name, that /props tells.
-            drafts: of a draft model, beside this pool; None: there is none.
-        """
+        """Start the engine on a pool."""
         if settings.draft == "model" and drafts is None:
             raise ArgumentError("draft", "is 'model'; expected it with", "draft_model")
         self.drafts = drafts
@@ -100,11 +95,7 @@ class Service:
         self.metrics = Metrics(self.engine, pool)
 
     def drafts_of(self, asked: ServedSource | None) -> Drafts | None:
-        """What answers draft from; None: nothing.
-
-        Args:
-            asked: by a request; None: nothing was, and the server's default holds.
-        """
+        """What a request's answers draft from; None: nothing. If it asks for nothing, the server's default holds."""
         source = asked or self.settings.draft
         if source != "model":
             return drafts_of(source)
@@ -129,12 +120,8 @@ class Service:
         if name in self.names:
             return self.names[0]
         served = repr(self.names[0])
-        raise ApiError(
-            f"the model {name[:200]!r} is not served; expected {served}",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
+        said = f"the model {name[:200]!r} is not served; expected {served}"
+        raise ApiError(said, status=404, param="model", code="model_not_found")
 
     def check_length(self, prompt: str | Sequence[int]) -> None:
         """Refuse a prompt that is too long whatever its tokens are, before time and memory go into it."""

@@ -1,13 +1,35 @@
-"""A conversation's messages for a chat template, from interfaces that give them in pieces."""
+"""A conversation as clients give it: its turns, the tools that the model may call, and its thinking."""
 
-from collections.abc import Sequence
+import base64
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 import msgspec
 
+from kvant.errors import GrammarError
 from kvant.server.body import check_depth
 from kvant.server.errors import ApiError
+from kvant.server.generation import Generation, Tool
 from kvant.server.security import MAX_VALUES, count_marks, count_values
+from kvant.server.service import Service
+from kvant.text.call_form import ToolFormat
+from kvant.text.grammar_source import check_size
+from kvant.text.prompt import mentioned
+from kvant.text.thinking import marks_of
+from kvant.text.tokenizer import Tokenizer
+
+NO_TOOLS = "the model's chat template takes no tools, or writes calls in a form that is not known here"
+MAX_TOOLS = 128  # OpenAI's
+MAX_NAME = 64  # OpenAI's; Anthropic's is 128
+SWITCH = "enable_thinking"  # of Qwen3's template, and of others after it
+EFFORT = "reasoning_effort"  # of gpt-oss
+EFFORTS = ("low", "medium", "high")
+OPAQUE = "kvant:"  # begins a text that thinking is kept in
+BEGINNING = 4  # tokens of an answer that the mark is among: blank ones may come before it
 
 
 def joined(texts: Sequence[str]) -> str:
@@ -23,16 +45,11 @@ def joined(texts: Sequence[str]) -> str:
     return "".join(pieces)
 
 
-def call_arguments(text: str, place: str) -> dict[str, Any]:
-    """The arguments of a call that a client sends back as JSON text; none where the text is empty."""
-    try:
-        arguments = msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ApiError(
-            f"{place} is {text[:80]!r}; expected the JSON text of an object: {error}", param=place
-        ) from error
-    check_depth(arguments)
-    return arguments
+def text_of(content: str | list[Any] | None) -> str:
+    """A message's text; of several parts, put together."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return joined([part.text for part in content])
 
 
 def check_arguments(texts: Sequence[str]) -> None:
@@ -49,6 +66,10 @@ class Turns:
         self._turns: list[dict[str, Any]] = []  # messages whose texts are lists of pieces
         self._names: dict[str, str] = {}  # of tools, by the ids of their calls
 
+    def begin(self, role: str, name: str | None) -> None:
+        """A message of its own, whatever was before it."""
+        self._turns.append({"role": role, "name": name, "content": [], "reasoning_content": [], "tool_calls": []})
+
     def add_text(self, role: str, text: str) -> None:
         """A piece of what the role says."""
         self._of(role)["content"].append(text)
@@ -58,17 +79,19 @@ class Turns:
         if text:
             self._of("assistant")["reasoning_content"].append(text)
 
-    def add_call(self, call_id: str, name: str, arguments: dict[str, Any]) -> None:
-        """A call of the assistant's."""
+    def add_call(self, call_id: str, name: str, given: str | dict[str, Any], place: str) -> None:
+        """A call of the assistant's. Its arguments may be JSON text, ``place``: the field that they are in."""
         self._names[call_id] = name
+        arguments = _arguments(given, place) if isinstance(given, str) else given
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._of("assistant")["tool_calls"].append(call)
 
-    def add_result(self, call_id: str, text: str, place: str) -> None:
-        """What an earlier call brought. ``place``: the field that ``call_id`` is in."""
+    def add_result(self, call_id: str, text: str, place: str, name: str | None = None) -> None:
+        """What an earlier call brought. ``place``: the field that ``call_id`` is in; ``name``: default: the tool's."""
         if call_id not in self._names:
             raise ApiError(f"{place} is {call_id[:80]!r}; no call before it has this id", param=place)
-        self._turns.append({"role": "tool", "content": [text], "tool_call_id": call_id, "name": self._names[call_id]})
+        name = name or self._names[call_id]
+        self._turns.append({"role": "tool", "content": [text], "tool_call_id": call_id, "name": name})
 
     def messages(self) -> list[dict[str, Any]]:
         """All of it, as :attr:`kvant.server.generation.Generation.messages`."""
@@ -81,5 +104,157 @@ class Turns:
     def _of(self, role: str) -> dict[str, Any]:
         """The turn that a piece of this role belongs to."""
         if not self._turns or self._turns[-1]["role"] != role:
-            self._turns.append({"role": role, "content": [], "reasoning_content": [], "tool_calls": []})
+            self.begin(role, None)
         return self._turns[-1]
+
+
+def _arguments(text: str, place: str) -> dict[str, Any]:
+    """The arguments in a JSON text; none if it is empty."""
+    try:
+        arguments = msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(
+            f"{place} is {text[:80]!r}; expected the JSON text of an object: {error}", param=place
+        ) from error
+    check_depth(arguments)
+    return arguments
+
+
+def checked_tools(tools: Sequence[Tool], field: str, longest: int = MAX_NAME) -> tuple[Tool, ...]:
+    """The tools, each with a name of its own. ``field``: where it is, with {} for its place."""
+    if len(tools) > MAX_TOOLS:
+        raise ApiError(f"tools has {len(tools)}; expected at most {MAX_TOOLS}", param="tools")
+    try:
+        check_size("list of tools", [tool.parameters for tool in tools])
+    except GrammarError as error:
+        raise ApiError(str(error), param="tools") from error
+    seen: set[str] = set()
+    for place, tool in enumerate(tools):
+        param = field.format(place)
+        if not re.fullmatch(f"[a-zA-Z0-9_-]{{1,{longest}}}", tool.name):
+            said = f"expected 1 to {longest} letters, digits, _ and -"
+            raise ApiError(f"{param} is {tool.name[:80]!r}; {said}", param=param)
+        if tool.name in seen:
+            raise ApiError(f"{param} is {tool.name!r}, which another tool has; expected another name", param=param)
+        seen.add(tool.name)
+    return tuple(tools)
+
+
+def tool_named(tools: Sequence[Tool], name: str, field: str = "tool_choice") -> Tool:
+    """The tool that has to be called."""
+    for tool in tools:
+        if tool.name == name:
+            return tool
+    names = ", ".join(tool.name for tool in tools) or "none"
+    raise ApiError(f"{field} names {name[:80]!r}; expected one of tools: {names[:200]}", param=field)
+
+
+def shown_tools(service: Service, generation: Generation) -> list[dict[str, Any]]:
+    """The tools that the model is told of, in OpenAI's form; none where it must not call one."""
+    if generation.tool_choice == "none" or not generation.tools:
+        return []
+    if service.tool_format is None:
+        raise ApiError(f"tools: {NO_TOOLS}", param="tools")
+    return [as_shown(tool) for tool in generation.tools]
+
+
+def as_shown(tool: Tool) -> dict[str, Any]:
+    """A tool in OpenAI's form, as templates take it."""
+    described = {"description": tool.description} if tool.description else {}
+    function = {"name": tool.name, **described, "parameters": dict(tool.parameters)}
+    return {"type": "function", "function": function}
+
+
+def for_template(messages: Sequence[Mapping[str, Any]], form: ToolFormat | None) -> list[dict[str, Any]]:
+    """Messages with ids of calls as the model's template takes them."""
+    made = [dict(message) for message in messages]
+    for place, message in enumerate(made):
+        if form is None and ("tool_calls" in message or message["role"] == "tool"):
+            raise ApiError(f"messages[{place}] has to do with tools; {NO_TOOLS}", param=f"messages[{place}]")
+        if form is None or form.id_length is None:
+            continue
+        if "tool_calls" in message:
+            calls = message["tool_calls"]
+            message["tool_calls"] = [{**call, "id": _call_id(call["id"], form.id_length)} for call in calls]
+        if "tool_call_id" in message:
+            message["tool_call_id"] = _call_id(message["tool_call_id"], form.id_length)
+    return made
+
+
+def _call_id(given: str, length: int) -> str:
+    """The id of a call with so many letters and digits; another one where it has not, always the same."""
+    if len(given) == length and given.isascii() and given.isalnum():
+        return given
+    return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:length]
+
+
+def switched(tokenizer: Tokenizer, on: bool, field: str) -> Mapping[str, Any]:
+    """Variables that switch thinking on or off; none where the model cannot do otherwise."""
+    if SWITCH in mentioned(tokenizer):
+        return {SWITCH: on}
+    if on is (marks_of(tokenizer) is not None):
+        return {}
+    problem = "the model does not think" if on else "the model's chat template cannot switch its thinking off"
+    raise ApiError(f"{field} wants thinking {'on' if on else 'off'}; {problem}", param=field)
+
+
+def with_effort(tokenizer: Tokenizer, effort: str, field: str) -> Mapping[str, Any]:
+    """Variables for an effort of thinking; "none" switches it off."""
+    if effort == "none":
+        return switched(tokenizer, False, field)
+    if EFFORT not in mentioned(tokenizer):
+        raise ApiError(f"{field} is {effort!r}; the model's chat template knows no {EFFORT}", param=field)
+    if effort not in EFFORTS:
+        raise ApiError(f"{field} is {effort!r}; expected one of {', '.join(EFFORTS)}", param=field)
+    return {EFFORT: effort}
+
+
+def opaque(thinking: str) -> str:
+    """Thinking for a client that keeps it without showing it. It is encoded, not encrypted."""
+    return OPAQUE + base64.b64encode(thinking.encode()).decode()
+
+
+def from_opaque(text: str, field: str) -> str:
+    """The thinking in a text of :func:`opaque`."""
+    try:
+        if text.startswith(OPAQUE):
+            return base64.b64decode(text.removeprefix(OPAQUE), validate=True).decode()
+    except ValueError:  # no ASCII, no base64, or no UTF-8 in it
+        pass
+    raise ApiError(f"{field} is not from this server; leave the thinking out or send its text", param=field)
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """A logits processor of one prompt.
+
+    Attributes:
+        first: the place of the answer's first token.
+        tokens: of thinking, its marks in the answer among them.
+        start: the token that begins thinking; None: the prompt has begun it.
+        end: the token that ends it.
+    """
+
+    first: int
+    tokens: int
+    start: int | None
+    end: int
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """``tokens``: all so far (T,); ``logits``: (1, vocab)."""
+        if tokens.size - self.first < self.tokens - 1:
+            return logits
+        answer: list[int] = tokens[self.first :].tolist()  # type: ignore[assignment]
+        if self.end in answer or (self.start is not None and self.start not in answer[:BEGINNING]):
+            return logits
+        return mx.where(mx.arange(logits.shape[-1]) == self.end, 0.0, -mx.inf)[None].astype(logits.dtype)
+
+
+def thinking_budget(tokenizer: Tokenizer, prompt: str, first: int, tokens: int) -> ThinkingBudget:
+    """The bound for the answers to a rendered prompt of ``first`` tokens."""
+    marks = marks_of(tokenizer)
+    if marks is not None:
+        start, end = tokenizer.convert_tokens_to_ids([marks.starts[0], marks.end])
+        if None not in (start, end) and tokenizer.unk_token_id not in (start, end):
+            return ThinkingBudget(first, tokens, None if marks.opened_by(prompt) else start, end)
+    raise ApiError("a budget of thinking cannot be kept: the model has no tokens that begin and end thinking")

@@ -1,7 +1,6 @@
 """Added and special tokens of a folder's files, merged as transformers 5 merges them."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import AddedToken
@@ -12,21 +11,6 @@ LISTS = ("extra_special_tokens", "additional_special_tokens")  # today's name, a
 Token = str | AddedToken
 
 
-@dataclass(frozen=True, slots=True)
-class FolderTokens:
-    """Tokens beside the vocabulary.
-
-    Attributes:
-        named: tokens by their role, those of the model's own roles (``image_token``) too.
-        extra: special tokens without a role.
-        adding: tokens to add to the tokenizer, in this order.
-    """
-
-    named: Mapping[str, str]
-    extra: list[str]
-    adding: list[AddedToken]
-
-
 def folder_tokens(
     present: Mapping[int, AddedToken],
     rebuilt: bool,
@@ -34,14 +18,14 @@ def folder_tokens(
     config: Mapping[str, Any],
     special_tokens: Mapping[str, Any],
     added_tokens: Mapping[str, int],
-) -> FolderTokens:
-    """Merge them.
+) -> tuple[dict[str, str], list[str], list[AddedToken]]:
+    """Merge tokenizer.json's added tokens by id, ``present``, with those of the other files.
 
-    Args:
-        present: tokenizer.json's added tokens by id.
-        rebuilt: the tokenizer begins without them.
-        defaults: tokens by their role, where no file names one.
-        config, special_tokens, added_tokens: tokenizer_config.json, special_tokens_map.json, added_tokens.json.
+    ``rebuilt``: the tokenizer begins without them. ``defaults``: tokens by their role, if no file names one.
+
+    Returns:
+        Tokens by their role, the model's own (``image_token``) too; special ones without a role; and what is to be
+        added to the tokenizer, in this order.
     """
     settings = dict(config)
     if not settings.get(LISTS[0]) and LISTS[1] in settings:
@@ -76,7 +60,7 @@ def folder_tokens(
         settings[LISTS[0]] = [*(settings.get(LISTS[1]) or ()), *usual.values()]
     extra = [_given(value) for value in settings.get(LISTS[0]) or () if isinstance(value, str | dict | AddedToken)]
     adding = _missing([] if rebuilt else present.values(), [by_id[key] for key in sorted(by_id)], roles, extra)
-    return FolderTokens({name: str(value) for name, value in roles.items()}, [str(value) for value in extra], adding)
+    return {name: str(value) for name, value in roles.items()}, [str(value) for value in extra], adding
 
 
 def token(value: Mapping[str, Any]) -> AddedToken:

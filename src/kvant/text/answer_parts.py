@@ -47,13 +47,7 @@ class AnswerParts:
         tools: Sequence[Mapping[str, Any]] = (),
         format: ToolFormat | None = None,  # noqa: A002
     ) -> None:
-        """For an answer.
-
-        Args:
-            prompt: the rendered messages.
-            tools: in OpenAI's form: {"type": "function", "function": {"name", "parameters", ...}}.
-            format: of the model's calls.
-        """
+        """``prompt``: the rendered messages. ``tools``: in OpenAI's form. ``format``: of the model's calls."""
         self._thinking = Thinking.of(tokenizer, prompt)
         self._tools = schemas(tools)
         self._format = format if tools else None

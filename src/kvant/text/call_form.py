@@ -29,11 +29,9 @@ class Reader(ABC):
 
     @abstractmethod
     def end(self, text: str, is_all: bool) -> int | None:
-        """How many characters of a text are calls; None: not known yet.
+        """How many characters of a text are calls; None: not known yet, unless nothing more comes (``is_all``).
 
-        Args:
-            text: from the mark that begins the calls. Each time it is the one before and what came since.
-            is_all: nothing more comes, so the result is not None.
+        ``text``: from the mark that begins the calls. Each time it is the one before and what came since.
         """
 
 

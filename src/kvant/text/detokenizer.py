@@ -85,7 +85,7 @@ class ByteDetokenizer(StreamingDetokenizer):
         """Its bytes, and whether they may be a part of a character."""
         if token not in self._bytes:
             piece = (self._pieces[token] if token < len(self._pieces) else None) or ""
-            self._bytes[token] = (byte_level_bytes(piece), True) if self._byte_level else byte_fallback_bytes(piece)
+            self._bytes[token] = _piece_bytes(piece, self._byte_level)
         return self._bytes[token]
 
     def _append(self, text: str) -> None:
@@ -136,19 +136,14 @@ BYTES = _table()
 
 def token_bytes(pieces: Sequence[str | None], *, byte_level: bool) -> list[bytes]:
     """The bytes that each of a vocabulary's strings stands for; none for an id that it does not have."""
-    if byte_level:
-        return [byte_level_bytes(piece or "") for piece in pieces]
-    return [byte_fallback_bytes(piece or "")[0] for piece in pieces]
+    return [_piece_bytes(piece or "", byte_level)[0] for piece in pieces]
 
 
-def byte_level_bytes(piece: str) -> bytes:
-    """A token that has any other letter, such as an added one with a space, stands for itself."""
-    found = [BYTES.get(letter) for letter in piece]
-    return piece.encode("utf-8", "replace") if None in found else bytes(byte for byte in found if byte is not None)
-
-
-def byte_fallback_bytes(piece: str) -> tuple[bytes, bool]:
-    """The bytes, and whether they are one of those a character may be made of, written <0xE2>."""
+def _piece_bytes(piece: str, byte_level: bool) -> tuple[bytes, bool]:
+    """The bytes, and whether they may be a part of a character; of a vocabulary with byte fallback those as <0xE2>."""
+    if byte_level:  # one that has any other letter, such as an added one with a space, stands for itself
+        found = [BYTES.get(letter, -1) for letter in piece]
+        return piece.encode("utf-8", "replace") if -1 in found else bytes(found), True
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         try:
             return bytes([int(piece[3:5], 16)]), True

@@ -76,9 +76,10 @@ class Encoder:
         if pipeline is not None:
             self._rebuild(pipeline, config)
         defaults = {"pad_token": padding.get("pad_token"), **DEFAULTS.get(pipeline or "", {})}
-        tokens = folder_tokens(present, pipeline is not None, defaults, config, special_tokens, added_tokens)
-        self._named, self._extra = tokens.named, tokens.extra
-        self._tokenizer.add_tokens(tokens.adding)
+        self._named, self._extra, adding = folder_tokens(
+            present, pipeline is not None, defaults, config, special_tokens, added_tokens
+        )
+        self._tokenizer.add_tokens(adding)
         self._finish(pipeline)
         self._tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
         self._clean_up = bool(config.get("clean_up_tokenization_spaces"))
@@ -177,11 +178,7 @@ class Encoder:
 def pipeline_class(model_type: str | None, declared: object, content: bytes, kind: str) -> str | None:
     """The class for which transformers 5 builds a pipeline of its own; None: it takes tokenizer.json's.
 
-    Args:
-        model_type: config.json's.
-        declared: the folder's tokenizer_class.
-        content: tokenizer.json.
-        kind: its model's type.
+    ``declared``: the folder's tokenizer_class. ``content``: tokenizer.json, whose model is of the type ``kind``.
     """
     name = declared.removesuffix("Fast") if isinstance(declared, str) else ""
     if model_type == "qwen2" or (model_type in ("qwen3", "qwen3_moe") and not name):

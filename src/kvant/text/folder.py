@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,30 +15,13 @@ TOKEN_KEYS = {"__type", "id", "content", "single_word", "lstrip", "rstrip", "nor
 TEMPLATES = "additional_chat_templates"  # a folder of further ones
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerFiles:
-    """A folder's description of its tokenizer.
+def read_tokenizer_files(folder: Path) -> tuple[bytes, dict[str, Any], dict[str, str]]:
+    """Read them; nothing else of the folder is opened.
 
-    Attributes:
-        tokenizer: the bytes of tokenizer.json.
-        config: tokenizer_config.json without its templates.
-        special_tokens: special_tokens_map.json, of older folders.
-        added_tokens: added_tokens.json, of older folders: content -> id.
-        templates: chat templates by name; "default" is the one that is used when none is named.
-        model_type, tokenizer_class: config.json's.
+    Returns:
+        The bytes of tokenizer.json; what the other files say, as arguments of :class:`kvant.text.encoding.Encoder`; and
+        chat templates by name: "default" is the one that is used when none is named.
     """
-
-    tokenizer: bytes
-    config: Mapping[str, Any]
-    special_tokens: Mapping[str, Any]
-    added_tokens: Mapping[str, int]
-    templates: Mapping[str, str]
-    model_type: str | None
-    tokenizer_class: str | None
-
-
-def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Read them; nothing else of the folder is opened."""
     if not os.path.lexists(folder / "tokenizer.json"):
         raise ModelError(
             f"{folder}: no tokenizer.json; transformers makes one: "
@@ -58,16 +40,10 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
         raise ModelError(f"{folder / 'added_tokens.json'}: expected an id for every token")
     templates = _templates(folder, config.pop("chat_template", None))
     model = read_optional(folder / "config.json")
-    kind, name = model.get("model_type"), model.get("tokenizer_class")
-    return TokenizerFiles(
-        tokenizer=read_bytes(folder / "tokenizer.json", MAX_TOKENIZER_BYTES),
-        config=config,
-        special_tokens=special,
-        added_tokens=added,
-        templates=templates,
-        model_type=kind if isinstance(kind, str) else None,
-        tokenizer_class=name if isinstance(name, str) else None,
-    )
+    settings: dict[str, Any] = {"config": config, "special_tokens": special, "added_tokens": added}
+    for key in ("model_type", "tokenizer_class"):
+        settings[key] = model.get(key) if isinstance(model.get(key), str) else None
+    return read_bytes(folder / "tokenizer.json", MAX_TOKENIZER_BYTES), settings, templates
 
 
 def _templates(folder: Path, stored: object) -> dict[str, str]:

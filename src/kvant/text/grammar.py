@@ -33,11 +33,7 @@ class Grammars:
         self._prepared: _Prepared | None = None
 
     def prepare(self) -> "_Prepared":
-        """Prepare the vocabulary now. Else the first grammar does, and no other thread goes on meanwhile.
-
-        Raises:
-            GrammarError: the tokenizer cannot be used.
-        """
+        """Prepare the vocabulary now. Else the first grammar does, and no other thread goes on meanwhile."""
         with self._lock:
             if self._prepared is None:
                 self._prepared = _Prepared(self._tokenizer, self._vocab_size)
@@ -107,19 +103,12 @@ class Matcher:
     def mask(self) -> bytes:
         """A byte for each token of the model: 0 where it must not come next.
 
-        Where nothing but the end may follow, the end-of-text tokens are allowed.
-
-        Raises:
-            GrammarError: finding out takes too long.
+        Where nothing but the end may follow, the end-of-text tokens are allowed. Taking too long is a GrammarError.
         """
         return guidance.next_mask(self._matcher)
 
     def take(self, token: int) -> None:
-        """Go on with a token.
-
-        Raises:
-            GrammarError: the grammar does not allow it.
-        """
+        """Go on with a token. One that the grammar does not allow is a GrammarError."""
         if not self._matcher.consume_token(token):
             raise GrammarError(f"token {token} does not follow the grammar: {guidance.reason(self._matcher)}")
 
@@ -128,20 +117,16 @@ class _Prepared:
     """What all grammars of a tokenizer share."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        vocabulary = _vocabulary(tokenizer, vocab_size)
+        tokens = tokenizer.token_bytes()
+        if tokens is None:
+            raise GrammarError("a grammar is not possible with this tokenizer: its tokens do not stand for bytes")
+        eos = sorted(token for token in tokenizer.eos_token_ids if token < vocab_size)
+        if not eos:
+            raise GrammarError("a grammar is not possible with this tokenizer: it has no end-of-text token")
+        tokens = [*tokens, *[b""] * (vocab_size - len(tokens))][:vocab_size]
+        marks = {*tokenizer.mark_ids, *tokenizer.all_special_ids}
+        vocabulary = guidance.Vocabulary(tokens, sorted(token for token in marks if token < vocab_size), eos)
         self.vocabulary = vocabulary.for_library()
         self.single_bytes = vocabulary.single_bytes()
         self.marked = Marked(tokenizer, vocabulary.special_token_ids)
         self.process = TextProcess(time_limit_s=TIME_LIMIT_S)
-
-
-def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> guidance.Vocabulary:
-    tokens = tokenizer.token_bytes()
-    if tokens is None:
-        raise GrammarError("a grammar is not possible with this tokenizer: its tokens do not stand for bytes")
-    eos = sorted(token for token in tokenizer.eos_token_ids if token < vocab_size)
-    if not eos:
-        raise GrammarError("a grammar is not possible with this tokenizer: it has no end-of-text token")
-    tokens = [*tokens, *[b""] * (vocab_size - len(tokens))][:vocab_size]
-    marks = {*tokenizer.mark_ids, *tokenizer.all_special_ids}
-    return guidance.Vocabulary(tokens, sorted(token for token in marks if token < vocab_size), eos)

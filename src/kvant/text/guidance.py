@@ -27,12 +27,9 @@ class Vocabulary:
     bos_token_id = None
 
     def __init__(self, tokens: Sequence[bytes], marks: Sequence[int], eos_token_ids: Sequence[int]) -> None:
-        """For tokens.
+        """``tokens``: the bytes of each; those that stand for nothing have none, and are never allowed.
 
-        Args:
-            tokens: the bytes of each; those that stand for nothing have none, and are never allowed.
-            marks: ids of those that are no text, whatever their bytes.
-            eos_token_ids: those that end a text, at least one; they are marks too.
+        ``marks``: ids of those that are no text, whatever their bytes. ``eos_token_ids``: at least one.
         """
         self.tokens = tokens
         self.special_token_ids = sorted({*marks, *eos_token_ids})
@@ -86,11 +83,7 @@ def _from_single_bytes(vocabulary: str) -> "tuple[LLTokenizer, int | None]":
 
 
 def compiled(vocabulary: "LLTokenizer", document: str) -> "LLMatcher":
-    """A grammar at its beginning.
-
-    Args:
-        document: JSON, of :mod:`kvant.text.grammar_source`.
-    """
+    """A grammar at its beginning. ``document``: JSON, of :mod:`kvant.text.grammar_source`."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False)  # verbose ones quote the answer

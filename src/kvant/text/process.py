@@ -49,24 +49,17 @@ class TextProcess:
     def __init__(
         self, tokenizer: tuple[dict[str, Any], bytes] | None = None, time_limit_s: float | None = None
     ) -> None:
-        """For a process of its own.
-
-        Args:
-            tokenizer: the request that loads one, as in :meth:`load`; default: none is loaded.
-            time_limit_s: of a request; None: :data:`TIME_LIMIT_S`.
-        """
+        """``tokenizer``: the request that loads one, as in :meth:`load`. ``time_limit_s``: of a request."""
         self._given_limit_s = time_limit_s
         self._lock = threading.Lock()
         self._tokenizer = tokenizer
-        self._ready = False
-        self._unread = bytearray()
+        self._ready = False  # whether it has said so
         self._start()
 
     def load(self, request: dict[str, Any], payload: bytes) -> Callable[[], dict[str, Any]]:
         """Send the request that loads a tokenizer. It is loaded again after every new start.
 
-        Returns:
-            A function that waits for the answer and raises as :meth:`ask`, which may not be called before it.
+        The function that is returned waits for the answer and raises as :meth:`ask`, which may not be called before it.
         """
         line = _encoded(request, payload)
         with self._lock, self._ended_on_error():
@@ -74,10 +67,7 @@ class TextProcess:
 
         def answer() -> dict[str, Any]:
             with self._lock, self._ended_on_error():
-                if not self._ready:
-                    self._read(START_LIMIT_S)
-                    self._ready = True
-                found = json.loads(self._read(self._time_limit_s))
+                found = json.loads(self._answer())
             if "error" in found:
                 raise TextError(found["error"])
             self._tokenizer = request, payload
@@ -137,16 +127,20 @@ class TextProcess:
             self._end()
             self._start()
         with self._ended_on_error():
-            if not self._ready:
-                self._read(START_LIMIT_S)
-                if self._tokenizer is not None:
-                    request, payload = self._tokenizer
-                    self._send(_encoded(request, payload), payload)
-                    if "error" in (answer := json.loads(self._read(self._time_limit_s))):
-                        raise TextError(answer["error"])
-                self._ready = True
+            if not self._ready and self._tokenizer is not None:
+                request, payload = self._tokenizer
+                self._send(_encoded(request, payload), payload)
+                if "error" in (answer := json.loads(self._answer())):
+                    raise TextError(answer["error"])
             self._send(line)
-            return self._read(self._time_limit_s)
+            return self._answer()
+
+    def _answer(self) -> bytes:
+        """The next answer. A process that was started says first that it is ready."""
+        if not self._ready:
+            self._read(START_LIMIT_S)
+            self._ready = True
+        return self._read(self._time_limit_s)
 
     @contextmanager
     def _ended_on_error(self) -> Iterator[None]:

@@ -49,8 +49,7 @@ def token_ids(prompt: Iterable[int] | mx.array, vocab_size: int) -> list[int]:
 def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
     """Messages through the model's chat template, up to where the assistant's answer begins.
 
-    Args:
-        variables: further variables of the template, such as ``enable_thinking``.
+    ``variables``: further ones of the template, such as ``enable_thinking``.
     """
     if not tokenizer.has_chat_template:
         raise PromptError("the model has no chat template")

@@ -23,11 +23,9 @@ def render(process: TextProcess, template: str, variables: Mapping[str, Any]) ->
 
 
 def choose_template(templates: str | Mapping[str, str] | None, wanted: str | None, tools: object) -> str:
-    """The source of the template to use.
+    """The source of one of the model's templates. ``wanted``: its name, or a source of its own.
 
-    Args:
-        templates: the model's: one, or several by name.
-        wanted: the name of one of them, or a source; None: the one for tools where there are tools, else the default.
+    None: the one for tools if there are tools, else the default.
     """
     by_name = {"default": templates} if isinstance(templates, str) else dict(templates or {})
     if wanted is not None:

@@ -23,9 +23,6 @@ REFUSED = (
 def load_tokenizer(folder: Path) -> "Tokenizer":
     """The tokenizer of a model folder; nothing in the folder is executed.
 
-    Args:
-        folder: has tokenizer.json.
-
     Raises:
         ModelError: no tokenizer, or one that cannot be loaded within 5 seconds and 512 MiB.
     """
@@ -33,32 +30,20 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
 
 
 def begin_loading(folder: Path, process: TextProcess) -> Callable[[], "Tokenizer"]:
-    """:func:`load_tokenizer` in two parts. The process loads while this one goes on; the result waits for it.
-
-    Raises:
-        ModelError: as there, now or when the result is called.
-    """
-    files = read_tokenizer_files(folder)
-    request = {
-        "do": "load",
-        "config": files.config,
-        "special_tokens": files.special_tokens,
-        "added_tokens": files.added_tokens,
-        "model_type": files.model_type,
-        "tokenizer_class": files.tokenizer_class,
-    }
+    """:func:`load_tokenizer` in two parts. The process loads while this one goes on; the result waits for it."""
+    content, settings, templates = read_tokenizer_files(folder)
 
     def failed(error: TextError) -> ModelError:
         return ModelError(f"{folder}: the tokenizer cannot be loaded: {error}")
 
     try:
-        answer = process.load(request, files.tokenizer)
+        answer = process.load({"do": "load", **settings}, content)
     except TextError as error:
         raise failed(error) from error
 
     def finish() -> Tokenizer:
         try:
-            return Tokenizer(process, answer(), files.templates)
+            return Tokenizer(process, answer(), templates)
         except TextError as error:
             raise failed(error) from error
 
@@ -109,28 +94,14 @@ class Tokenizer:
         self._eos_token_ids = set(ids or ())
 
     def add_eos_token(self, token: str) -> None:
-        """Let a token, given by its text or its id, end texts, too.
-
-        Raises:
-            ValueError: the vocabulary does not have it.
-        """
-        found = int(token) if token.isdecimal() else self._find([token])[0]
-        if found is None:
-            raise ValueError(f"{token!r} is not a token of this tokenizer")
-        self._eos_token_ids.add(found)
+        """Let a token, given by its text or its id, end texts, too."""
+        self._eos_token_ids.add(int(token) if token.isdecimal() else self._known(token))
 
     def replace_eos_token(self, token: str) -> None:
-        """Let a token of the vocabulary be the end of text, for chat templates too, instead of the tokenizer's own.
-
-        Raises:
-            ValueError: the vocabulary does not have it.
-        """
-        found = self._find([token])[0]
-        if found is None:
-            raise ValueError(f"{token!r} is not a token of this tokenizer")
-        self.eos_token, self.eos_token_id = token, found
-        self.special_tokens_map["eos_token"] = token
-        self._eos_token_ids = {found}
+        """Let a token of the vocabulary be the end of text, for chat templates too, instead of the tokenizer's own."""
+        self.eos_token_id = self._known(token)
+        self.eos_token = self.special_tokens_map["eos_token"] = token
+        self._eos_token_ids = {self.eos_token_id}
 
     @property
     def all_special_ids(self) -> list[int]:
@@ -182,12 +153,8 @@ class Tokenizer:
             ModelError: a tokenizer that fails at it.
             ValueError: no ids.
         """
-        request = {
-            "do": "decode",
-            "ids": _ids(token_ids),
-            "skip_special_tokens": bool(skip_special_tokens),
-            "clean_up": clean_up_tokenization_spaces,
-        }
+        request = {"do": "decode", "ids": _ids(token_ids), "skip_special_tokens": bool(skip_special_tokens)}
+        request["clean_up"] = clean_up_tokenization_spaces
         return str(self._ask(request, "the tokenizer cannot decode")["text"])
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
@@ -289,6 +256,12 @@ class Tokenizer:
     def close(self) -> None:
         """End the tokenizer's process, also one that is stopped. A further use starts another one."""
         self._process.close()
+
+    def _known(self, token: str) -> int:
+        found = self._find([token])[0]
+        if found is None:
+            raise ValueError(f"{token!r} is not a token of this tokenizer")
+        return found
 
     def _find(self, tokens: list[str]) -> list[int | None]:
         return list(self._ask({"do": "ids", "tokens": tokens}, "no such tokens")["ids"])

@@ -6,9 +6,8 @@ huggingface_hub's own cache, shared with mlx-lm; nothing is loaded from there th
 """
 
 from kvant.weights.known import known_models
-from kvant.weights.local import Pulled, find, pulled, verify
+from kvant.weights.local import Pulled, find, pulled, removal, verify
 from kvant.weights.pull import pull, remote_facts
 from kvant.weights.reference import parse_reference
-from kvant.weights.remove import removal
 
 __all__ = ["Pulled", "find", "known_models", "parse_reference", "pull", "pulled", "remote_facts", "removal", "verify"]

@@ -12,19 +12,10 @@ from typing import TYPE_CHECKING, Any
 from kvant.errors import WeightsError, one_line
 from kvant.fields import shown
 from kvant.weights.reference import COMMIT
-from kvant.weights.snapshot import (
-    GIT_BLOB,
-    SHA256,
-    Digest,
-    cache_folder,
-    endpoint,
-    is_wanted,
-    repository_folder,
-    timeout_s,
-)
+from kvant.weights.snapshot import cache_folder, constants, is_wanted, repository_folder
 
 if TYPE_CHECKING:
-    from huggingface_hub.hf_api import ModelInfo, RepoSibling
+    from huggingface_hub.hf_api import ModelInfo
 
 LOG_IN = "`hf auth login` lets you in, if you have access"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -36,7 +27,6 @@ STATUSES = {
 MAX_FILE_BYTES = 2**40
 FILE_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,200}", re.ASCII)
 HEXADECIMAL = re.compile("[0-9a-f]+")
-DIGITS = {SHA256: 64, GIT_BLOB: 40}
 STALE_S = 86_400  # since the last write to a partial file: nobody is at work on it
 
 
@@ -49,16 +39,13 @@ class Listed:
     """A file as the hub describes it.
 
     Attributes:
-        digest: of its content: a large file's sha256, any other's git blob id; None: the hub states none.
+        sha256: of a large file's content; None: of any other, or the hub states none.
+        git_blob: git's id of any other file's content; None: of a large one, or the hub states none.
     """
 
     bytes: int
-    digest: Digest | None
-
-    @property
-    def sha256(self) -> str | None:
-        """The digest if it is one."""
-        return self.digest.value if self.digest and self.digest.kind == SHA256 else None
+    sha256: str | None = None
+    git_blob: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +59,7 @@ class Listing:
 def list_files(repository: str, revision: str | None) -> Listing:
     """The files of a commit, branch, tag or (None) the default branch; nothing is downloaded."""
     with _errors_in_one_line(repository, revision):
-        timeout = timeout_s()  # before the import, which fails where that is none
+        timeout = float(constants().HF_HUB_DOWNLOAD_TIMEOUT)  # before the import, which fails where that is none
         from huggingface_hub import HfApi
 
         api = HfApi(library_name="kvant")
@@ -131,20 +118,22 @@ def _checked(repository: str, revision: str | None, found: "ModelInfo") -> Listi
         if type(entry.size) is not int or not 0 <= entry.size <= MAX_FILE_BYTES:
             expected = f"expected 0 to {MAX_FILE_BYTES} bytes"
             raise WeightsError(f"{repository}: the hub lists {name} with the size {shown(entry.size)}; {expected}")
-        files[name] = Listed(entry.size, _digest(f"{repository}: the hub lists {name}", entry))
+        what = f"{repository}: the hub lists {name}"
+        if entry.lfs is None:
+            files[name] = Listed(entry.size, git_blob=_digits(what, "git blob id", entry.blob_id, 40))
+        else:  # its blob is a pointer, whose id says nothing of the content
+            files[name] = Listed(entry.size, sha256=_digits(what, "sha256", entry.lfs.sha256, 64))
     if "config.json" not in files or not any(name.endswith(".safetensors") for name in files):
         raise WeightsError(f"{repository}: no config.json and safetensors at {commit}; kvant reads nothing else")
     return Listing(commit, dict(sorted(files.items())))
 
 
-def _digest(what: str, entry: "RepoSibling") -> Digest | None:
-    # A large file's blob is a pointer: its id says nothing of the content.
-    kind, value = (GIT_BLOB, entry.blob_id) if entry.lfs is None else (SHA256, entry.lfs.sha256)
+def _digits(what: str, kind: str, value: object, count: int) -> str | None:
     if value is None:
         return None
-    if not isinstance(value, str) or len(value) != DIGITS[kind] or not HEXADECIMAL.fullmatch(value):
-        raise WeightsError(f"{what} with {kind} {shown(value)}; expected {DIGITS[kind]} hexadecimal digits")
-    return Digest(kind, value)
+    if not isinstance(value, str) or len(value) != count or not HEXADECIMAL.fullmatch(value):
+        raise WeightsError(f"{what} with {kind} {shown(value)}; expected {count} hexadecimal digits")
+    return value
 
 
 @contextmanager
@@ -182,5 +171,5 @@ def _explained(error: BaseException, what: str, revision: str) -> WeightsError:
     if isinstance(error, OSError) and error.errno in NO_SPACE:
         return WeightsError(f"{what}: no space for it in {cache_folder()}: {error.strerror}")
     if type(error).__module__.split(".")[0] in ("httpx2", "httpcore2"):
-        return UnreachableError(f"{what} is not here, and {endpoint()} cannot be reached: {one_line(error)}")
+        return UnreachableError(f"{what} is not here, and {constants().ENDPOINT} cannot be reached: {one_line(error)}")
     return WeightsError(f"{what}: cannot be pulled: {one_line(error)}")

@@ -1,15 +1,25 @@
-"""Models that were pulled: found, checked and listed without the network."""
+"""Models that were pulled: found, checked, listed and removed without the network."""
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvant.errors import WeightsError
+from kvant.weights.hub import Listed, remove_partials
 from kvant.weights.known import File, known_files
-from kvant.weights.lock import DEFAULT_BRANCH, Lock, read_lock, read_locks, write_lock
+from kvant.weights.lock import DEFAULT_BRANCH, Lock, locked, read_lock, read_locks, write_lock
 from kvant.weights.reference import Reference, parse_reference
-from kvant.weights.snapshot import Verified, is_unchanged, measure, real_file, refuse_others, snapshot_folder
+from kvant.weights.snapshot import (
+    Verified,
+    cache_folder,
+    is_unchanged,
+    measure,
+    real_file,
+    refuse_others,
+    snapshot_folder,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +37,36 @@ class Pulled:
     folder: Path
     files: dict[str, Verified]
     problem: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What is to be removed, before it is.
+
+    Attributes:
+        references: names under which the model is loaded; all of them go.
+        bytes: that will be free: files that another commit or another repository needs stay, and do not count.
+    """
+
+    references: tuple[str, ...]
+    repository: str
+    commit: str
+    bytes: int
+    _strategy: Any  # huggingface_hub's plan of files that nothing else needs; None: no file is left
+
+    def run(self) -> None:
+        """Remove it. The record goes first: what is left of a removal that is cut short is loaded by nobody."""
+        with locked(self.repository):
+            lock = read_lock(self.repository)
+            lock.snapshots.pop(self.commit, None)
+            lock.pins = {pin: commit for pin, commit in lock.pins.items() if commit != self.commit}
+            write_lock(lock)
+        remove_partials(self.repository)
+        folder = snapshot_folder(self.repository, self.commit)
+        if self._strategy is not None:
+            self._strategy.execute()
+        if folder.exists():
+            raise WeightsError(f"{folder}: its files could not be removed; kvant no longer loads them")
 
 
 def find(text: str, revision: str | None = None) -> Path:
@@ -56,7 +96,7 @@ def verify(text: str | None = None, progress: Callable[[str], None] = print) -> 
         known = known_files(lock.repository, commit)
         for name, recorded in lock.snapshots[commit].items():
             progress(f"verifying {lock.repository}@{commit[:12]}, {name}")
-            problems.append(_problem(_check_again, folder, name, recorded, known.get(name)))
+            problems.append(_problem(_check, folder, name, recorded, known.get(name), True))
         if others := _problem(refuse_others, folder, lock.snapshots[commit]):
             problems.append(others)
     return problems
@@ -81,6 +121,27 @@ def pulled() -> list[Pulled]:
     return found
 
 
+def removal(text: str) -> Removal:
+    """The removal of a model that was pulled."""
+    reference = parse_reference(text)
+    lock = read_lock(reference.repository)
+    commit = pinned_commit(reference, lock)
+    if commit is None or commit not in lock.snapshots:
+        raise WeightsError(f"{reference} was not pulled by kvant; nothing to remove (`kvant models` lists what was)")
+    strategy, size = None, 0
+    if snapshot_folder(reference.repository, commit).is_dir():
+        from huggingface_hub import scan_cache_dir
+
+        found = scan_cache_dir(cache_folder())
+        # A copy of a repository has the same commits, and the plan is made by commit alone.
+        ours = frozenset(
+            repo for repo in found.repos if (repo.repo_type, repo.repo_id) == ("model", reference.repository)
+        )
+        strategy = replace(found, repos=ours).delete_revisions(commit)
+        size = strategy.expected_freed_size
+    return Removal(references(lock, commit), reference.repository, commit, size, strategy)
+
+
 def pinned_commit(reference: Reference, lock: Lock) -> str | None:
     """The commit a reference means here, or None if it was never pulled."""
     return reference.commit or lock.pins.get(reference.revision or DEFAULT_BRANCH)
@@ -88,18 +149,17 @@ def pinned_commit(reference: Reference, lock: Lock) -> str | None:
 
 def compare(folder: Path, name: str, measured: Verified, recorded: Verified | None, known: File | None) -> None:
     """Compare a file with its record and with weights.toml."""
-    if recorded is not None:
-        expect(folder, name, measured, recorded.bytes, recorded.sha256, "as when it was pulled")
-    if known is not None:
-        expect(folder, name, measured, known.bytes, known.sha256, "as weights.toml says")
+    for stated, source in ((recorded, "as when it was pulled"), (known, "as weights.toml says")):
+        if stated is not None:
+            expect(folder, name, measured, stated, source)
 
 
-def expect(folder: Path, name: str, measured: Verified, size: int | None, sha256: str | None, source: str) -> None:
+def expect(folder: Path, name: str, measured: Verified, stated: Verified | File | Listed, source: str) -> None:
     """Compare a file with one source's size and digest."""
-    if size not in (None, measured.bytes):
-        raise differs(folder, name, f"{measured.bytes} bytes", size, source)
-    if sha256 not in (None, measured.sha256):
-        raise differs(folder, name, f"sha256 {measured.sha256}", sha256, source)
+    if stated.bytes not in (None, measured.bytes):
+        raise differs(folder, name, f"{measured.bytes} bytes", stated.bytes, source)
+    if stated.sha256 not in (None, measured.sha256):
+        raise differs(folder, name, f"sha256 {measured.sha256}", stated.sha256, source)
 
 
 def differs(folder: Path, name: str, given: str, expected: object, source: str) -> WeightsError:
@@ -120,14 +180,11 @@ def _find(text: str, revision: str | None = None) -> tuple[Lock, str]:
     return lock, commit
 
 
-def _check(folder: Path, name: str, recorded: Verified, known: File | None) -> Verified:
-    measured = recorded if is_unchanged(folder, name, recorded) else measure(folder, name)
+def _check(folder: Path, name: str, recorded: Verified, known: File | None, hashes: bool = False) -> Verified:
+    """The file as it is. Unless ``hashes``, one of the same size and time is not read."""
+    measured = recorded if not hashes and is_unchanged(folder, name, recorded) else measure(folder, name)
     compare(folder, name, measured, recorded, known)
     return measured
-
-
-def _check_again(folder: Path, name: str, recorded: Verified, known: File | None) -> None:
-    compare(folder, name, measure(folder, name), recorded, known)
 
 
 def _glance(folder: Path, recorded: dict[str, Verified]) -> None:
@@ -144,7 +201,7 @@ def references(lock: Lock, commit: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(parse_reference(text)) for text in written))
 
 
-def _problem(check: Callable[..., None], *arguments: object) -> str | None:
+def _problem(check: Callable[..., object], *arguments: object) -> str | None:
     try:
         check(*arguments)
     except (WeightsError, OSError) as error:

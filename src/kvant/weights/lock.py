@@ -82,8 +82,11 @@ def check_writable() -> None:
 
 
 def write_lock(lock: Lock) -> None:
-    """Record it, at once: another process finds the old record or the new one."""
+    """Record it, at once: another process finds the old record or the new one; none if nothing is left in it."""
     path = _path(lock.repository)
+    if not lock.snapshots:
+        path.unlink(missing_ok=True)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")  # its mode is 0600
     try:
@@ -93,11 +96,6 @@ def write_lock(lock: Lock) -> None:
     except BaseException:
         os.unlink(scratch)
         raise
-
-
-def remove_lock(repository: str) -> None:
-    """Take a repository's record away; what it listed is loaded no more."""
-    _path(repository).unlink(missing_ok=True)
 
 
 def _folder() -> Path:

@@ -14,7 +14,7 @@ from kvant.weights.known import File, known_files
 from kvant.weights.local import compare, differs, expect, find, pinned_commit
 from kvant.weights.lock import DEFAULT_BRANCH, Lock, check_writable, locked, read_lock, write_lock
 from kvant.weights.reference import Reference, parse_reference
-from kvant.weights.snapshot import GIT_BLOB, Verified, git_blob_id, measure, repository_folder, snapshot_folder
+from kvant.weights.snapshot import Verified, git_blob_id, measure, repository_folder, snapshot_folder
 
 HUB_DEFAULT_BRANCH = "main"
 
@@ -138,15 +138,15 @@ def _check_listing(repository: str, listing: Listing, lock: Lock) -> None:
             raise WeightsError(f"{lists} {name} with sha256 {listed.sha256}; expected {known.sha256}")
         stated |= {name} if known.sha256 else set()
     for name, listed in listing.files.items():
-        if listed.digest is None and name not in stated:
+        if not (listed.sha256 or listed.git_blob or name in stated):
             raise WeightsError(f"{repository}: the hub states no digest of {name}; nothing else could tell what came")
 
 
 def _refuse_without_space(reference: Reference, listing: Listing, missing: Iterable[str]) -> None:
     folder, needed = repository_folder(reference.repository), 0
     for file in map(listing.files.__getitem__, missing):
-        here = file.digest is not None and (folder / "blobs" / file.digest.value).is_file()
-        needed += 0 if here else file.bytes
+        digest = file.sha256 or file.git_blob
+        needed += 0 if digest and (folder / "blobs" / digest).is_file() else file.bytes
     place = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     free = shutil.disk_usage(place).free
     if free < needed:
@@ -159,9 +159,7 @@ def _verified(repository: str, listing: Listing, name: str, lock: Lock, folder: 
     recorded = lock.snapshots.get(listing.commit, {}).get(name)
     compare(folder, name, measured, recorded, known_files(repository, listing.commit).get(name))
     listed = listing.files[name]
-    expect(folder, name, measured, listed.bytes, listed.sha256, "as the hub states")
-    if listed.digest is not None and listed.digest.kind == GIT_BLOB:
-        given, expected = git_blob_id(folder, name), listed.digest.value
-        if given != expected:
-            raise differs(folder, name, f"git blob id {given}", expected, "as the hub states")
+    expect(folder, name, measured, listed, "as the hub states")
+    if listed.git_blob is not None and (given := git_blob_id(folder, name)) != listed.git_blob:
+        raise differs(folder, name, f"git blob id {given}", listed.git_blob, "as the hub states")
     return measured

@@ -8,6 +8,7 @@ from kvant.weights.known import known_models
 
 # The hub's own rules, and lengths that fit a file name.
 REPOSITORY = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
+REFUSED = re.compile(r"\.\.|--|(\.|-|\.git)(/|$)")  # in an owner's or a repository's name
 REVISION = re.compile(r"[A-Za-z0-9_][\w./-]{0,127}", re.ASCII)  # a commit, branch or tag
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MAX_SHOWN = 100
@@ -49,7 +50,7 @@ def parse_reference(text: str, revision: str | None = None) -> Reference:
     model = known_models().get(repository)
     if model is not None:
         repository = model.repository
-    elif not REPOSITORY.fullmatch(repository) or not all(map(_hub_accepts, repository.split("/"))):
+    elif not REPOSITORY.fullmatch(repository) or REFUSED.search(repository):
         near = did_you_mean(repository, known_models())
         expected = near or "; expected one that `kvant models` lists, or owner/repository[@revision]"
         raise ValueError(f"{_shown(text)} is no known model{expected}")
@@ -65,10 +66,6 @@ def is_revision(text: str) -> bool:
     """Whether it can name a commit, a branch or a tag."""
     odd = ".." in text or "//" in text or text.endswith(("/", "."))
     return not odd and REVISION.fullmatch(text) is not None
-
-
-def _hub_accepts(part: str) -> bool:
-    return not (".." in part or "--" in part or part.endswith((".", "-", ".git")))
 
 
 def _shown(text: str) -> str:

@@ -19,15 +19,6 @@ TEMPLATES = "additional_chat_templates"  # the one subfolder that a tokenizer's 
 CHUNK_BYTES = 1 << 20
 SECONDS = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")  # huggingface_hub fails on its import where one is odd
 MAX_SECONDS = 86_400
-SHA256, GIT_BLOB = "sha256", "git blob id"
-
-
-@dataclass(frozen=True, slots=True)
-class Digest:
-    """A digest that a content must have: its kind and its hexadecimal digits."""
-
-    kind: str
-    value: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +32,7 @@ class Verified:
 
 def cache_folder() -> Path:
     """The folder of huggingface_hub's downloads: HF_HUB_CACHE, else under HF_HOME, else its default."""
-    return Path(_constants().HF_HUB_CACHE).expanduser().resolve()
+    return Path(constants().HF_HUB_CACHE).expanduser().resolve()
 
 
 def repository_folder(repository: str) -> Path:
@@ -49,26 +40,16 @@ def repository_folder(repository: str) -> Path:
     return cache_folder() / f"models--{repository.replace('/', '--')}"
 
 
-def endpoint() -> str:
-    """The hub's address: HF_ENDPOINT, or its default."""
-    return str(_constants().ENDPOINT)
-
-
-def timeout_s() -> float:
-    """Seconds to wait for a connection, or for the next bytes of one."""
-    return float(_constants().HF_HUB_DOWNLOAD_TIMEOUT)
-
-
-def _constants() -> ModuleType:
+def constants() -> ModuleType:
     """huggingface_hub's own module of settings. The import takes a tenth of a second, so it comes late."""
     for name in SECONDS:
         text = os.environ.get(name)
         if text is not None and not _is_seconds(text):
             raise WeightsError(f"{name} is {text[:80]!r}; expected a whole number of seconds, at most {MAX_SECONDS}")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # it would ask what else runs here, and tell the hub
-    from huggingface_hub import constants
+    from huggingface_hub import constants as found
 
-    return constants
+    return found
 
 
 def _is_seconds(text: str) -> bool:
@@ -148,12 +129,6 @@ def is_unchanged(folder: Path, name: str, recorded: Verified) -> bool:
 
 def refuse_others(folder: Path, names: Iterable[str]) -> None:
     """Refuse a file that would be read from the folder and is none of ``names``."""
-    known = set(names)
-    others = sorted(path.name for path in folder.iterdir() if path.name not in known and _is_read(path.name))
-    if others:
-        raise WeightsError(f"{folder / others[0]}: not among the files that were pulled and verified; remove it")
-
-
-def _is_read(name: str) -> bool:
-    """Whether a loader may read an entry of this name; on some disks capital letters do not count."""
-    return is_wanted(name.lower()) or name.lower() == TEMPLATES
+    for name in sorted({path.name for path in folder.iterdir()} - set(names)):
+        if is_wanted(name.lower()) or name.lower() == TEMPLATES:  # on some disks capital letters do not count
+            raise WeightsError(f"{folder / name}: not among the files that were pulled and verified; remove it")
