@@ -105,6 +105,14 @@ def dequantize(stored: Array, scale: Array, spec: Spec) -> Array:
     return cast(product.reshape(quantized.shape), spec.dtype)
 
 
+def floats(stored: Array, scale: Array | None, quant_bit: int, quant_group: int) -> Array:
+    """Stored tokens in float64: quantized values times the stored scale, nothing rounded."""
+    if scale is None:
+        return stored.astype(np.float64)
+    quantized = unpack_nibbles(stored) if quant_bit == 4 else stored
+    return quantized * np.repeat(scale.astype(np.float64), quant_group, axis=-1)
+
+
 def token(x: Array, kind: int, b: int, t: int, sequences: Sequences, spec: Spec) -> Array:
     """The writable view (K, last) of a token's key or value in a cache, or of its scale."""
     layer, every = spec.layer_idx, slice(None)
@@ -180,9 +188,14 @@ def softmax(scores: Array) -> Array:
 
 def key_bias(bias: Array, pairs: Sequence[int], angle: Array, D: int) -> Array:
     """A bias (K, 2, P) of some rotary pairs, turned by the angles (T, P): what it adds to keys (T, K, D)."""
-    cosine, sine = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    return turned_bias(bias, pairs, np.cos(angle), np.sin(angle), D)
+
+
+def turned_bias(bias: Array, pairs: Sequence[int], cosine: Array, sine: Array, D: int) -> Array:
+    """The same of the angles' cosines and sines."""
+    cosine, sine = cosine[:, None], sine[:, None]
     b1, b2 = bias.astype(np.float64).swapaxes(0, 1)
-    output = np.zeros((len(angle), len(bias), D))
+    output = np.zeros((len(cosine), len(bias), D))
     output[..., list(pairs)] = b1 * cosine - b2 * sine
     output[..., [p + D // 2 for p in pairs]] = b1 * sine + b2 * cosine
     return output
@@ -224,6 +237,7 @@ def attend(
             scores = np.where(distance > 0, -np.inf, scores)
         if window is not None:
             scores = np.where((distance > -window) | (position < keep), scores, -np.inf)
+        v[np.isneginf(scores).all(axis=0)] = 0  # a token that nobody sees may be unknown: 0 times NaN is NaN
         sink = np.full((num_queries, 1), -np.inf if sinks is None else sinks[h])
         output[b, :, h] = softmax(np.concatenate([scores, sink], axis=-1))[:, :-1] @ v
     return output

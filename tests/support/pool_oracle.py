@@ -43,8 +43,6 @@ class OracleLayer:
         self._append(key, value)
         keys, values = self._tokens()
         window, keep = self.format.window, self.format.keep
-        if window is not None:  # a token that nobody sees may be unknown: 0 times NaN is NaN
-            values[keep : max(keep, len(values) - query.shape[2] - window + 1)] = 0
         output = oracle.attend(
             np.array(query.swapaxes(1, 2)), keys[None], values[None], is_causal=True, window=window, keep=keep,
             attn_mask=None if mask is None else np.array(mask), sinks=None if sinks is None else np.array(sinks),
@@ -70,12 +68,9 @@ class OracleLayer:
 
     def _tokens(self) -> tuple[Array, Array]:
         """Keys and values (T, K, D) with their biases."""
-        both = np.stack(self.values, axis=2)
-        if self.format.kv_bits:
-            levels = unpack_nibbles(both) if self.format.kv_bits == 4 else both
-            scales = np.stack(self.scales, axis=2).astype(np.float64)
-            both = levels * np.repeat(scales, self.format.kv_group_size, axis=-1)
-        keys, values = both.astype(np.float64).swapaxes(1, 2)
+        bits, group = self.format.kv_bits, self.format.kv_group_size
+        stored, scales = np.stack(self.values, axis=2), np.stack(self.scales, axis=2) if bits else None
+        keys, values = oracle.floats(stored, scales, bits, group).swapaxes(1, 2)
         if (split := self.bias_split) is not None:
             angle = np.arange(len(keys))[:, None] * self.frequencies[list(split.pairs)]  # (T, P)
             keys += oracle.key_bias(np.array(split.key_bias), split.pairs, angle, keys.shape[-1])

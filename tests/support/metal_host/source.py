@@ -11,10 +11,15 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from support.metal_host.errors import HostError
-
 Triple = tuple[int, int, int]
 Array = tuple[tuple[int, ...], mx.Dtype]  # shape and dtype
+
+
+class HostError(Exception):
+    """A mistake in a kernel; the message names its kind, and kernel, thread and line where they are known."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
 
 
 @dataclass(frozen=True, slots=True)
