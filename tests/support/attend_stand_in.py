@@ -8,11 +8,17 @@ import numpy as np
 from kvant.operators.kernels.attend import PAGE_SIZE
 from support import oracle
 from support.operator_cases import to_numpy
+from support.oracle import Array
 
 WORDS = {"build": "the compiler refuses the kernel", "eval": "NYI for the general case"}
 
 
-def attend(
+def attend(query: mx.array, *arrays: mx.array | None, **options: Any) -> mx.array:
+    """As :func:`kvant.operators.kernels.attend.attend`."""
+    return mx.array(exact(query, *arrays, **options), query.dtype)
+
+
+def exact(
     query: mx.array,
     cache: mx.array,
     scale: mx.array | None,
@@ -25,34 +31,22 @@ def attend(
     first: mx.array | None = None,
     rows: int | None = None,
     mask: mx.array | None = None,
-    window: int | None = None,
-    keep: int = 0,
-    sinks: mx.array | None = None,
     pairs: tuple[int, ...] = (),
     rotation: mx.array | None = None,
     key_bias: mx.array | None = None,
     value_bias: mx.array | None = None,
-    is_causal: bool = True,
+    slopes: tuple[float, ...] = (),
     score_scale: float | None = None,
+    sinks: mx.array | None = None,
+    keep: int = 0,
     backend: str,
-    **others: Any,
-) -> mx.array:
-    """As :func:`kvant.operators.kernels.attend.attend`, without ALiBi and softcap; of pages without masks too.
-
-    Of each sequence only its own rows are read: its numbers do not depend on the others.
-    """
-    assert not any(others.values()), others
+    **options: Any,
+) -> Array:
+    """The same in float64. Of each sequence only its own rows are read: its numbers do not depend on the others."""
     B, H, S, D = query.shape
-    starts, ends = [0] * B, np.broadcast_to(np.array(offset).reshape(-1)[:B] + S, B).tolist()
-    if pages is not None:
-        assert first is not None
-        assert (is_causal, mask, keep) == (True, None, 0)
-        assert len(pages) == B
-        assert offset.shape == first.shape == (max(8, B),)
-        assert pages.shape[1] >= 8
-        assert pages.dtype == first.dtype == offset.dtype == mx.int32
-        starts = first.tolist()[:B]
-        assert rows in (None, max(end - start for start, end in zip(starts, ends, strict=True)))
+    starts = [0] * B if first is None else first.tolist()[:B]
+    ends = np.broadcast_to(np.array(offset).reshape(-1)[:B] + S, B).tolist()
+    assert pages is None or rows in (None, max(end - start for start, end in zip(starts, ends, strict=True)))
     ring = cache.shape[-2] - keep
     outputs = []
     for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -73,11 +67,11 @@ def attend(
         if own is not None:
             own = np.broadcast_to(own, (B, H, *own.shape[-2:]))[b : b + 1, ..., places]
         output = oracle.attend(
-            to_numpy(query[b : b + 1]).swapaxes(1, 2), key[None], value[None], is_causal=is_causal, attn_mask=own,
-            scale=score_scale, window=window, keep=keep, sinks=None if sinks is None else to_numpy(sinks),
+            to_numpy(query[b : b + 1]).swapaxes(1, 2), key[None], value[None], positions=held, attn_mask=own, keep=keep,
+            scale=score_scale, is_alibi=bool(slopes), sinks=None if sinks is None else to_numpy(sinks), **options,
         )  # fmt: skip
-        outputs.append(mx.array(output.swapaxes(1, 2), query.dtype))
-    return mx.concatenate(outputs)
+        outputs.append(output.swapaxes(1, 2))
+    return np.concatenate(outputs)
 
 
 class FailingKernel:

@@ -62,6 +62,12 @@ def fused_calls(gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
 
     def recorded(query: mx.array, *arguments: Any, **options: Any) -> mx.array:
         seen.append(query.shape)
+        if (pages := options["pages"]) is not None:
+            first, (_, _, offset) = options["first"], arguments
+            assert (options.get("is_causal", True), options.get("mask"), options.get("keep", 0)) == (True, None, 0)
+            assert offset.shape == first.shape == (max(8, len(query)),)
+            assert (len(pages), pages.shape[1] >= 8) == (len(query), True)
+            assert pages.dtype == first.dtype == offset.dtype == mx.int32
         return attend_stand_in.attend(query, *arguments, **options)
 
     monkeypatch.setattr(fused_attention, "attend", recorded)

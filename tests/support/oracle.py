@@ -206,8 +206,9 @@ def attend(
     key: Array,
     value: Array,
     *,
-    is_causal: bool,
+    is_causal: bool = True,
     is_alibi: bool = False,
+    positions: Sequence[int] | None = None,
     attn_mask: Array | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -215,14 +216,15 @@ def attend(
     keep: int = 0,
     sinks: Array | None = None,
 ) -> Array:
-    """Attention in float64. Query (B, S, H, D), key and value (B, T, K, D) -> (B, S, H, D); query i is at T - S + i.
+    """Attention in float64. Query (B, S, H, D), key and value (B, T, K, D) -> (B, S, H, D).
 
-    A query sees the last ``window`` keys and the first ``keep``. A sink (H,) takes part in the softmax.
+    Keys are at ``positions``, by default 0 to T - 1, and the queries at the last S of them. A query sees the last
+    ``window`` positions and the first ``keep``. A sink (H,) takes part in the softmax.
     """
     batch, num_queries, num_heads, head_dim = query.shape
     num_keys, num_kv_heads = key.shape[1:3]
-    position = np.arange(num_keys)
-    distance = position - (num_keys - num_queries + np.arange(num_queries)[:, None])  # (S, T): 0 at the query's own key
+    position = np.arange(num_keys) if positions is None else np.array(positions)
+    distance = position - position[num_keys - num_queries :, None]  # (S, T): 0 at the query's own key
     output = np.zeros((*query.shape[:3], value.shape[-1]))
     for b, h in np.ndindex(batch, num_heads):
         kv_head = h // (num_heads // num_kv_heads)
