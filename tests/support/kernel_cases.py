@@ -24,7 +24,7 @@ from kvant.operators.quantization import quantize, quantized_dtype
 from support import attend_stand_in, oracle
 from support.counts import count
 from support.metal_host import FORWARD, REVERSE, on_host
-from support.operator_cases import FLOATS, check_output, poisoned, to_mx
+from support.operator_cases import FLOATS, check_output, poisoned, random_mask, to_mx
 from support.oracle import Array, Spec
 
 MOST_WORK = count(40_000, 100_000)  # elements of queries times tokens; 100,000 take about 0.2 s
@@ -205,19 +205,16 @@ def rotations(case: KernelCase, angle: Array) -> Array:
 
 
 def draw_mask(case: KernelCase, rng: np.random.Generator) -> Array | None:
-    """Most queries keep most keys, some keep none. Columns past the rows must not be read."""
+    """Columns past the rows must not be read."""
     if case.mask == "none":
         return None
     batch = int(rng.choice([1, case.batch]))
     rows = max(len(case.positions(b)) for b in range(case.batch))
     shape = (batch, case.num_heads, case.new_tokens, rows + int(rng.integers(3)))[-case.mask_rank :]
-    keep = rng.random(shape) > 0.3
-    keep[rng.random(shape[:-1]) < 0.15] = False
-    if case.mask == "bool":
-        return keep
-    added = np.where(keep, rng.standard_normal(shape), -np.inf).astype(np.float32)
-    added[..., rows:] = np.nan
-    return added
+    mask = random_mask(rng, shape, case.mask)
+    if case.mask == "float":
+        mask[..., rows:] = np.nan
+    return mask
 
 
 def expected(case: KernelCase, drawn: Drawn) -> Array:
@@ -381,18 +378,10 @@ def case_of(values: Mapping[str, Any], seed: int) -> KernelCase:
     """The instance of a value of each option. 0 rows: as many as its ring has."""
     own = dict(values)
     (bits, group), (head_dim, value_dim), where = own.pop("format"), own.pop("widths"), own.pop("place")
-    return KernelCase(
-        seed=seed,
-        max_tokens=0 if "ring" in where else 1,
-        quant_bit=bits,
-        quant_group=group,
-        head_dim=head_dim,
-        value_dim=value_dim if value_dim != head_dim else 0,
-        layout="pages" if "pages" in where else "rows",
-        keep=3 if "keeps" in where else 0,
-        window=20 if where not in ("rows", "pages") else None,
-        **own,
-    )
+    own |= {"quant_bit": bits, "quant_group": group, "head_dim": head_dim, "value_dim": value_dim}
+    own |= {"layout": "pages" if "pages" in where else "rows", "window": None if where in ("rows", "pages") else 20}
+    own |= {"max_tokens": 0 if "ring" in where else 1, "keep": 3 if "keeps" in where else 0}
+    return KernelCase(seed=seed, **own)
 
 
 def runs(case: KernelCase) -> list[KernelCase]:

@@ -33,6 +33,13 @@ def dtype_name(x: mx.array) -> str:
     return str(x.dtype).rpartition(".")[2]
 
 
+def random_mask(rng: np.random.Generator, shape: tuple[int, ...], kind: str, dtype: str = "float32") -> Array:
+    """Most queries keep most keys and some none. kind: bool, or float, which is added to the scores."""
+    keep = rng.random(shape) > 0.3
+    keep[rng.random(shape[:-1]) < 0.15] = False
+    return keep if kind == "bool" else oracle.cast(np.where(keep, rng.standard_normal(shape), -np.inf), dtype)
+
+
 def same_bits(a: Array, b: Array) -> bool:
     """Equality in which a NaN equals the same NaN."""
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()

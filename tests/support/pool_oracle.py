@@ -5,6 +5,7 @@ compared, and then taken over; they are never read again.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -31,22 +32,13 @@ class OracleLayer:
     scales: list[Array] = field(default_factory=list)
     written: list[Array] = field(default_factory=list)  # (2, K, S, last) each, that a pool wrote in this step
 
-    def attend(
-        self,
-        query: mx.array,
-        key: mx.array,
-        value: mx.array,
-        mask: mx.array | None = None,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
+    def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: Any = None, sinks: Any = None) -> mx.array:
         """Of one sequence: (1, H, S, D). ``mask`` (S, T) is added to the scores."""
         self._append(key, value)
-        keys, values = self._tokens()
-        window, keep = self.format.window, self.format.keep
-        output = oracle.attend(
-            np.array(query.swapaxes(1, 2)), keys[None], values[None], is_causal=True, window=window, keep=keep,
-            attn_mask=None if mask is None else np.array(mask), sinks=None if sinks is None else np.array(sinks),
-        )  # fmt: skip
+        tokens = [x[None] for x in self._tokens()]
+        options = {name: None if x is None else np.array(x) for name, x in (("attn_mask", mask), ("sinks", sinks))}
+        options |= {"window": self.format.window, "keep": self.format.keep}
+        output = oracle.attend(np.array(query.swapaxes(1, 2)), *tokens, is_causal=True, **options)
         return mx.array(output.swapaxes(1, 2).astype(np.float32))
 
     def _append(self, key: mx.array, value: mx.array) -> None:

@@ -52,7 +52,6 @@ def tiny_model(folder: Path, windows: Sequence[int | None] = (None,), **changes:
     model = load_decoder(save_checkpoint(folder, config, reference_model(config)))
     layers = []
     for layer, window in zip(model.layers, windows, strict=True):
-        assert layer.self_attn.qkv_bias is not None
         bias = split_pairs(model.config, layer.self_attn.qkv_bias.whole, (0, 3, 5))
         layers.append(replace(layer, self_attn=replace(layer.self_attn, window=window, qkv_bias=bias)))
     model.layers = tuple(layers)

@@ -13,11 +13,9 @@ import pytest
 
 from support.metal_host import FORWARD, REVERSE, HostError, host_pytest_skip, on_host, worker
 from support.metal_host.compiler import find_compiler
+from support.metal_host.source import Triple
 
 pytestmark = host_pytest_skip
-
-Triple = tuple[int, int, int]
-FLOATS = [mx.float32, mx.float16, mx.bfloat16]
 
 
 def launch(
@@ -124,7 +122,6 @@ MISTAKES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     # races and what nobody wrote
     "a write after another thread's read": (
         SWAP.replace(f"{BARRIER}\n  tile", "tile"), r"Race.* of `tile` at byte \d+, which .* with no barrier"),
-    "two writes of a place": (LAST, "Race.*write of `last` at byte 0"),
     "two threadgroups, one place": ("out[i % 32] = x[0];", "Race.*another threadgroup wrote", SMALL),
     "a barrier of other memory": (MIRROR.replace("mem_device", "mem_threadgroup"), "Race.*`out`"),
     "a sum without its first barrier": (

@@ -47,8 +47,6 @@ class Worker:
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._complaints}
             self._process = subprocess.Popen([compilers.worker_program(self.compiler)], **pipes, env=ENVIRONMENT)
         process = self._process
-        assert process.stdin
-        assert process.stdout
         numbers = [*call.grid, *call.threadgroup, order, HANG_S, len(buffers)]
         request = [f"run {library} {' '.join(map(str, numbers))}\n".encode()]
         for b in buffers:
