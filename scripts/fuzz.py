@@ -46,15 +46,8 @@ VALUES += [1e308, float("nan"), float("inf"), "", "x", "\0", "\ud800", "a\nb", "
 VALUES += [[], {}, [1], [[]], {"a": 1}, ["a", "b"], [None], "<unk>", "BPE", "WordLevel", "Sequence", "(a+)+$", "["]
 KEYS = ["auto_map", "model_file", "chat_template_type", "tool_parser_type", "tokenizer_class", "vocab_file", "head_dim"]
 KEYS += ["fast_tokenizer_files", "init_inputs", "tokenizer_object", "extra_special_tokens", "added_tokens_decoder"]
-KEYS += [
-    "quantization",
-    "rope_scaling",
-    "quantization_config",
-    "model_max_length",
-    "padding",
-    "truncation",
-    "__class__",
-]
+KEYS += ["quantization", "rope_scaling", "quantization_config", "model_max_length", "padding", "truncation"]
+KEYS += ["__class__"]
 OFTEN = ("config.json", "tokenizer.json", "tokenizer_config.json")  # the files that most code reads
 TEMPLATES = [
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",

@@ -14,17 +14,8 @@ from typing import Any
 Kind = Callable[[Path, random.Random], str]
 CLASSES = ["AutoProcessor", "AutoFeatureExtractor", "MusicgenProcessor", "AutoTokenizer", "evil.Evil"]
 CLASSES += ["ConvBertTokenizer"]
-MODULES = [
-    "evil",
-    "tokenization_evil",
-    "processing_evil",
-    "json",
-    "typing",
-    "jinja2",
-    "tokenizers",
-    "kvant",
-    "__init__",
-]
+MODULES = ["evil", "tokenization_evil", "processing_evil", "json", "typing", "jinja2", "tokenizers", "kvant"]
+MODULES += ["__init__"]
 PATHS = ("vocab_file", "merges_file", "tokenizer_file", "sp_model", "vocab", "spm_file", "gguf_file")
 BIG_TEXTS = ["{{ 'a b c d ' * 4000000 }}", "{{ '🦊' * 30000000 }}", "{{ ' ' * 33000000 }}"]
 BIG_TEXTS += ["{% for i in range(10**6) %}a b {% endfor %}"]
@@ -118,7 +109,7 @@ def added_tokens(folder: Path, rng: random.Random) -> str:
     names = [f"<t{number}>" for number in range(200_000)]
     where = rng.choice(["additional_special_tokens", "extra_special_tokens", "added_tokens_decoder", "tokenizer.json"])
     if where == "tokenizer.json":
-        kind = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
+        kind = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False) | {"normalized": True}
         added = [{"id": 1280 + number, "content": name, **kind} for number, name in enumerate(names)]
         change(folder / "tokenizer.json", added_tokens=added)
     elif where == "added_tokens_decoder":
