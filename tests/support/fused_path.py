@@ -8,8 +8,9 @@ import mlx.core as mx
 import pytest
 
 from kvant.operators import dispatch, fused_attention, probe
+from kvant.operators.cached_attention import stored_tokens
 from kvant.operators.kernels import attend, launch
-from kvant.operators.quantization import quantize
+from kvant.operators.quantization import quantized_dtype
 from support import attend_stand_in
 from support.metal_host import on_host
 from support.metal_host.run import FORWARD
@@ -80,9 +81,6 @@ def unfused_append(
 ) -> list[mx.array]:
     """The append's results."""
     assert name == "append"
-    options = {"quant_bit": template["BITS"], "quant_group": template["GROUP"], "scale_dtype": template["SCALE"]}
-    key, value = inputs
-    alike = key.shape == value.shape
-    both = mx.stack([key, value], axis=1) if alike else mx.concatenate([key, value], axis=-1)[:, None]
-    quantized, scales = quantize(both, **options)
+    arrays = [mx.zeros(0, quantized_dtype(template["BITS"])), mx.zeros(0, template["SCALE"])]
+    quantized, scales = stored_tokens(*inputs, arrays, quant_bit=template["BITS"], quant_group=template["GROUP"])
     return [mx.view(quantized, mx.uint32)[None], scales[None]]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, product
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvant.operators.cached_attention import stored_tokens
 from kvant.operators.kernels import attend as attend_module
 from kvant.operators.kernels import launch as launch_module
 from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, PAGE_SIZE, SPLIT_ROWS, threadgroup_shape
-from kvant.operators.quantization import quantize, quantized_dtype
+from kvant.operators.quantization import quantized_dtype
 from support import attend_stand_in, oracle
 from support.counts import count
 from support.metal_host import FORWARD, REVERSE, on_host
@@ -134,10 +135,7 @@ class Drawn:
     pages: Array | None  # (B, N)
     mask: Array | None
     sinks: Array | None
-    key_bias: Array  # (K, 2, P)
-    pairs: tuple[int, ...]
-    rotation: Array  # (2, P, MaxS), or (B, 2, P, MaxS)
-    value_bias: Array  # (K, Dv)
+    split: BiasSplit | None
 
 
 def draw(case: KernelCase) -> Drawn:
@@ -157,8 +155,12 @@ def draw(case: KernelCase) -> Drawn:
         pages = np.full((B, max(counts) + 1), 1_000_000, np.int32)  # read, it would be far outside
         for b, own in enumerate(counts):
             pages[b, :own], numbers = numbers[:own], numbers[own:]
-    pairs = tuple(sorted(rng.permutation(case.head_dim // 2)[: case.pairs or 0].tolist()))
-    angle = 10.0 ** rng.uniform(-3, 0, len(pairs))
+    split = None
+    if case.pairs is not None:
+        pairs = tuple(sorted(rng.permutation(case.head_dim // 2)[: case.pairs].tolist()))
+        rotation = rotations(case, 10.0 ** rng.uniform(-3, 0, len(pairs)))
+        biases = [rng.standard_normal(shape).astype(np.float32) for shape in ((K, 2, len(pairs)), (K, case.values))]
+        split = BiasSplit(mx.array(biases[0] * 3), pairs, mx.array(rotation), mx.array(biases[1]))
     return Drawn(
         query=oracle.cast(rng.standard_normal((B, case.num_heads, case.new_tokens, case.head_dim)), case.dtype),
         cache=place(case, stored, spec.cache_dtype, pages),
@@ -166,10 +168,7 @@ def draw(case: KernelCase) -> Drawn:
         pages=pages,
         mask=draw_mask(case, rng),
         sinks=rng.standard_normal(case.num_heads).astype(np.float32) if case.sinks else None,
-        key_bias=rng.standard_normal((K, 2, len(pairs))).astype(np.float32) * 3,
-        pairs=pairs,
-        rotation=rotations(case, angle),
-        value_bias=rng.standard_normal((K, case.values)).astype(np.float32),
+        split=split,
     )
 
 
@@ -259,20 +258,17 @@ def run(case: KernelCase, drawn: Drawn, **how: Any) -> mx.array:
 
 
 def attended(case: KernelCase, drawn: Drawn) -> Any:
-    spec, split = case.spec, None
-    if case.pairs is not None:
-        split = BiasSplit(mx.array(drawn.key_bias), drawn.pairs, mx.array(drawn.rotation), mx.array(drawn.value_bias))
     names = ("quant_bit", "quant_group", "is_causal", "is_alibi", "window", "keep", "softcap", "score_scale", "backend")
     given = {name: getattr(drawn, name) for name in ("mask", "sinks", "pages")}
     return fused_attention.attend_fused(
         to_mx(drawn.query, case.dtype),
-        to_mx(drawn.cache, spec.cache_dtype),
+        to_mx(drawn.cache, case.spec.cache_dtype),
         None if drawn.scale is None else mx.array(drawn.scale),
         mx.array(case.offsets) if case.shorter else mx.array(case.offset),
         value_dim=case.value_dim or None,
         first=None if drawn.pages is None else mx.array(case.firsts, mx.int32),
         rows=max(len(case.positions(b)) for b in range(case.batch)) if case.knows_rows else None,
-        bias_split=split,
+        bias_split=drawn.split,
         **{name: getattr(case, name) for name in names},
         **{name: None if x is None else mx.array(x) for name, x in given.items()},
     )
@@ -287,8 +283,8 @@ def forbidden(case: KernelCase, drawn: Drawn) -> dict[str, Array]:
     found = {"cache": dead}
     if case.quant_bit:
         found["scale"] = dead
-    if drawn.pairs:
-        found["rotation"] = np.isnan(drawn.rotation)
+    if drawn.split is not None and drawn.split.pairs:
+        found["rotation"] = np.isnan(np.array(drawn.split.rotation))
     if drawn.mask is not None:
         own_mask = drawn.mask.ndim == 4 and len(drawn.mask) > 1
         counts = np.array([len(case.positions(b)) for b in range(case.batch)]).reshape(-1, 1, 1, 1)
@@ -306,19 +302,16 @@ def check_append(
     key: mx.array, value: mx.array, scale_dtype: str = "float16", *, quant_bit: int, quant_group: int, **how: Any
 ) -> tuple[mx.array, mx.array]:
     """What the kernel stores is the operator's to the bit. Values beside a NaN or an infinity are anything."""
-    form, dtype = {"quant_bit": quant_bit, "quant_group": quant_group}, getattr(mx, scale_dtype)
+    arrays = [mx.zeros(0, quantized_dtype(quant_bit)), mx.zeros(0, getattr(mx, scale_dtype))]
+    store = partial(stored_tokens, key, value, arrays, quant_bit=quant_bit, quant_group=quant_group)
     with kernels_on_host(**how):
-        arrays = [mx.zeros(0, quantized_dtype(quant_bit)), mx.zeros(0, dtype)]
-        stored = stored_tokens(key, value, arrays, **form, backend="metal")
-    alike = key.shape == value.shape  # (B, 2, K, S, D), or (B, 1, K, S, D + Dv)
-    both = mx.stack([key, value], axis=1) if alike else mx.concatenate([key, value], axis=-1)[:, None]
-    wanted = quantize(both, **form, scale_dtype=dtype)
+        stored = store(backend="metal")
+    wanted = store()
     assert [(x.shape, x.dtype) for x in stored] == [(x.shape, x.dtype) for x in wanted]
     np.testing.assert_array_equal(np.array(stored[1]), np.array(wanted[1]))
     if np.isfinite(np.array(wanted[1])).all():
         np.testing.assert_array_equal(np.array(stored[0]), np.array(wanted[0]))
-    quantized, scale = stored
-    return quantized, scale
+    return stored[0], stored[1]
 
 
 # What a compiled instance depends on. Every two values of two options meet in one of the instances.

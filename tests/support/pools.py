@@ -12,18 +12,14 @@ from kvant.cache.pool import Pool, PoolSequence
 from kvant.models import Decoder, load_decoder
 from kvant.models.bias import split_pairs
 from support.checkpoints import qwen2_config, reference_model, save_checkpoint
+from support.prefill import prefill as prefill_cache
 
 TEXT = [(7 * i * i + 3 * i) % 290 for i in range(1000)]
 
 
 def prefill(model: Decoder, pool: Pool, sequence: PoolSequence, ids: Sequence[int], step: int = 128) -> mx.array:
     """Feed a text. Returns the logits (1, vocab) of its last token."""
-    batch = pool.batch([sequence])
-    for first in range(0, len(ids), step):
-        logits = model.next_logits(mx.array([list(ids[first : first + step])]), batch)
-        mx.eval(logits)
-        batch.commit()
-    return logits
+    return prefill_cache(model, ids, pool.batch([sequence]), step)
 
 
 def decode(model: Decoder, pool: Pool, sequences: Sequence[PoolSequence], ids: Sequence[int]) -> mx.array:
