@@ -8,9 +8,8 @@ import mlx.core as mx
 import pytest
 
 from kvant.operators import dispatch, fused_attention, probe
-from kvant.operators.cached_attention import stored_tokens
 from kvant.operators.kernels import attend, launch
-from kvant.operators.quantization import quantized_dtype
+from kvant.operators.quantization import quantize
 from support import attend_stand_in
 from support.metal_host import on_host
 from support.metal_host.run import FORWARD
@@ -81,6 +80,9 @@ def unfused_append(
 ) -> list[mx.array]:
     """The append's results."""
     assert name == "append"
-    arrays = [mx.zeros(0, quantized_dtype(template["BITS"])), mx.zeros(0, template["SCALE"])]
-    quantized, scales = stored_tokens(*inputs, arrays, quant_bit=template["BITS"], quant_group=template["GROUP"])
+    key, value = inputs
+    alike = key.shape == value.shape
+    both = mx.stack([key, value], axis=1) if alike else mx.concatenate([key, value], axis=-1)[:, None]
+    options = {"quant_bit": template["BITS"], "quant_group": template["GROUP"], "scale_dtype": template["SCALE"]}
+    quantized, scales = quantize(both, **options)
     return [mx.view(quantized, mx.uint32)[None], scales[None]]

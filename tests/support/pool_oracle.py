@@ -5,7 +5,6 @@ compared, and then taken over; they are never read again.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -32,13 +31,24 @@ class OracleLayer:
     scales: list[Array] = field(default_factory=list)
     written: list[Array] = field(default_factory=list)  # (2, K, S, last) each, that a pool wrote in this step
 
-    def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: Any = None, sinks: Any = None) -> mx.array:
+    def attend(
+        self,
+        query: mx.array,
+        key: mx.array,
+        value: mx.array,
+        mask: mx.array | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
         """Of one sequence: (1, H, S, D). ``mask`` (S, T) is added to the scores."""
         self._append(key, value)
-        tokens = [x[None] for x in self._tokens()]
-        options = {name: None if x is None else np.array(x) for name, x in (("attn_mask", mask), ("sinks", sinks))}
-        options |= {"window": self.format.window, "keep": self.format.keep}
-        output = oracle.attend(np.array(query.swapaxes(1, 2)), *tokens, is_causal=True, **options)
+        keys, values = self._tokens()
+        window, keep = self.format.window, self.format.keep
+        if window is not None:  # a token that nobody sees may be unknown: 0 times NaN is NaN
+            values[keep : max(keep, len(values) - query.shape[2] - window + 1)] = 0
+        output = oracle.attend(
+            np.array(query.swapaxes(1, 2)), keys[None], values[None], is_causal=True, window=window, keep=keep,
+            attn_mask=None if mask is None else np.array(mask), sinks=None if sinks is None else np.array(sinks),
+        )  # fmt: skip
         return mx.array(output.swapaxes(1, 2).astype(np.float32))
 
     def _append(self, key: mx.array, value: mx.array) -> None:
@@ -60,9 +70,12 @@ class OracleLayer:
 
     def _tokens(self) -> tuple[Array, Array]:
         """Keys and values (T, K, D) with their biases."""
-        bits, group = self.format.kv_bits, self.format.kv_group_size
-        stored, scales = np.stack(self.values, axis=2), np.stack(self.scales, axis=2) if bits else None
-        keys, values = oracle.floats(stored, scales, bits, group).swapaxes(1, 2)
+        both = np.stack(self.values, axis=2)
+        if self.format.kv_bits:
+            levels = unpack_nibbles(both) if self.format.kv_bits == 4 else both
+            scales = np.stack(self.scales, axis=2).astype(np.float64)
+            both = levels * np.repeat(scales, self.format.kv_group_size, axis=-1)
+        keys, values = both.astype(np.float64).swapaxes(1, 2)
         if (split := self.bias_split) is not None:
             angle = np.arange(len(keys))[:, None] * self.frequencies[list(split.pairs)]  # (T, P)
             keys += oracle.key_bias(np.array(split.key_bias), split.pairs, angle, keys.shape[-1])
