@@ -65,16 +65,9 @@ def kernel_call(kernel: Callable[..., Any], inputs: list[mx.array], **launch: An
         expected += [(kind, i) for kind in ("input", *asked)]
     expected += [("output", i) for i in range(len(outputs))]
     template = re.search(re.escape(f"decltype({name}") + r"(<[^;]*>)\)", text)
-    return KernelCall(
-        name=name,
-        text=text,
-        template=template[1] if template else "",
-        parameters=_parameters(name, text, expected),
-        grid=(gx, gy, gz),
-        threadgroup=(tx, ty, tz),
-        inputs=given,
-        outputs=outputs,
-    )
+    parameters = _parameters(name, text, expected)
+    sizes = {"grid": (gx, gy, gz), "threadgroup": (tx, ty, tz), "inputs": given, "outputs": outputs}
+    return KernelCall(name, text, template[1] if template else "", parameters, **sizes)
 
 
 _BUFFER = re.compile(r"(?:const )?(?:device|constant) (?P<type>\w+)(?P<mark>[*&]) (?P<name>\w+) \[\[buffer\(\d+\)\]\]")
