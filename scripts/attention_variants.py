@@ -12,8 +12,8 @@ from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from kvant.cache import QuantizedKVCache
 from kvant.operators.attention import attend_tokens
-from kvant.operators.stored_tokens import read_tokens, write_tokens
 from kvant.operators.kernels.attend import PAGE_SIZE, attend
+from kvant.operators.stored_tokens import read_tokens, write_tokens
 
 SHAPES = {  # query heads, kv heads, head_dim, layers
     "qwen2.5-0.5b": (14, 2, 64, 24),

@@ -1,32 +1,29 @@
 """Use the page of `kvant serve` in a real Chromium, as people do and as attackers would.
 
-Usage: python scripts/check_page.py [--pictures FOLDER]. It needs Chromium (Debian: apt-get install chromium), the
-package playwright, and the extras cpu and serve. Each check has a browser profile of its own. The first that fails
-ends the program.
+Usage: python -m pytest -n 0 scripts/check_page.py. It needs Chromium (Debian: apt-get install chromium), the package
+playwright, and the extras cpu, serve and test. Each test has a browser profile of its own. KVANT_PICTURES names a
+folder for a picture of each tab at its end.
 """
 
-import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
-import sys
-import tempfile
 import threading
 import time
-import traceback
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
-from playwright.sync_api import Error as BrowserError
+import httpx2
+import pytest
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Request, sync_playwright
+from support.server import Started, started
 
-SOON = 20.0  # seconds within which what is waited for must come
 STORY = "Tell me a story about a fox named Pip."
-KEY = "s3cret-of-the-page"
 REACHED = "$('#reserved').textContent.includes('B')"
 HELPERS = """
 window.$ = (selector) => document.querySelector(selector);
@@ -117,69 +114,38 @@ TAGS = "article div p h3 h4 h5 h6 ul ol li blockquote pre code a strong em del b
 ATTRIBUTES = "class hidden type href rel target referrerpolicy tabindex role start title"
 
 
-class Server:
-    """`kvant serve` on pocket."""
-
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "kvant", "serve", "pocket", "--port", "0", "--max-kv-size", "1024"]
-        self.process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)
-        assert self.process.stderr is not None
-        said = ""
-        for line in self.process.stderr:
-            said += line
-            if line.startswith("kvant serve: http"):
-                self.url = line.split()[2]
-                self.port = self.url.rpartition(":")[2].strip("/")
-                return
-        sys.exit(f"kvant serve did not start:\n{said}")
-
-    def wait_until_idle(self, seconds: float) -> None:
-        """Wait until no answer is under way."""
-        end = time.monotonic() + seconds
-        while True:
-            with urllib.request.urlopen(f"{self.url}/health") as response:
-                health = json.load(response)
-            if not health["running"] and not health["waiting"]:
-                return
-            assert time.monotonic() < end, "the server goes on"
-            time.sleep(0.05)
-
-    def close(self) -> None:
-        """End it. It must end well, and soon although a page listens."""
-        begun = time.monotonic()
-        self.process.terminate()
-        code = self.process.wait(20)
-        assert code == 0, f"exit code {code}"
-        assert time.monotonic() - begun < 10, "it waits for the page"
-
-
 class Tab:
-    """A page in a browser.
+    """A page in a browser: every address that it asked for and what it sent, and its console's errors and warnings."""
 
-    Attributes:
-        requests, bodies: every address that was asked for, and what was sent to it.
-        problems: errors and warnings of the page, as its console has them.
-    """
-
-    def __init__(self, context: BrowserContext, url: str, pictures: Path) -> None:
-        self.requests: list[str] = []
-        self.bodies: list[str] = []
+    def __init__(self, context: BrowserContext, url: str, reached: bool) -> None:
+        self.url = url
+        self.requests: list[Request] = []
         self.problems: list[str] = []
-        self._pictures = pictures
-        self.page: Page = context.new_page()
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.on("request", lambda request: self.bodies.append(request.post_data or ""))
+        self.page = context.new_page()
+        self.page.on("request", lambda request: self.requests.append(request))
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
         self.page.on("console", self._note)
         self.run, self.press, self.type = self.page.evaluate, self.page.keyboard.press, self.page.keyboard.insert_text
         self.reload, self.front = self.page.reload, self.page.bring_to_front
         self.page.goto(url)
+        if reached:
+            self.wait(REACHED)
 
     def _note(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning", "assert"):
             self.problems.append(f"{message.text} {message.location.get('url', '')}")
 
-    def wait(self, expression: str, seconds: float = SOON) -> Any:
+    def close(self) -> None:
+        """Close it, and look at what it asked for and complained of."""
+        if not self.page.is_closed():
+            assert [each.url for each in self.requests if not each.url.startswith((self.url, "about:"))] == []
+            assert self.problems == []
+            if folder := os.environ.get("KVANT_PICTURES"):
+                name = os.environ["PYTEST_CURRENT_TEST"].split("::test_")[-1].split()[0]
+                self.page.screenshot(path=f"{folder}/{name}.png")
+            self.page.close()
+
+    def wait(self, expression: str, seconds: float = 20) -> Any:
         """Wait until an expression is true. Returns its value. The page's policy forbids Playwright's own way."""
         end = time.monotonic() + seconds
         while not (found := self.run(expression)):
@@ -212,7 +178,7 @@ class Tab:
 
     def sent(self) -> Any:
         """The last question's body."""
-        return json.loads([body for body in self.bodies if body][-1])
+        return [each.post_data_json for each in self.requests if each.post_data][-1]
 
     def canned(self, text: str, thinking: str = "") -> None:
         """Ask, with an answer that is made here. A lone one, of several pieces."""
@@ -227,435 +193,399 @@ class Tab:
         self.ask("Go on.")
         self.page.unroute("**/v1/chat/completions")
 
-    def picture(self, name: str) -> None:
-        """What it shows, as a file."""
-        self.page.screenshot(path=self._pictures / f"{name}.png")
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., AbstractContextManager[Started]]:
+    """A function that starts a server on pocket with these arguments."""
+    return partial(started, tmp_path_factory.mktemp("home"), "--sequences", "4", "--max-kv-size", "1024")
 
 
-class Checks:
-    """The checks, each with the browser and a server, in the order in which they are written."""
+@pytest.fixture(scope="module")
+def server(serve: Any) -> Iterator[httpx2.Client]:
+    with serve() as (process, client, _):
+        yield client
+        stop(process)
 
-    def __init__(self, browser: Browser, server: Server, pictures: Path) -> None:
-        self.browser, self.server, self.pictures = browser, server, pictures
-        self.tabs: list[Tab] = []
 
-    def all(self) -> list[Callable[[], None]]:
-        """Those whose names begin with check."""
-        return [getattr(self, name) for name in vars(type(self)) if name.startswith("check_")]
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
 
-    def context(self, **screen: Any) -> BrowserContext:
-        """A profile of its own, with Playwright's words for its screen and what its user prefers."""
-        made = self.browser.new_context(**{"viewport": {"width": 1360, "height": 860}} | screen)
-        made.add_init_script(HELPERS)
-        return made
 
-    def open(self, context: BrowserContext | None = None, *, reached: bool = True, **screen: Any) -> Tab:
-        """A tab, of a new profile unless one is given."""
-        tab = Tab(context or self.context(**screen), f"{self.server.url}/", self.pictures)
-        self.tabs.append(tab)
-        if reached:
-            tab.wait(REACHED)
-        return tab
+@pytest.fixture
+def visit(browser: Browser, server: httpx2.Client) -> Iterator[Callable[..., Tab]]:
+    """A function that opens a tab, with Playwright's words for its screen and what its user prefers.
 
-    def close_tabs(self) -> None:
-        """Close all, and look at what they asked for and complained of."""
-        for tab in self.tabs:
-            for address in tab.requests:
-                assert address.startswith((f"{self.server.url}/", "about:")), f"asked for {address}"
-            assert not tab.problems, tab.problems
-            tab.page.close()
-        self.tabs.clear()
+    ``beside``: a tab whose profile it has, in place of one of its own. ``at``: another server.
+    """
+    tabs: list[Tab] = []
 
-    @contextmanager
-    def another_server(self, *arguments: str) -> Iterator[Server]:
-        """A server for a while, or one in its place; tabs are closed before it."""
-        plain, self.server = self.server, Server(*arguments)
-        try:
-            yield self.server
-            self.close_tabs()
-        finally:
-            server, self.server = self.server, plain
-            server.close()
+    def visit(at: httpx2.Client = server, *, beside: Tab | None = None, reached: bool = True, **screen: Any) -> Tab:
+        if beside is None:
+            context = browser.new_context(**{"viewport": {"width": 1360, "height": 860}} | screen)
+            context.add_init_script(HELPERS)
+        else:
+            context = beside.page.context
+        tabs.append(Tab(context, f"{at.base_url}/", reached))
+        return tabs[-1]
 
-    def check_that_it_streams(self) -> None:
-        tab = self.open()
-        tab.send(STORY, beyond=40)
-        early = tab.run("text()")
-        assert tab.run("$('#stop').checkVisibility()")
-        tab.wait("count('#sequences li') === 1")
-        assert tab.run("parseFloat($('#held').textContent)") > 0
-        tab.picture("streaming")
-        note, whole = tab.ended(), tab.run("text()")
-        assert whole.startswith(early), (early, whole)
-        assert len(whole) > len(early)
-        assert "Pip" in whole
-        assert "a second" in note, note
-        tab.wait("parseFloat($('#median').textContent) > 0")
-        assert "tokens: median" in tab.run("$('#plot').getAttribute('aria-label')")
-        assert "Of 32 pages " in tab.run("$('.pages').getAttribute('aria-label')")
-        assert tab.run("[...$('#plot').getContext('2d').getImageData(0, 0, 300, 90).data].some(Boolean)")
-        # For those who hear it: the whole answer, once.
-        tab.wait("$('#spoken').textContent.trim() === text()")
-        # The second turn finds the pages of the first one's long question.
-        tab.click("#new")
-        for question, found in (("There was a fox named Pip. " * 25, False), ("Who helped Pip?", True)):
-            tab.ask(question)
-            assert ("prompt tokens were there" in tab.ended()) == found, tab.ended()
+    yield visit
+    for tab in tabs:
+        tab.close()
 
-    def check_many_answers(self) -> None:
-        """The panel shows the answers of all clients, and the page can have several under way itself."""
-        tab = self.open()
-        tab.ask(STORY)
-        text = "There was a bear named Clara, who had a boat. She met a hare and a fox. " * 12
-        for number, words in enumerate((text, f"{text} And then?", "A duck wants to fly.")):
-            self.ask_beside(words, number)
-            time.sleep(0.3)
-        tab.send("Tell me a story about a hare who could not sleep.", beyond=5)
-        first = tab.run("location.hash")
-        tab.click("#new")
-        tab.send("A story about a mouse, please.")
-        tab.wait("count('#sequences li') === 4 && parseInt($('#waiting').textContent) === 1")
-        assert tab.run("new Set($$('#sequences .cell').map((e) => e.style.background)).size") == 4
-        said = tab.run("$('.pages').getAttribute('aria-label')")
-        assert " 0 are shared" not in said, said
-        tab.run("choose('Pip')")
-        assert tab.run("location.hash") == first
-        tab.wait("count('.message') === 4")
-        tab.wait("text().length > 250", 60)
-        tab.picture("many")
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """End a server. It must end well, and soon although a page listens."""
+    process.terminate()
+    assert process.wait(10) == 0
+
+
+def wait_until_idle(server: httpx2.Client, seconds: float) -> None:
+    """Wait until no answer is under way."""
+    end = time.monotonic() + seconds
+    while (health := server.get("/health").json())["running"] or health["waiting"]:
+        assert time.monotonic() < end, "the server goes on"
+        time.sleep(0.05)
+
+
+def test_that_it_streams(visit: Any) -> None:
+    tab = visit()
+    tab.send(STORY, beyond=40)
+    early = tab.run("text()")
+    assert tab.run("$('#stop').checkVisibility()")
+    tab.wait("count('#sequences li') === 1")
+    assert tab.run("parseFloat($('#held').textContent)") > 0
+    note, whole = tab.ended(), tab.run("text()")
+    assert whole.startswith(early), (early, whole)
+    assert len(whole) > len(early)
+    assert "Pip" in whole
+    assert "a second" in note, note
+    tab.wait("parseFloat($('#median').textContent) > 0")
+    assert "tokens: median" in tab.run("$('#plot').getAttribute('aria-label')")
+    assert "Of 32 pages " in tab.run("$('.pages').getAttribute('aria-label')")
+    assert tab.run("[...$('#plot').getContext('2d').getImageData(0, 0, 300, 90).data].some(Boolean)")
+    # For those who hear it: the whole answer, once.
+    tab.wait("$('#spoken').textContent.trim() === text()")
+    # The second turn finds the pages of the first one's long question.
+    tab.click("#new")
+    for question, found in (("There was a fox named Pip. " * 25, False), ("Who helped Pip?", True)):
+        tab.ask(question)
+        assert ("prompt tokens were there" in tab.ended()) == found, tab.ended()
+
+
+def test_many_answers(visit: Any, server: httpx2.Client) -> None:
+    """The panel shows the answers of all clients, and the page can have several under way itself."""
+    tab = visit()
+    tab.ask(STORY)
+    text = "There was a bear named Clara, who had a boat. She met a hare and a fox. " * 12
+    for number, words in enumerate((text, f"{text} And then?", "A duck wants to fly.")):
+        # Another client's question, whose answer is long.
+        body = {"model": "pocket", "messages": [{"role": "user", "content": words}], "max_tokens": 650 + 20 * number}
+        body |= {"ignore_eos": True, "seed": number}
+        ask = partial(server.post, "/v1/chat/completions", json=body, timeout=None)
+        threading.Thread(target=ask).start()
+        time.sleep(0.3)
+    tab.send("Tell me a story about a hare who could not sleep.", beyond=5)
+    first = tab.run("location.hash")
+    tab.click("#new")
+    tab.send("A story about a mouse, please.")
+    tab.wait("count('#sequences li') === 4 && parseInt($('#waiting').textContent) === 1")
+    assert tab.run("new Set($$('#sequences .cell').map((e) => e.style.background)).size") == 4
+    said = tab.run("$('.pages').getAttribute('aria-label')")
+    assert " 0 are shared" not in said, said
+    tab.run("choose('Pip')")
+    assert tab.run("location.hash") == first
+    tab.wait("count('.message') === 4")
+    tab.wait("text().length > 250", 60)
+    tab.ended()
+    wait_until_idle(server, 60)
+
+
+def test_stop(visit: Any, server: httpx2.Client) -> None:
+    tab = visit()
+    box = tab.page.locator("#send").bounding_box()  # where the button is that stops
+    assert box is not None
+    for stop in (lambda: tab.page.mouse.click(box["x"] + 9, box["y"] + 9), lambda: tab.press("Escape")):
+        tab.run("$('#text').focus()")
+        tab.send(STORY, beyond=20)
+        stop()
+        tab.wait("note() === 'Stopped.'")
+        kept = tab.run("text()")
+        wait_until_idle(server, 5)
+        assert tab.run("text()") == kept
+        assert len(kept) > 20
+        assert tab.run("active().id") == "text"
+
+
+def test_edit_and_retry(visit: Any) -> None:
+    tab = visit()
+    tab.click("#options > summary")
+    for name, value in (("system", "Be brief."), ("seed", "7"), ("max_tokens", "12"), ("temperature", "0.9")):
+        tab.run(f"$('#{name}').focus()")
+        tab.type(value)
+    tab.click("#options > summary")
+    first = tab.ask(STORY)
+    sent = tab.sent()
+    assert sent["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": STORY}]
+    assert (sent["seed"], sent["max_tokens"], sent["temperature"]) == (7, 12, 0.9)
+    assert "limit of tokens" in tab.ended()
+    # With its seed the same answer comes again.
+    tab.run("window.old = last(); retry()")
+    tab.wait("last() !== window.old && note()")
+    assert tab.run("text()") == first
+    tab.ask("And then?")
+    tab.run("edit()")
+    assert tab.run("active().value") == STORY
+    tab.press("Escape")
+    assert tab.run("count('.message')") == 4
+    tab.run("edit(); active().select()")
+    tab.send("Who is Clara?")
+    tab.wait("count('.message') === 2 && note()")
+    assert tab.run("$('.own').textContent") == tab.sent()["messages"][-1]["content"] == "Who is Clara?"
+    assert tab.run("count('#list li')") == 1
+
+
+def test_reload(visit: Any) -> None:
+    tab = visit()
+    whole = tab.ask(STORY)
+    tab.reload()
+    assert tab.wait("text()") == whole
+    tab.send("Another one.", beyond=30)
+    tab.reload()
+    kept = tab.wait("count('.message') === 4 && text()")
+    assert len(kept) > 30
+    assert tab.run("count('#list li')") == 1
+    # What somebody else wrote there is no conversation, and harms nothing.
+    for text in ("{", "null", '{"messages": 5}', '{"title": {}, "messages": [{"role": "system"}]}', '"' * 99):
+        tab.run(f"localStorage.setItem('kvant.conversation.x' + Math.random(), {json.dumps(text)})")
+    tab.reload()
+    assert tab.wait("text()") == kept
+    assert tab.run("count('#list li')") == 1
+    tab.click("#list .remove")
+    tab.wait("count('#list li') === 0 && count('.message') === 0")
+    tab.click("#notice button")
+    assert tab.wait("count('#list li') === 1 && text()") == kept
+
+
+def test_two_tabs(visit: Any) -> None:
+    one = visit()
+    other = visit(beside=one)
+    for tab, text in ((one, STORY), (other, "Who is Clara?")):
+        tab.front()
+        tab.send(text)
+        tab.wait("text().length > 5")
+    for tab in (one, other):
+        tab.front()
         tab.ended()
-        self.server.wait_until_idle(60)
+        tab.wait("count('#list li') === 2")
+    # The same conversation in both: an answer in one is seen in the other.
+    one.front()
+    one.run("choose('Who')")
+    one.wait("$('.own').textContent === 'Who is Clara?'")
+    one.ask("And who is Pip?")
+    other.front()
+    other.wait("count('.message') === 4")
+    # Both ask at once: neither is lost.
+    for tab, text in ((one, "Mine."), (other, "Yours.")):
+        tab.run(f"$('#text').value = '{text}'; $('#compose').requestSubmit()")
+    for tab in (one, other):
+        tab.front()
+        tab.ended()
+    kept = "Object.values({...localStorage}).map((text) => JSON.parse(text).messages)"
+    ends = f"{kept}.map((messages) => messages.slice(-2).map((message) => message.content.trim()))"
+    for tab, text in ((one, "Mine."), (other, "Yours.")):
+        shown = json.dumps([text, tab.run("text()")])
+        tab.wait(f"{ends}.some((found) => String(found) === String({shown}))")
 
-    def ask_beside(self, text: str, seed: int) -> None:
-        """Another client's question, whose answer is long; in a thread."""
-        body = {"model": "pocket", "messages": [{"role": "user", "content": text}], "max_tokens": 650 + 20 * seed}
-        data = json.dumps({**body, "ignore_eos": True, "seed": seed}).encode()
-        url, headers = f"{self.server.url}/v1/chat/completions", {"Content-Type": "application/json"}
-        question = urllib.request.Request(url, data, headers)
-        threading.Thread(target=lambda: urllib.request.urlopen(question).read()).start()
 
-    def check_stop(self) -> None:
-        tab = self.open()
-        box = tab.page.locator("#send").bounding_box()  # where the button is that stops
-        assert box is not None
-        for stop in (lambda: tab.page.mouse.click(box["x"] + 9, box["y"] + 9), lambda: tab.press("Escape")):
-            tab.run("$('#text').focus()")
-            tab.send(STORY, beyond=20)
-            stop()
-            tab.wait("note() === 'Stopped.'")
-            kept = tab.run("text()")
-            self.server.wait_until_idle(5)
-            assert tab.run("text()") == kept
-            assert len(kept) > 20
-            assert tab.run("active().id") == "text"
-
-    def check_edit_and_retry(self) -> None:
-        tab = self.open()
-        tab.click("#options > summary")
-        for name, value in (("system", "Be brief."), ("seed", "7"), ("max_tokens", "12"), ("temperature", "0.9")):
-            tab.run(f"$('#{name}').focus()")
-            tab.type(value)
-        tab.click("#options > summary")
-        first = tab.ask(STORY)
-        sent = tab.sent()
-        assert sent["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": STORY}]
-        assert (sent["seed"], sent["max_tokens"], sent["temperature"]) == (7, 12, 0.9)
-        assert "limit of tokens" in tab.ended()
-        # With its seed the same answer comes again.
-        tab.run("window.old = last(); retry()")
-        tab.wait("last() !== window.old && note()")
-        assert tab.run("text()") == first
-        tab.ask("And then?")
-        tab.run("edit()")
-        assert tab.run("active().value") == STORY
-        tab.press("Escape")
-        assert tab.run("count('.message')") == 4
-        tab.run("edit(); active().select()")
-        tab.send("Who is Clara?")
-        tab.wait("count('.message') === 2 && note()")
-        assert tab.run("$('.own').textContent") == tab.sent()["messages"][-1]["content"] == "Who is Clara?"
-        assert tab.run("count('#list li')") == 1
-
-    def check_reload(self) -> None:
-        tab = self.open()
-        whole = tab.ask(STORY)
+def test_key(visit: Any, serve: Any, tmp_path: Path) -> None:
+    key = "s3cret-of-the-page"
+    (tmp_path / "keys").write_text(f"{key}\n")
+    with serve("--api-key-file", str(tmp_path / "keys")) as (process, client, _):
+        tab = visit(client, reached=False)
+        tab.wait("$('#key-dialog').open")
+        tab.send("wrong")
+        tab.wait("$('#key-error').textContent.includes('refused')")
+        tab.send(key)
+        tab.wait(REACHED)
+        assert not tab.run("$('#key-dialog').open")
+        assert tab.ask(STORY)
         tab.reload()
-        assert tab.wait("text()") == whole
-        tab.send("Another one.", beyond=30)
-        tab.reload()
-        kept = tab.wait("count('.message') === 4 && text()")
-        assert len(kept) > 30
-        assert tab.run("count('#list li')") == 1
-        # What somebody else wrote there is no conversation, and harms nothing.
-        for text in ("{", "null", '{"messages": 5}', '{"title": {}, "messages": [{"role": "system"}]}', '"' * 99):
-            tab.run(f"localStorage.setItem('kvant.conversation.x' + Math.random(), {json.dumps(text)})")
-        tab.reload()
-        assert tab.wait("text()") == kept
-        assert tab.run("count('#list li')") == 1
-        tab.click("#list .remove")
-        tab.wait("count('#list li') === 0 && count('.message') === 0")
-        tab.click("#notice button")
-        assert tab.wait("count('#list li') === 1 && text()") == kept
+        tab.wait(REACHED)
+        assert not tab.run("$('#key-dialog').open")
+        assert key not in tab.run("JSON.stringify({...localStorage}) + document.cookie + location.href")
+        again = visit(client, beside=tab, reached=False)  # another tab has to ask
+        again.wait("$('#key-dialog').open")
+        for each in (tab, again):
+            assert all("401" in problem for problem in each.problems), each.problems
+            each.problems.clear()
+            each.close()
+        stop(process)
 
-    def check_two_tabs(self) -> None:
-        context = self.context()
-        one, other = self.open(context), self.open(context)
-        for tab, text in ((one, STORY), (other, "Who is Clara?")):
-            tab.front()
-            tab.send(text)
-            tab.wait("text().length > 5")
-        for tab in (one, other):
-            tab.front()
-            tab.ended()
-            tab.wait("count('#list li') === 2")
-        # The same conversation in both: an answer in one is seen in the other.
-        one.front()
-        one.run("choose('Who')")
-        one.wait("$('.own').textContent === 'Who is Clara?'")
-        one.ask("And who is Pip?")
-        other.front()
-        other.wait("count('.message') === 4")
-        # Both ask at once: neither is lost.
-        for tab, text in ((one, "Mine."), (other, "Yours.")):
-            tab.run(f"$('#text').value = '{text}'; $('#compose').requestSubmit()")
-        for tab in (one, other):
-            tab.front()
-            tab.ended()
-        kept = "Object.values({...localStorage}).map((text) => JSON.parse(text).messages)"
-        ends = f"{kept}.map((messages) => messages.slice(-2).map((message) => message.content.trim()))"
-        for tab, text in ((one, "Mine."), (other, "Yours.")):
-            shown = json.dumps([text, tab.run("text()")])
-            tab.wait(f"{ends}.some((found) => String(found) === String({shown}))")
 
-    def check_key(self) -> None:
-        with tempfile.NamedTemporaryFile("w", suffix=".keys") as file:
-            file.write(KEY + "\n")
-            file.flush()
-            with self.another_server("--api-key-file", file.name):
-                context = self.context()
-                tab = self.open(context, reached=False)
-                tab.wait("$('#key-dialog').open")
-                tab.send("wrong")
-                tab.wait("$('#key-error').textContent.includes('refused')")
-                tab.picture("key")
-                tab.send(KEY)
-                tab.wait(REACHED)
-                assert not tab.run("$('#key-dialog').open")
-                assert tab.ask(STORY)
-                tab.reload()
-                tab.wait(REACHED)
-                assert not tab.run("$('#key-dialog').open")
-                assert KEY not in tab.run("JSON.stringify({...localStorage}) + document.cookie + location.href")
-                again = self.open(context, reached=False)  # another tab has to ask
-                again.wait("$('#key-dialog').open")
-                for each in (tab, again):
-                    assert all("401" in problem for problem in each.problems), each.problems
-                    each.problems.clear()
-
-    def check_server_gone_and_back(self) -> None:
-        gone = Server()
-        plain, self.server = self.server, gone
-        tab = self.open()
+def test_server_gone_and_back(visit: Any, serve: Any) -> None:
+    with serve() as (process, client, _):
+        tab = visit(client)
         whole = tab.ask(STORY)
         tab.send("Another one.", beyond=5)
-        gone.process.kill()
-        gone.process.wait()
+        process.kill()
+        process.wait()
         tab.wait("last().querySelector('.note.error')?.textContent")
         tab.wait("$('#connection').textContent.includes('No connection')")
         assert not any(figure.isdigit() for figure in tab.run("$('#held').textContent"))
-        tab.picture("gone")
         tab.ask("Are you there?")
         assert "does not answer" in tab.ended(), tab.ended()
-        self.server = plain
-        with self.another_server("--port", gone.port) as back:
-            tab.wait("$('#connection').textContent === ''", 30)
-            tab.wait(REACHED)
-            tab.run("retry()")
-            tab.wait("note() && text().length > 5")
-            assert tab.run("$('.answer > .body').textContent") == whole
-            back.close()  # a page that listens does not hold it up
-            tab.problems.clear()  # connections that were refused
+    with serve("--port", str(client.base_url.port)) as (process, _, _):
+        tab.wait("$('#connection').textContent === ''", 30)
+        tab.wait(REACHED)
+        tab.run("retry()")
+        tab.wait("note() && text().length > 5")
+        assert tab.run("$('.answer > .body').textContent") == whole
+        stop(process)  # a page that listens does not hold it up
+        tab.problems.clear()  # connections that were refused
+        tab.close()
 
-    def check_attacks(self) -> None:
-        tab = self.open()
-        for attack in ATTACKS:
-            tab.canned(attack, thinking=attack)
-            self.harmless(tab)
-        tab.click("#new")
-        tab.ask(ATTACKS[1])  # one's own message, and the title made of it
-        self.harmless(tab)
-        assert tab.run("$('.own').textContent") == ATTACKS[1]
-        # Whatever a mistake lets through, the policy stops.
-        replaced = "(() => { try { document.body.innerHTML = '<b>x</b>' } catch (error) { return error.name } })()"
-        assert tab.run(replaced) == "TypeError"
-        assert tab.run("fetch('https://elsewhere.example/').then(() => 'sent', () => 'stopped')") == "stopped"
-        tab.run("document.head.append(Object.assign(document.createElement('style'), {textContent: '*{color:red}'}))")
-        assert tab.run("getComputedStyle($('h1')).color") != "rgb(255, 0, 0)"
-        assert tab.problems, "the policy said nothing"
-        tab.problems.clear()
-        tab.requests = [address for address in tab.requests if address != "https://elsewhere.example/"]
 
-    def harmless(self, tab: Tab) -> None:
-        """Nothing of an attack acts."""
-        assert tab.run("window.hit") is None
-        tags = tab.run("[...new Set($$('#messages *').map((each) => each.localName))]")
-        assert set(tags) <= {*TAGS.split(), "button", "details", "summary", "i"}, tags
-        names = tab.run("$$('#messages *, #list *').flatMap((each) => each.getAttributeNames())")
-        others = {name for name in names if not name.startswith(("aria-", "data-before"))}
-        assert others <= set(ATTRIBUTES.split()), others
-        for address, relation in tab.run("$$('#messages a').map((each) => [each.href, each.rel])"):
-            assert address.startswith(("http://", "https://")), address
-            assert "noopener" in relation, address
+def test_attacks(visit: Any) -> None:
+    tab = visit()
+    for attack in ATTACKS:
+        tab.canned(attack, thinking=attack)
+        harmless(tab)
+    tab.click("#new")
+    tab.ask(ATTACKS[1])  # one's own message, and the title made of it
+    harmless(tab)
+    assert tab.run("$('.own').textContent") == ATTACKS[1]
+    # Whatever a mistake lets through, the policy stops.
+    replaced = "(() => { try { document.body.innerHTML = '<b>x</b>' } catch (error) { return error.name } })()"
+    assert tab.run(replaced) == "TypeError"
+    assert tab.run("fetch('https://elsewhere.example/').then(() => 'sent', () => 'stopped')") == "stopped"
+    tab.run("document.head.append(Object.assign(document.createElement('style'), {textContent: '*{color:red}'}))")
+    assert tab.run("getComputedStyle($('h1')).color") != "rgb(255, 0, 0)"
+    assert tab.problems, "the policy said nothing"
+    tab.problems.clear()
+    tab.requests = [each for each in tab.requests if each.url != "https://elsewhere.example/"]
 
-    def check_markdown(self) -> None:
-        """Written piece by piece it becomes the same as all at once, and what it should."""
-        tab = self.open()
 
-        def written(text: str, step: int = 10**6) -> Any:
-            return tab.run(WRITTEN % (json.dumps(text), step))
+def harmless(tab: Tab) -> None:
+    """Nothing of an attack acts."""
+    assert tab.run("window.hit") is None
+    tags = tab.run("[...new Set($$('#messages *').map((each) => each.localName))]")
+    assert set(tags) <= {*TAGS.split(), "button", "details", "summary", "i"}, tags
+    names = tab.run("$$('#messages *, #list *').flatMap((each) => each.getAttributeNames())")
+    others = {name for name in names if not name.startswith(("aria-", "data-before"))}
+    assert others <= set(ATTRIBUTES.split()), others
+    for address, relation in tab.run("$$('#messages a').map((each) => [each.href, each.rel])"):
+        assert address.startswith(("http://", "https://")), address
+        assert "noopener" in relation, address
 
-        for text in (MARKDOWN, *ATTACKS):
-            whole = written(text)
-            for step in (1, 3, 17) if len(text) < 1000 else (501,):
-                assert written(text, step) == whole, (text, step)
-        found = written(MARKDOWN)
-        for seen, expected in zip(found["tree"][1:], TREE, strict=True):
-            assert seen == expected, seen
-        assert " ".join(found["spoken"]).split() == SPOKEN.split(), found["spoken"]
-        for hostile in [each * (60_000 // len(each)) for each in ("*a ", "[", "`a``", "_", "|", "- ", ">")]:
-            begun = time.monotonic()
-            written(hostile)
-            assert time.monotonic() - begun < 2, hostile[:10]
-        code = "x = 'a long line of code' + " * 30 + "\n" * 40
-        tab.canned(f"{MARKDOWN}```python\n{code}```", "Let me *think*.")
-        assert not tab.run("last().querySelector('.thinking').open")
-        tab.run("$('#scroll').scrollTop = 0")
-        tab.picture("markdown")
-        assert tab.run("fits()")
-        tab.page.set_viewport_size({"width": 360, "height": 740})
-        tab.page.emulate_media(color_scheme="dark")
-        assert tab.run("fits()")
-        tab.picture("markdown-phone")
 
-    def check_keyboard(self) -> None:
-        """Everything without a mouse: each control is reached, has a name, and does what it says."""
-        tab = self.open()
-        assert tab.run("active().id") == "text"
-        tab.type("One\n")
-        tab.press("Shift+Enter")
-        tab.type("two")
-        assert tab.run("$('#text').value.split('\\n').length") >= 2
-        assert tab.run("count('.message')") == 0
+def test_markdown(visit: Any) -> None:
+    """Written piece by piece it becomes the same as all at once, and what it should."""
+    tab = visit()
+
+    def written(text: str, step: int = 10**6) -> Any:
+        return tab.run(WRITTEN % (json.dumps(text), step))
+
+    for text in (MARKDOWN, *ATTACKS):
+        whole = written(text)
+        for step in (1, 3, 17) if len(text) < 1000 else (501,):
+            assert written(text, step) == whole, (text, step)
+    found = written(MARKDOWN)
+    for seen, expected in zip(found["tree"][1:], TREE, strict=True):
+        assert seen == expected, seen
+    assert " ".join(found["spoken"]).split() == SPOKEN.split(), found["spoken"]
+    for hostile in [each * (60_000 // len(each)) for each in ("*a ", "[", "`a``", "_", "|", "- ", ">")]:
+        begun = time.monotonic()
+        written(hostile)
+        assert time.monotonic() - begun < 10, hostile[:10]
+    code = "x = 'a long line of code' + " * 30 + "\n" * 40
+    tab.canned(f"{MARKDOWN}```python\n{code}```", "Let me *think*.")
+    assert not tab.run("last().querySelector('.thinking').open")
+    tab.run("$('#scroll').scrollTop = 0")
+    assert tab.run("fits()")
+    tab.page.set_viewport_size({"width": 360, "height": 740})
+    tab.page.emulate_media(color_scheme="dark")
+    assert tab.run("fits()")
+
+
+def test_keyboard(visit: Any) -> None:
+    """Everything without a mouse: each control is reached, has a name, and does what it says."""
+    tab = visit()
+    assert tab.run("active().id") == "text"
+    tab.type("One\n")
+    tab.press("Shift+Enter")
+    tab.type("two")
+    assert tab.run("$('#text').value.split('\\n').length") >= 2
+    assert tab.run("count('.message')") == 0
+    tab.press("Enter")
+    tab.ended()
+    tab.run("active().blur()")
+    reached = set()
+    for _ in range(40):
+        tab.press("Tab")
+        reached.add(tab.run("active().id || active().textContent.trim().slice(0, 30)"))
+        assert tab.run("active() === document.body || active().matches(':focus-visible')")
+    assert reached >= {"To the message field", "new", "Copy", "Edit", "Retry", "text", "send"}, reached
+    assert any(name.startswith("System prompt") for name in reached)
+    for control, then in ((".skip", "true"), ("#new", "count('.message') === 0")):
+        tab.run(f"$('{control}').focus()")
         tab.press("Enter")
-        tab.ended()
-        tab.run("active().blur()")
-        reached = set()
-        for _ in range(40):
-            tab.press("Tab")
-            reached.add(tab.run("active().id || active().textContent.trim().slice(0, 30)"))
-            assert tab.run("active() === document.body || active().matches(':focus-visible')")
-        assert reached >= {"To the message field", "new", "Copy", "Edit", "Retry", "text", "send"}, reached
-        assert any(name.startswith("System prompt") for name in reached)
-        for control, then in (
-            (".skip", "active().id === 'text'"),
-            ("#new", "count('.message') === 0 && active().id === 'text'"),
-        ):
-            tab.run(f"$('{control}').focus()")
-            tab.press("Enter")
-            tab.wait(then)
-        # Names and roles, as a screen reader gets them.
-        found = tab.page.locator("body").aria_snapshot()
-        for role in ("button", "textbox", "spinbutton", "link", "img"):
-            assert not re.search(rf"- {role}(:|$)", found, re.M), found
-        assert {"main", "navigation", "log", "status", "heading"} <= {*re.findall(r"- ([a-z]+)", found)}, found
-
-    def check_phone(self) -> None:
-        tab = self.open(viewport={"width": 360, "height": 640}, device_scale_factor=2, is_mobile=True, has_touch=True)
-        assert not tab.run("$('#live').open")
-        assert not tab.run("$('#conversations').open")
-        tab.ask(STORY)
-        assert tab.run("fits()")
-        bottom, right, height = tab.run(
-            "(({bottom, right, height}) => [bottom, right, height])($('#send').getBoundingClientRect())"
-        )
-        assert bottom <= 640, bottom
-        assert right <= 360, right
-        assert height >= 40, height
-        tab.click("#live > summary")
-        tab.wait("$('.pages').checkVisibility({contentVisibilityAuto: true, visibilityProperty: true})")
-        tab.picture("phone")
-        assert tab.run("fits()")
-        tab.click("#live > summary")
-        tab.click("#conversations > summary")
-        tab.click("#new")
-        tab.wait("!$('#conversations').open")
-
-    def check_what_users_prefer(self) -> None:
-        tab = self.open(color_scheme="dark", reduced_motion="reduce")
-        lightness = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).reduce((a, b) => a + +b, 0)"
-        assert tab.run(lightness) < 150
-        tab.send(STORY)
-        tab.wait("$('.growing') !== null")
-        assert tab.run("document.getAnimations().length") == 0
-        tab.ended()
-        tab.picture("dark")
-        tab.page.emulate_media(color_scheme="light")
-        assert tab.run(lightness) > 600
-
-    def check_full_storage(self) -> None:
-        tab = self.open()
-        tab.run(
-            "(() => { for (let size = 2 ** 22; size >= 1;) { try { localStorage.setItem('f' + Math.random(), "
-            "'x'.repeat(size)) } catch { size >>= 1 } } })()"
-        )
-        whole = tab.ask(STORY)
-        assert "no room" in tab.run("$('#notice').textContent")
-        tab.click("#new")
-        tab.click("#list .open")  # it is still there, in this tab
-        assert tab.wait("text()") == whole
-
-    def check_many_conversations(self) -> None:
-        """The hundred newest stay."""
-        tab = self.open()
-        made = "JSON.stringify({title: 't' + i, updated: i, system: '', sampling: {}, revision: 'r', messages: []})"
-        tab.run(f"for (let i = 0; i < 105; i++) localStorage.setItem('kvant.conversation.' + i, {made})")
-        tab.reload()
-        tab.ask(STORY)
-        assert tab.run("count('#list li')") == 100
-        assert tab.run("Object.keys(localStorage).length") == 100
-        assert tab.run("localStorage.getItem('kvant.conversation.5')") is None
-        assert tab.run("localStorage.getItem('kvant.conversation.6')") is not None
+        tab.wait(f"{then} && active().id === 'text'")
+    # Names and roles, as a screen reader gets them.
+    found = tab.page.locator("body").aria_snapshot()
+    for role in ("button", "textbox", "spinbutton", "link", "img"):
+        assert not re.search(rf"- {role}(:|$)", found, re.M), found
+    assert {"main", "navigation", "log", "status", "heading"} <= {*re.findall(r"- ([a-z]+)", found)}, found
 
 
-def main() -> None:
-    """Every check, and how long it took."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pictures", type=Path, help="keep pictures of the page in this folder")
-    parser.add_argument("--only", default="", help="checks with this in their name")
-    given = parser.parse_args()
-    server = Server()
-    try:
-        with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
-            pictures = given.pictures or Path(scratch)
-            pictures.mkdir(parents=True, exist_ok=True)
-            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-            checks = Checks(browser, server, pictures)
-            chosen = [check for check in checks.all() if given.only in check.__name__]
-            for check in chosen:
-                begun, name = time.monotonic(), check.__name__.removeprefix("check_").replace("_", " ")
-                try:
-                    check()
-                    checks.close_tabs()
-                except (AssertionError, BrowserError):
-                    traceback.print_exc(limit=4)
-                    sys.exit(f"{name} failed; the page complained of {[tab.problems for tab in checks.tabs]}")
-                print(f"{name}: {time.monotonic() - begun:.1f} s", flush=True)
-    finally:
-        server.process.terminate()
-        server.process.wait(20)
-    assert chosen, "no such check"
-    print(f"the page passed {len(chosen)} checks in Chromium")
+def test_phone(visit: Any) -> None:
+    tab = visit(viewport={"width": 360, "height": 640}, device_scale_factor=2, is_mobile=True, has_touch=True)
+    assert not tab.run("$('#live').open")
+    assert not tab.run("$('#conversations').open")
+    tab.ask(STORY)
+    assert tab.run("fits()")
+    box = tab.run("$('#send').getBoundingClientRect().toJSON()")
+    assert (box["bottom"] <= 640, box["right"] <= 360, box["height"] >= 40) == (True, True, True), box
+    tab.click("#live > summary")
+    tab.wait("$('.pages').checkVisibility({contentVisibilityAuto: true, visibilityProperty: true})")
+    assert tab.run("fits()")
+    tab.click("#live > summary")
+    tab.click("#conversations > summary")
+    tab.click("#new")
+    tab.wait("!$('#conversations').open")
 
 
-if __name__ == "__main__":
-    main()
+def test_what_users_prefer(visit: Any) -> None:
+    tab = visit(color_scheme="dark", reduced_motion="reduce")
+    lightness = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).reduce((a, b) => a + +b, 0)"
+    assert tab.run(lightness) < 150
+    tab.send(STORY)
+    tab.wait("$('.growing') !== null")
+    assert tab.run("document.getAnimations().length") == 0
+    tab.ended()
+    tab.page.emulate_media(color_scheme="light")
+    assert tab.run(lightness) > 600
+
+
+def test_full_storage(visit: Any) -> None:
+    tab = visit()
+    filled = "try { localStorage.setItem('f' + Math.random(), 'x'.repeat(size)) } catch { size >>= 1 }"
+    tab.run(f"(() => {{ for (let size = 2 ** 22; size >= 1;) {{ {filled} }} }})()")
+    whole = tab.ask(STORY)
+    assert "no room" in tab.run("$('#notice').textContent")
+    tab.click("#new")
+    tab.click("#list .open")  # it is still there, in this tab
+    assert tab.wait("text()") == whole
+
+
+def test_many_conversations(visit: Any) -> None:
+    """The hundred newest stay."""
+    tab = visit()
+    made = "JSON.stringify({title: 't' + i, updated: i, system: '', sampling: {}, revision: 'r', messages: []})"
+    tab.run(f"for (let i = 0; i < 105; i++) localStorage.setItem('kvant.conversation.' + i, {made})")
+    tab.reload()
+    tab.ask(STORY)
+    assert tab.run("count('#list li')") == 100
+    kept = tab.run("Object.keys(localStorage)")
+    assert (len(kept), "kvant.conversation.5" in kept, "kvant.conversation.6" in kept) == (100, False, True)

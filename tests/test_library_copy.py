@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.counts import count
 from support.openblas import PACKAGE, environment, files, needs_openblas, only_copy, report
 
 pytestmark = needs_openblas
@@ -110,18 +111,20 @@ def test_a_link_in_the_folder_s_place_is_left_alone(tmp_path: Path) -> None:
     assert (errors, files(tmp_path / "elsewhere")) == ("", [])
 
 
-def test_a_copy_with_a_hole_is_made_again(cache: Path) -> None:
-    """As a power cut may leave one: it ended the process when it was loaded."""
-    copy = only_copy(cache)
-    whole = copy.read_bytes()
+def test_a_copy_that_is_not_whole_is_made_again(cache: Path) -> None:
+    """As a power cut may leave one, short or with a hole: it ended the process when it was loaded."""
+    whole = only_copy(cache).read_bytes()
     middle = len(whole) // 2 // 65536 * 65536
-    os.truncate(copy, middle)
-    with copy.open("r+b") as file:
-        file.seek(middle + 2**20)
-        file.write(whole[middle + 2**20 :])
-    assert copy.stat().st_size == len(whole)
-    assert report(cache)[0].startswith("OpenBLAS")
-    assert only_copy(cache).read_bytes() == whole
+    for size in (middle, *count((-1,), (0, 4096, 1_000_000, -1))):
+        copy = only_copy(cache)
+        os.truncate(copy, size % len(whole))
+        if size == middle:
+            with copy.open("r+b") as file:
+                file.seek(middle + 2**20)
+                file.write(whole[middle + 2**20 :])
+            assert copy.stat().st_size == len(whole)
+        assert report(cache)[0].startswith("OpenBLAS")
+        assert only_copy(cache).read_bytes() == whole
 
 
 def test_copies_that_were_not_used_for_a_month_are_removed(cache: Path) -> None:

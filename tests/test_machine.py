@@ -46,6 +46,7 @@ V1_FILES = {
 def test_the_smallest_limit_on_the_path(
     tmp_path: Path, cgroup: str, mounts: str, files: dict[str, str], expected: int | None
 ) -> None:
+    assert cgroup_limit(tmp_path, tmp_path) is None  # without control groups
     (proc := tmp_path / "proc").mkdir()
     (proc / "cgroup").write_text(cgroup)
     (proc / "mountinfo").write_text(mounts)
@@ -54,10 +55,6 @@ def test_the_smallest_limit_on_the_path(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{text}\n")
     assert cgroup_limit(proc, tmp_path) == expected
-
-
-def test_without_control_groups(tmp_path: Path) -> None:
-    assert cgroup_limit(tmp_path, tmp_path) is None
 
 
 def test_a_cpus_limit_is_the_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:

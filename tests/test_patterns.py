@@ -39,14 +39,14 @@ def _patterns() -> Iterator[tuple[str, re.Pattern[Any], set[str]]]:
             flags += [arg for arg in node.args[1:] if ast.unparse(arg).startswith("re.")]
             pattern, *given = (eval(ast.unparse(each), {**module, **LOCALS}) for each in (node.args[0], *flags))
             made = re.compile(pattern, *given)
-            attribute = next(
-                (key for key, value in module.items() if isinstance(value, re.Pattern) and value == made), ""
-            )
-            uses = {method} if method in METHODS else set(re.findall(rf"\b{attribute}\.(\w+)\(", source)) & METHODS
+            named = [key for key, value in module.items() if isinstance(value, re.Pattern) and value == made]
+            called = set(re.findall(rf"\b{named[0] if named else ''}\.(\w+)\(", source)) & METHODS
+            uses = {method} if method in METHODS else called
             yield f"{name}:{node.lineno}", made, uses or METHODS
 
 
 PATTERNS = list(_patterns())
+assert len(PATTERNS) > 20
 
 
 def _texts(pattern: re.Pattern[Any]) -> Iterator[tuple[str, str, str]]:
@@ -71,16 +71,12 @@ def test_the_cost_of_a_pattern_is_linear(pattern: re.Pattern[Any], uses: set[str
     once = {"match": pattern.match, "fullmatch": pattern.fullmatch}
     runs = [once[use] for use in uses & once.keys()]
     if uses - once.keys():
-        runs.append(lambda text: sum(1 for _ in pattern.finditer(text)))  # type: ignore[arg-type, return-value]
+        runs.append(lambda text: sum(1 for _ in pattern.finditer(text)))
     for beginning, unit, end in _texts(pattern):
         short, long = (beginning + unit * (size // len(unit)) + end for size in (1_000, 8_000))
         if isinstance(pattern.pattern, bytes):
-            short, long = short.encode(), long.encode()  # type: ignore[assignment]
+            short, long = short.encode(), long.encode()
         for run in runs:
             little = _seconds(lambda run=run, text=short: run(text))
             much = _seconds(lambda run=run, text=long: run(text))
             assert much < 24 * little + 0.004, (pattern.pattern, beginning, unit, end, little, much)
-
-
-def test_patterns_are_found() -> None:
-    assert len(PATTERNS) > 20

@@ -5,6 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from kvant.bridge.state_layer import StateCache
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import can_trim_prompt_cache
 from support.bridged import KINDS, PROMPT, WITH_STATE, bridged, feed
@@ -14,7 +15,6 @@ from support.tiny_models import build
 
 from kvant.bridge import BridgedCache, CacheBytes, cache_bytes, make_model_cache
 from kvant.bridge.layers import BridgedKVCache
-from kvant.bridge.state_layer import StateCache
 from kvant.cache import CacheOptions
 from kvant.errors import ContextError
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from kvant.bridge.pool_layer import PooledLayer, StepRows
 from mlx_lm.models import cache as mlx_lm_cache
 from support.bridged import bridged
 from support.metal_host import host_pytest_skip
@@ -14,7 +15,6 @@ from support.tiny_models import CONFIGS
 from kvant.bridge.layers import Mask
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.pool import BridgedPool
-from kvant.bridge.pool_layer import PooledLayer, StepRows
 from kvant.cache.layer_format import LayerFormat
 from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pool import PoolSequence

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kvant.cache.window import SLACK
 from support.counts import count
 from support.numbers import relative_error
 from support.pool_oracle import OracleLayer
 
 from kvant.cache import ModelCache, QuantizedKVCache, WindowKVCache
-from kvant.cache.window import SLACK
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.rotary import Rotary
 

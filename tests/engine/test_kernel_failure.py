@@ -5,8 +5,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from support.attend_stand_in import WORDS, FailingKernel
 from support.drafts import KnownDrafts
-from support.failing_kernel import WORDS, FailingKernel
 from support.metal_host import host_pytest_skip
 
 from kvant import batch_generate, generate

@@ -16,9 +16,9 @@ from support.oracle import Array
 from kvant.cache import QuantizedKVCache
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
-from kvant.operators.stored_tokens import append_and_attend, write_tokens
 from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
 from kvant.operators.rotary import Rotary
+from kvant.operators.stored_tokens import append_and_attend, write_tokens
 
 THETA = 1e4
 HEADS = [(1, 1), (4, 2), (7, 1), (16, 2)]  # H, K: ratios 1, 2, 7 and 8

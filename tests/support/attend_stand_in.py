@@ -1,119 +1,92 @@
-"""What the fused kernel's two launches compute, in MLX's operations.
+"""What the fused kernel computes, by the oracle, for machines without a GPU; and one that fails in a run."""
 
-B batch, S new tokens, R rows, H query heads, K kv heads, P rotary pairs.
-"""
-
-import math
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from kvant.operators.stored_tokens import float_tokens
 from kvant.operators.kernels.attend import PAGE_SIZE
+from support import oracle
+from support.operator_cases import to_numpy
+from support.oracle import Array
+
+WORDS = {"build": "the compiler refuses the kernel", "eval": "NYI for the general case"}
 
 
-def attend(
+def attend(query: mx.array, *arrays: mx.array | None, **options: Any) -> mx.array:
+    """As :func:`kvant.operators.kernels.attend.attend`."""
+    return mx.array(exact(query, *arrays, **options), query.dtype)
+
+
+def exact(
     query: mx.array,
     cache: mx.array,
     scale: mx.array | None,
     offset: mx.array,
     *,
-    pages: mx.array | None = None,
-    first: mx.array | None = None,
-    rows: int | None = None,
-    rotation: mx.array | None = None,
-    **options: Any,
-) -> mx.array:
-    """As :func:`kvant.operators.kernels.attend.attend`, without ALiBi and softcap; of pages without masks too.
-
-    Of pages each sequence alone: only its own rows are read, and its numbers do not depend on the others.
-    """
-    if pages is None:
-        return _attend_rows(query, cache, scale, offset, rows=rows, rotation=rotation, **options)
-    B, _, S, _ = query.shape
-    assert first is not None
-    assert (options.get("is_causal", True), options.get("mask"), options.get("keep", 0)) == (True, None, 0)
-    assert len(pages) == B
-    assert offset.shape == first.shape == (max(8, B),)
-    assert pages.shape[1] >= 8
-    assert pages.dtype == first.dtype == offset.dtype == mx.int32
-    starts, lengths = first.tolist()[:B], offset.tolist()[:B]
-    counts = [length + S - start for length, start in zip(lengths, starts, strict=True)]
-    assert rows in (None, max(counts))
-    outputs = []
-    for b, (start, count, table) in enumerate(zip(starts, counts, pages.tolist(), strict=True)):
-        index = mx.array([table[row // PAGE_SIZE] * PAGE_SIZE + row % PAGE_SIZE for row in range(count)])
-        own, own_scale = (None if array is None else array[:, :, index][None, None] for array in (cache, scale))
-        turned = None if rotation is None else rotation[..., start : start + count]
-        # Places count from the first row: windows and causality are differences.
-        outputs.append(
-            _attend_rows(query[b : b + 1], own, own_scale, mx.array(count - S), rows=None, rotation=turned, **options)
-        )
-    return mx.concatenate(outputs)
-
-
-def _attend_rows(
-    query: mx.array,
-    cache: mx.array,
-    scale: mx.array | None,
-    offset: mx.array,
-    *,
-    rows: int | None,
-    rotation: mx.array | None,
     quant_bit: int,
     quant_group: int,
     value_dim: int | None = None,
-    is_causal: bool = True,
-    score_scale: float | None = None,
+    pages: mx.array | None = None,
+    first: mx.array | None = None,
+    rows: int | None = None,
     mask: mx.array | None = None,
-    sinks: mx.array | None = None,
-    window: int | None = None,
-    keep: int = 0,
-    key_bias: mx.array | None = None,
     pairs: tuple[int, ...] = (),
+    rotation: mx.array | None = None,
+    key_bias: mx.array | None = None,
     value_bias: mx.array | None = None,
+    slopes: tuple[float, ...] = (),
+    score_scale: float | None = None,
+    sinks: mx.array | None = None,
+    keep: int = 0,
     backend: str,
-    **others: Any,
-) -> mx.array:
-    assert not any(value is not None and value != () and value != 0.0 for value in others.values()), others
-    B, _, S, D = query.shape
-    R = cache.shape[4] if rows is None else rows
-    stored = [array[0, :B, :, :, :R] for array in (cache, scale) if array is not None]
-    key, value = float_tokens(stored, quant_bit=quant_bit, dtype=mx.float32, key_dim=D)
-    assert value.shape[3] == (value_dim or D)
-    start = mx.broadcast_to(offset.reshape(-1), (B,))[:, None, None, None]
-    ring = cache.shape[4] - keep
-    row, last = mx.arange(R), start + S - 1
-    position = mx.where(row < keep, row, last - (last - row) % ring)  # (B, 1, 1, R)
-    position = mx.where((row >= keep) & (position < keep), -1, position)
-    place = start + mx.arange(S)[:, None]  # (B, 1, S, 1)
-    seen = (position >= 0) & (position <= (place if is_causal else last))
-    if window is not None:
-        seen = seen & ((position > place - window) | (position < keep))
-    if pairs:
-        assert key_bias is not None
-        assert rotation is not None
-        # (B or 1, 2, P, R) -> (2, B or 1, 1, R, P)
-        cosine, sine = rotation[..., :R].reshape(-1, 2, len(pairs), R).transpose(1, 0, 3, 2)[:, :, None]
-        b1, b2 = key_bias[:, 0, None], key_bias[:, 1, None]
-        key = key.at[..., mx.array(pairs)].add(b1 * cosine - b2 * sine)
-        key = key.at[..., mx.array(pairs) + D // 2].add(b1 * sine + b2 * cosine)
-    if value_bias is not None:
-        value = value + value_bias[:, None]
-    live = seen.any(axis=2).reshape(B, 1, R, 1)
-    key, value = (mx.where(live, x, 0.0) for x in (key, value))
-    added = mx.where(seen, 0.0, -mx.inf)
-    if mask is not None:
-        own = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
-        own = mx.where(own, 0.0, -mx.inf) if own.dtype == mx.bool_ else own
-        added = mx.where(seen, own, -mx.inf)
-    output = mx.fast.scaled_dot_product_attention(
-        query.astype(mx.float32),
-        key,
-        value,
-        scale=1 / math.sqrt(D) if score_scale is None else score_scale,
-        mask=added,
-        sinks=None if sinks is None else sinks.astype(mx.float32),
-    )
-    sees = (added > -mx.inf).any(axis=-1, keepdims=True)
-    return mx.where(sees, output, 0.0).astype(query.dtype)
+    **options: Any,
+) -> Array:
+    """The same in float64. Of each sequence only its own rows are read: its numbers do not depend on the others."""
+    B, H, S, D = query.shape
+    starts = [0] * B if first is None else first.tolist()[:B]
+    ends = np.broadcast_to(np.array(offset).reshape(-1)[:B] + S, B).tolist()
+    assert pages is None or rows in (None, max(end - start for start, end in zip(starts, ends, strict=True)))
+    ring = cache.shape[-2] - keep
+    outputs = []
+    for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        held = [p for p in range(start, end) if pages is not None or p < keep or p >= end - ring]
+        places = [p - start if pages is not None or p < keep else keep + (p - keep) % ring for p in held]
+        arrays = [None if x is None else to_numpy(x if pages is not None else x[0, b]) for x in (cache, scale)]
+        at = places if pages is None else [pages[b, i // PAGE_SIZE].item() * PAGE_SIZE + i % PAGE_SIZE for i in places]
+        both = oracle.floats(*(None if x is None else x[:, :, at] for x in arrays), quant_bit, quant_group)
+        key, value = both.swapaxes(1, 2) if len(both) == 2 else np.split(both[0].swapaxes(0, 1), [D], axis=-1)
+        assert value.shape[-1] == (value_dim or D)
+        if pairs:
+            table = np.array(rotation)[..., places if pages is None else held]
+            cosine, sine = (table[b % len(table)] if table.ndim == 4 else table).swapaxes(1, 2)
+            key += oracle.turned_bias(np.array(key_bias), pairs, cosine, sine, D)
+        if value_bias is not None:
+            value += np.array(value_bias)
+        own = None if mask is None else to_numpy(mask)
+        if own is not None:
+            own = np.broadcast_to(own, (B, H, *own.shape[-2:]))[b : b + 1, ..., places]
+        output = oracle.attend(
+            to_numpy(query[b : b + 1]).swapaxes(1, 2), key[None], value[None], positions=held, attn_mask=own, keep=keep,
+            scale=score_scale, is_alibi=bool(slopes), sinks=None if sinks is None else to_numpy(sinks), **options,
+        )  # fmt: skip
+        outputs.append(output.swapaxes(1, 2))
+    return np.concatenate(outputs)
+
+
+class FailingKernel:
+    """From call number ``first`` on the call raises ("build"), or what it returns, when it is evaluated ("eval")."""
+
+    def __init__(self, how: str, first: int) -> None:
+        self.how, self.first = how, first
+        self.calls = 0
+
+    def __call__(self, *arguments: Any, **options: Any) -> mx.array:
+        self.calls += 1
+        if self.calls >= self.first and self.how == "build":
+            raise RuntimeError(WORDS["build"])
+        output = attend(*arguments, **options)
+        if self.calls < self.first:
+            return output
+        square = mx.ones((64, 64))  # MLX has no product of two quantized matrices on a CPU, and says so when it is due
+        return output + mx.qqmm(square, square)[0, 0]

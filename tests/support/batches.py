@@ -57,13 +57,7 @@ def ids_of(tokens: Sequence[Token], answer: int = 0) -> list[int]:
 
 
 def alone(model: Decoder, request: Request, bits: int = 0, reserved: int = 1024) -> list[int]:
-    run = Run(
-        model,
-        list(request.prompt),
-        model.make_cache(reserved, kv_bits=bits),
-        max_tokens=request.max_tokens,
-        sampler=request.sampler,
-        logits_processors=request.logits_processors,
-        stop_tokens=request.stop_tokens,
-    )
-    return [token for token, _ in run]
+    names = ("max_tokens", "sampler", "logits_processors", "stop_tokens")
+    options = {name: getattr(request, name) for name in names}
+    cache = model.make_cache(reserved, kv_bits=bits)
+    return [token for token, _ in Run(model, list(request.prompt), cache, **options)]

@@ -24,13 +24,8 @@ QUESTION = "Tell me a story about a fox named Pip."
 def run(*arguments: str, stdin: str | bytes = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command as on a machine without a network."""
     data = stdin.encode() if isinstance(stdin, str) else stdin
-    done = subprocess.run(
-        [*COMMAND, *arguments],
-        input=data,
-        capture_output=True,
-        timeout=120,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment,
-    )
+    environ = os.environ | {"HF_HUB_OFFLINE": "1"} | environment
+    done = subprocess.run([*COMMAND, *arguments], input=data, capture_output=True, timeout=120, env=environ)
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
@@ -75,8 +70,7 @@ def call(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
             main()
         except SystemExit as ended:
             code = ended.code
-    assert isinstance(code, int)
-    texts = [stream.buffer.getvalue().decode() for stream in (out, err)]  # type: ignore[attr-defined]
+    texts = [stream.buffer.getvalue().decode() for stream in (out, err)]
     return subprocess.CompletedProcess(["kvant", *arguments], code, *texts)
 
 

@@ -58,7 +58,7 @@ def fed_anew(model: LanguageModel, ids: Sequence[int], tokens: int = 1024, **opt
 
 
 def distance(logprobs: mx.array, logits: mx.array) -> float:
-    return float(mx.abs(mx.exp(logprobs) - mx.softmax(logits.squeeze())).max().item())  # type: ignore[arg-type]
+    return float(mx.abs(mx.exp(logprobs) - mx.softmax(logits.squeeze())).max().item())
 
 
 def check_consistent(conversation: Conversation) -> None:

@@ -62,6 +62,12 @@ def fused_calls(gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
 
     def recorded(query: mx.array, *arguments: Any, **options: Any) -> mx.array:
         seen.append(query.shape)
+        if (pages := options["pages"]) is not None:
+            first, (_, _, offset) = options["first"], arguments
+            assert (options.get("is_causal", True), options.get("mask"), options.get("keep", 0)) == (True, None, 0)
+            assert offset.shape == first.shape == (max(8, len(query)),)
+            assert (len(pages), pages.shape[1] >= 8) == (len(query), True)
+            assert pages.dtype == first.dtype == offset.dtype == mx.int32
         return attend_stand_in.attend(query, *arguments, **options)
 
     monkeypatch.setattr(fused_attention, "attend", recorded)
@@ -74,9 +80,9 @@ def unfused_append(
 ) -> list[mx.array]:
     """The append's results."""
     assert name == "append"
-    options = {"quant_bit": template["BITS"], "quant_group": template["GROUP"], "scale_dtype": template["SCALE"]}
     key, value = inputs
     alike = key.shape == value.shape
     both = mx.stack([key, value], axis=1) if alike else mx.concatenate([key, value], axis=-1)[:, None]
+    options = {"quant_bit": template["BITS"], "quant_group": template["GROUP"], "scale_dtype": template["SCALE"]}
     quantized, scales = quantize(both, **options)
     return [mx.view(quantized, mx.uint32)[None], scales[None]]

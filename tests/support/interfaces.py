@@ -83,15 +83,9 @@ SWITCHED = "{% if enable_thinking is defined and not enable_thinking %}<think></
 
 def service(template: str = "{{ messages }}", *, thinks: bool = False) -> Any:
     """A service with a template, and a vocabulary with or without marks of thinking."""
-    marks = ("<think>", "</think>") if thinks else (None, None)
-    tokenizer = SimpleNamespace(
-        chat_template=template,
-        think_start=marks[0],
-        think_end=marks[1],
-        unk_token_id=None,
-        convert_tokens_to_ids=lambda tokens: [None for _ in tokens],
-    )
-    return SimpleNamespace(tokenizer=tokenizer)
+    marks = {"think_start": "<think>" if thinks else None, "think_end": "</think>" if thinks else None}
+    ids = {"unk_token_id": None, "convert_tokens_to_ids": lambda tokens: [None for _ in tokens]}
+    return SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template, **marks, **ids))
 
 
 def refused(make: Callable[[], object]) -> ApiError:

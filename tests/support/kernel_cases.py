@@ -14,17 +14,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from kvant.operators import fused_attention
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.stored_tokens import stored_tokens
-from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels import attend as attend_module
 from kvant.operators.kernels import launch as launch_module
 from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, PAGE_SIZE, SPLIT_ROWS, threadgroup_shape
 from kvant.operators.quantization import quantize, quantized_dtype
-from support import oracle
+from kvant.operators.stored_tokens import stored_tokens
+from support import attend_stand_in, oracle
 from support.counts import count
 from support.metal_host import FORWARD, REVERSE, on_host
-from support.operator_cases import FLOATS, check_output, poisoned, to_mx
+from support.operator_cases import FLOATS, check_output, poisoned, random_mask, to_mx
 from support.oracle import Array, Spec
 
 MOST_WORK = count(40_000, 100_000)  # elements of queries times tokens; 100,000 take about 0.2 s
@@ -109,18 +109,12 @@ class KernelCase:
         width = max(self.head_dim, self.values)
         return threadgroup_shape(self.ratio * self.new_tokens, self.pairs or 0, self.backend, width)
 
-    def row(self, b: int, position: int) -> int:
-        """The row of a position of sequence b; below 0: there is none."""
-        if self.layout == "pages":
-            return position - self.firsts[b]
-        if position < self.keep or self.num_keys <= self.max_tokens:
-            return position
-        return self.keep + (position - self.keep) % (self.max_tokens - self.keep)
-
     def positions(self, b: int) -> dict[int, int]:
         """The position that each row of sequence b holds, once all tokens are written."""
-        rows = {self.row(b, position): position for position in range(self.ends[b])}
-        return {row: position for row, position in rows.items() if row >= 0}
+        if self.layout == "pages":
+            return {position - self.firsts[b]: position for position in range(self.firsts[b], self.ends[b])}
+        keep, ring = self.keep, self.max_tokens - self.keep
+        return {p if p < keep else keep + (p - keep) % ring: p for p in range(self.ends[b])}
 
     def readable(self, b: int) -> list[int]:
         """The rows of sequence b that may be read: without a window all it has."""
@@ -135,33 +129,24 @@ class Drawn:
     """A case's arrays in NumPy. Rows that hold nothing are poison, in cache and scale, rotation and mask."""
 
     query: Array  # (B, H, S, D)
-    key: Array  # (B, T, K, D), as they are stored, in float32
-    value: Array  # (B, T, K, Dv)
     cache: Array  # (1, B, 2, K, MaxS, D'), or a pool's (2, K, rows, D')
     scale: Array | None
     pages: Array | None  # (B, N)
     mask: Array | None
     sinks: Array | None
-    key_bias: Array  # (K, 2, P)
-    pairs: tuple[int, ...]
-    angle: Array  # (P,), of one position to the next
-    rotation: Array  # (2, P, MaxS), or (B, 2, P, MaxS)
-    value_bias: Array  # (K, Dv)
+    split: BiasSplit | None
 
 
 def draw(case: KernelCase) -> Drawn:
     rng = np.random.default_rng(case.seed)
     spec, (B, K, T) = case.spec._replace(dtype="float32"), (case.batch, case.num_kv_heads, case.num_keys)
-    wide = spec._replace(scale_dtype="float32")
-    stored, scales, floats = [], [], []
+    stored, scales = [], []
     for width in (case.head_dim, case.values):
         x = oracle.cast(rng.standard_normal((B, T, K, width)), "float32" if case.quant_bit else case.cache_dtype)
         if case.quant_bit:
             x, scale = oracle.quantize(x, spec)
             scales.append(scale)
         stored.append(x)
-        exact = oracle.dequantize(x, scale.astype(np.float32), wide) if case.quant_bit else x
-        floats.append(exact.astype(np.float32))
     pages = None
     if case.layout == "pages":
         counts = [-(-(end - first) // PAGE_SIZE) for end, first in zip(case.ends, case.firsts, strict=True)]
@@ -169,22 +154,20 @@ def draw(case: KernelCase) -> Drawn:
         pages = np.full((B, max(counts) + 1), 1_000_000, np.int32)  # read, it would be far outside
         for b, own in enumerate(counts):
             pages[b, :own], numbers = numbers[:own], numbers[own:]
-    pairs = tuple(sorted(rng.permutation(case.head_dim // 2)[: case.pairs or 0].tolist()))
-    angle = 10.0 ** rng.uniform(-3, 0, len(pairs))
+    split = None
+    if case.pairs is not None:
+        pairs = tuple(sorted(rng.permutation(case.head_dim // 2)[: case.pairs].tolist()))
+        rotation = rotations(case, 10.0 ** rng.uniform(-3, 0, len(pairs)))
+        biases = [rng.standard_normal(shape).astype(np.float32) for shape in ((K, 2, len(pairs)), (K, case.values))]
+        split = BiasSplit(mx.array(biases[0] * 3), pairs, mx.array(rotation), mx.array(biases[1]))
     return Drawn(
         query=oracle.cast(rng.standard_normal((B, case.num_heads, case.new_tokens, case.head_dim)), case.dtype),
-        key=floats[0],
-        value=floats[1],
         cache=place(case, stored, spec.cache_dtype, pages),
         scale=place(case, scales, spec.scale_dtype, pages) if case.quant_bit else None,
         pages=pages,
         mask=draw_mask(case, rng),
         sinks=rng.standard_normal(case.num_heads).astype(np.float32) if case.sinks else None,
-        key_bias=rng.standard_normal((K, 2, len(pairs))).astype(np.float32) * 3,
-        pairs=pairs,
-        angle=angle,
-        rotation=rotations(case, angle),
-        value_bias=rng.standard_normal((K, case.values)).astype(np.float32),
+        split=split,
     )
 
 
@@ -220,40 +203,23 @@ def rotations(case: KernelCase, angle: Array) -> Array:
 
 
 def draw_mask(case: KernelCase, rng: np.random.Generator) -> Array | None:
-    """Most queries keep most keys, some keep none. Columns past the rows must not be read."""
+    """Columns past the rows must not be read."""
     if case.mask == "none":
         return None
     batch = int(rng.choice([1, case.batch]))
     rows = max(len(case.positions(b)) for b in range(case.batch))
     shape = (batch, case.num_heads, case.new_tokens, rows + int(rng.integers(3)))[-case.mask_rank :]
-    keep = rng.random(shape) > 0.3
-    keep[rng.random(shape[:-1]) < 0.15] = False
-    if case.mask == "bool":
-        return keep
-    added = np.where(keep, rng.standard_normal(shape), -np.inf).astype(np.float32)
-    added[..., rows:] = np.nan
-    return added
+    mask = random_mask(rng, shape, case.mask)
+    if case.mask == "float":
+        mask[..., rows:] = np.nan
+    return mask
 
 
 def expected(case: KernelCase, drawn: Drawn) -> Array:
     """(B, H, S, Dv) in float64. The kernel multiplies by scales in float32 and rounds no key or value to the dtype."""
-    key, value = drawn.key.astype(np.float64), drawn.value.astype(np.float64)
-    if case.pairs is not None:
-        angle = np.arange(case.num_keys)[:, None] * drawn.angle  # (T, P)
-        key += oracle.key_bias(drawn.key_bias, drawn.pairs, angle, case.head_dim)
-        value += drawn.value_bias
-    options = {name: getattr(case, name) for name in ("is_causal", "is_alibi", "softcap", "window", "keep")}
-    output = []
-    for b, end in enumerate(case.ends):
-        mask = drawn.mask
-        if mask is not None:  # from rows to positions; those that have no row are outside of the window
-            held, own = case.positions(b), mask[b % len(mask)] if mask.ndim == 4 else mask
-            mask = np.zeros((*own.shape[:-1], end), own.dtype)
-            mask[..., list(held.values())] = own[..., list(held)]
-        query = drawn.query[b : b + 1].swapaxes(1, 2)
-        both = [x[b : b + 1, :end] for x in (key, value)]
-        output.append(oracle.attend(query, *both, **options, attn_mask=mask, scale=case.score_scale, sinks=drawn.sinks))
-    return np.concatenate(output).swapaxes(1, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_attention, "attend", attend_stand_in.exact)
+        return attended(case, drawn)
 
 
 @contextmanager
@@ -284,26 +250,27 @@ def kernels_on_host(
 
 def run(case: KernelCase, drawn: Drawn, **how: Any) -> mx.array:
     """The kernel's output; how: texts and orders of kernels_on_host. Raises a HostError."""
-    spec, split = case.spec, None
-    if case.pairs is not None:
-        split = BiasSplit(mx.array(drawn.key_bias), drawn.pairs, mx.array(drawn.rotation), mx.array(drawn.value_bias))
-    names = ("quant_bit", "quant_group", "is_causal", "is_alibi", "window", "keep", "softcap", "score_scale", "backend")
-    given = {name: getattr(drawn, name) for name in ("mask", "sinks", "pages")}
     with kernels_on_host(forbidden(case, drawn), **how), pytest.MonkeyPatch.context() as patch:
         if case.splits is not None:
             patch.setattr(attend_module, "num_splits", lambda *_: case.splits)
-        return attend_fused(
-            to_mx(drawn.query, case.dtype),
-            to_mx(drawn.cache, spec.cache_dtype),
-            None if drawn.scale is None else mx.array(drawn.scale),
-            mx.array(case.offsets) if case.shorter else mx.array(case.offset),
-            value_dim=case.value_dim or None,
-            first=None if drawn.pages is None else mx.array(case.firsts, mx.int32),
-            rows=max(len(case.positions(b)) for b in range(case.batch)) if case.knows_rows else None,
-            bias_split=split,
-            **{name: getattr(case, name) for name in names},
-            **{name: None if x is None else mx.array(x) for name, x in given.items()},
-        )
+        return attended(case, drawn)
+
+
+def attended(case: KernelCase, drawn: Drawn) -> Any:
+    names = ("quant_bit", "quant_group", "is_causal", "is_alibi", "window", "keep", "softcap", "score_scale", "backend")
+    given = {name: getattr(drawn, name) for name in ("mask", "sinks", "pages")}
+    return fused_attention.attend_fused(
+        to_mx(drawn.query, case.dtype),
+        to_mx(drawn.cache, case.spec.cache_dtype),
+        None if drawn.scale is None else mx.array(drawn.scale),
+        mx.array(case.offsets) if case.shorter else mx.array(case.offset),
+        value_dim=case.value_dim or None,
+        first=None if drawn.pages is None else mx.array(case.firsts, mx.int32),
+        rows=max(len(case.positions(b)) for b in range(case.batch)) if case.knows_rows else None,
+        bias_split=drawn.split,
+        **{name: getattr(case, name) for name in names},
+        **{name: None if x is None else mx.array(x) for name, x in given.items()},
+    )
 
 
 def forbidden(case: KernelCase, drawn: Drawn) -> dict[str, Array]:
@@ -315,8 +282,8 @@ def forbidden(case: KernelCase, drawn: Drawn) -> dict[str, Array]:
     found = {"cache": dead}
     if case.quant_bit:
         found["scale"] = dead
-    if drawn.pairs:
-        found["rotation"] = np.isnan(drawn.rotation)
+    if drawn.split is not None and drawn.split.pairs:
+        found["rotation"] = np.isnan(np.array(drawn.split.rotation))
     if drawn.mask is not None:
         own_mask = drawn.mask.ndim == 4 and len(drawn.mask) > 1
         counts = np.array([len(case.positions(b)) for b in range(case.batch)]).reshape(-1, 1, 1, 1)
@@ -406,18 +373,10 @@ def case_of(values: Mapping[str, Any], seed: int) -> KernelCase:
     """The instance of a value of each option. 0 rows: as many as its ring has."""
     own = dict(values)
     (bits, group), (head_dim, value_dim), where = own.pop("format"), own.pop("widths"), own.pop("place")
-    return KernelCase(
-        seed=seed,
-        max_tokens=0 if "ring" in where else 1,
-        quant_bit=bits,
-        quant_group=group,
-        head_dim=head_dim,
-        value_dim=value_dim if value_dim != head_dim else 0,
-        layout="pages" if "pages" in where else "rows",
-        keep=3 if "keeps" in where else 0,
-        window=20 if where not in ("rows", "pages") else None,
-        **own,
-    )
+    own |= {"quant_bit": bits, "quant_group": group, "head_dim": head_dim, "value_dim": value_dim}
+    own |= {"layout": "pages" if "pages" in where else "rows", "window": None if where in ("rows", "pages") else 20}
+    own |= {"max_tokens": 0 if "ring" in where else 1, "keep": 3 if "keeps" in where else 0}
+    return KernelCase(seed=seed, **own)
 
 
 def runs(case: KernelCase) -> list[KernelCase]:

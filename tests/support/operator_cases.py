@@ -33,6 +33,13 @@ def dtype_name(x: mx.array) -> str:
     return str(x.dtype).rpartition(".")[2]
 
 
+def random_mask(rng: np.random.Generator, shape: tuple[int, ...], kind: str, dtype: str = "float32") -> Array:
+    """Most queries keep most keys and some none. kind: bool, or float, which is added to the scores."""
+    keep = rng.random(shape) > 0.3
+    keep[rng.random(shape[:-1]) < 0.15] = False
+    return keep if kind == "bool" else oracle.cast(np.where(keep, rng.standard_normal(shape), -np.inf), dtype)
+
+
 def same_bits(a: Array, b: Array) -> bool:
     """Equality in which a NaN equals the same NaN."""
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
@@ -94,19 +101,14 @@ def check_stored(
                 else:
                     check_scale(own, theirs, spec.dtype)
                 theirs[...] = own
-        assert same_bits(found, rest), (
-            f"{what}: something but the new tokens changed, or these are not the current ones"
-        )
+        assert same_bits(found, rest), f"{what}: something but the new tokens changed, or they are not the current ones"
 
 
 def check_scale(actual: Array, expected: Array, dtype: str) -> None:
-    np.testing.assert_allclose(
-        *(x.astype(np.float64) for x in (actual, expected)),
-        rtol=SCALE_TOLERANCE[dtype],
-        atol=6e-8 if SCALE_TOLERANCE[dtype] else 0.0,  # 1e-5 is subnormal in float16: one rounding there is 2^-24
-        equal_nan=False,
-        err_msg="stored scale",
-    )
+    least = 6e-8 if SCALE_TOLERANCE[dtype] else 0.0  # 1e-5 is subnormal in float16: one rounding there is 2^-24
+    tolerance = {"rtol": SCALE_TOLERANCE[dtype], "atol": least, "equal_nan": False}
+    both = (x.astype(np.float64) for x in (actual, expected))
+    np.testing.assert_allclose(*both, **tolerance, err_msg="stored scale")
 
 
 def check_returned(actual: mx.array, expected: Array, dtype: str, what: str) -> None:

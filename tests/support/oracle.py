@@ -105,6 +105,14 @@ def dequantize(stored: Array, scale: Array, spec: Spec) -> Array:
     return cast(product.reshape(quantized.shape), spec.dtype)
 
 
+def floats(stored: Array, scale: Array | None, quant_bit: int, quant_group: int) -> Array:
+    """Stored tokens in float64: quantized values times the stored scale, nothing rounded."""
+    if scale is None:
+        return stored.astype(np.float64)
+    quantized = unpack_nibbles(stored) if quant_bit == 4 else stored
+    return quantized * np.repeat(scale.astype(np.float64), quant_group, axis=-1)
+
+
 def token(x: Array, kind: int, b: int, t: int, sequences: Sequences, spec: Spec) -> Array:
     """The writable view (K, last) of a token's key or value in a cache, or of its scale."""
     layer, every = spec.layer_idx, slice(None)
@@ -180,9 +188,14 @@ def softmax(scores: Array) -> Array:
 
 def key_bias(bias: Array, pairs: Sequence[int], angle: Array, D: int) -> Array:
     """A bias (K, 2, P) of some rotary pairs, turned by the angles (T, P): what it adds to keys (T, K, D)."""
-    cosine, sine = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    return turned_bias(bias, pairs, np.cos(angle), np.sin(angle), D)
+
+
+def turned_bias(bias: Array, pairs: Sequence[int], cosine: Array, sine: Array, D: int) -> Array:
+    """The same of the angles' cosines and sines."""
+    cosine, sine = cosine[:, None], sine[:, None]
     b1, b2 = bias.astype(np.float64).swapaxes(0, 1)
-    output = np.zeros((len(angle), len(bias), D))
+    output = np.zeros((len(cosine), len(bias), D))
     output[..., list(pairs)] = b1 * cosine - b2 * sine
     output[..., [p + D // 2 for p in pairs]] = b1 * sine + b2 * cosine
     return output
@@ -193,8 +206,9 @@ def attend(
     key: Array,
     value: Array,
     *,
-    is_causal: bool,
+    is_causal: bool = True,
     is_alibi: bool = False,
+    positions: Sequence[int] | None = None,
     attn_mask: Array | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -202,14 +216,15 @@ def attend(
     keep: int = 0,
     sinks: Array | None = None,
 ) -> Array:
-    """Attention in float64. Query (B, S, H, D), key and value (B, T, K, D) -> (B, S, H, D); query i is at T - S + i.
+    """Attention in float64. Query (B, S, H, D), key and value (B, T, K, D) -> (B, S, H, D).
 
-    A query sees the last ``window`` keys and the first ``keep``. A sink (H,) takes part in the softmax.
+    Keys are at ``positions``, by default 0 to T - 1, and the queries at the last S of them. A query sees the last
+    ``window`` positions and the first ``keep``. A sink (H,) takes part in the softmax.
     """
     batch, num_queries, num_heads, head_dim = query.shape
     num_keys, num_kv_heads = key.shape[1:3]
-    position = np.arange(num_keys)
-    distance = position - (num_keys - num_queries + np.arange(num_queries)[:, None])  # (S, T): 0 at the query's own key
+    position = np.arange(num_keys) if positions is None else np.array(positions)
+    distance = position - position[num_keys - num_queries :, None]  # (S, T): 0 at the query's own key
     output = np.zeros((*query.shape[:3], value.shape[-1]))
     for b, h in np.ndindex(batch, num_heads):
         kv_head = h // (num_heads // num_kv_heads)
@@ -224,6 +239,7 @@ def attend(
             scores = np.where(distance > 0, -np.inf, scores)
         if window is not None:
             scores = np.where((distance > -window) | (position < keep), scores, -np.inf)
+        v[np.isneginf(scores).all(axis=0)] = 0  # a token that nobody sees may be unknown: 0 times NaN is NaN
         sink = np.full((num_queries, 1), -np.inf if sinks is None else sinks[h])
         output[b, :, h] = softmax(np.concatenate([scores, sink], axis=-1))[:, :-1] @ v
     return output

@@ -4,6 +4,7 @@ The model may be a rank's part of one. Every step is evaluated before the next.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import mlx.core as mx
 
@@ -20,15 +21,14 @@ def run_ids(vocabulary: int) -> list[int]:
 def cached_run(model: Decoder, bits: int) -> mx.array:
     """Logits (3, vocab) of the tokens at :data:`PLACES`; of the first chunk nobody reads them."""
     cache = model.make_cache(64, kv_bits=bits)
-    ids, start, steps = mx.array([run_ids(model.config.vocab_size)]), 0, []
-    for count in CHUNKS:
-        chunk = ids[:, start : start + count]
+    ids, steps = mx.array([run_ids(model.config.vocab_size)]), []
+    for start, end in pairwise(accumulate(CHUNKS, initial=0)):
+        chunk = ids[:, start:end]
         step = model.next_logits(chunk, cache) if start else model.feed(chunk, cache)
         mx.eval(step)
         cache.commit()
         if isinstance(step, mx.array):
             steps.append(_last(step))
-        start += count
     return mx.concatenate(steps)
 
 
@@ -51,9 +51,8 @@ def pooled_run(model: Decoder, bits: int) -> mx.array:
 
 def every_run(model: Decoder, widths: Sequence[int], pools: bool) -> dict[str, mx.array]:
     """Logits through a cache of each width, and a pool; and without either, evaluated, as "whole"."""
-    found = {f"cache {bits}": cached_run(model, bits) for bits in widths}
-    if pools:
-        found |= {f"pool {bits}": pooled_run(model, bits) for bits in widths}
+    runs = {"cache": cached_run} | ({"pool": pooled_run} if pools else {})
+    found = {f"{name} {bits}": run(model, bits) for name, run in runs.items() for bits in widths}
     found["whole"] = model(mx.array([run_ids(model.config.vocab_size)]))
     mx.eval(found["whole"])
     return found

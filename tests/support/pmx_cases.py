@@ -20,6 +20,7 @@ from support.operator_cases import (
     check_returned,
     check_stored,
     poisoned,
+    random_mask,
     to_mx,
     to_numpy,
 )
@@ -131,10 +132,8 @@ def draw_case(seed: int) -> Case:
         page_size = int(rng.choice(PAGE_SIZES)) if paged else None
         tables, end = draw_tables(rng, earlier, new, page_size)
         page = page_size or 10**9
-        rows = [
-            [table[t // page] + t % page for t in range(a + b)]
-            for table, a, b in zip(tables, earlier, new, strict=True)
-        ]
+        every = zip(tables, earlier, new, strict=True)
+        rows = [[table[t // page] + t % page for t in range(a + b)] for table, a, b in every]
         sequences, max_rows = Sequences(earlier, new, rows), (1, end + int(rng.choice([0, 0, 1, 5])))
     else:
         batch, page_size = int(rng.integers(1, 4)), None
@@ -238,9 +237,8 @@ class Call:
         rng = np.random.default_rng((case.seed, 1))
         N, K, D = sum(sequences.new), case.num_kv_heads, case.head_dim
         self.key, self.value = (draw_values(rng, (N, K, D), case.data, spec) for _ in range(2))
-        self.query = oracle.cast(
-            rng.standard_normal((N, case.num_heads, D)), "float32" if case.data == "int8" else spec.dtype
-        )
+        dtype = "float32" if case.data == "int8" else spec.dtype
+        self.query = oracle.cast(rng.standard_normal((N, case.num_heads, D)), dtype)
         self.cache = poisoned(self.shape(D // 2 if spec.quant_bit == 4 else D), spec.cache_dtype)
         self.scale = poisoned(self.shape(D // spec.quant_group), spec.scale_dtype) if spec.quant_bit else None
         if any(sequences.earlier):  # the earlier tokens of the call's own layer and sequences
@@ -259,7 +257,7 @@ class Call:
         return (*outer[self.case.spec.cache_layout], last)
 
     def _mask(self, rng: np.random.Generator) -> Array | None:
-        """Most queries keep most keys and some none. What is no sequence's own block is poison."""
+        """What is no sequence's own block is poison."""
         case = self.case
         if case.mask == "none":
             return None
@@ -268,12 +266,9 @@ class Call:
         seq, kv = case.starts
         rows, columns = (seq[-1], kv[-1]) if case.packed else (seq[1], kv[1])
         shape = (case.mask_batch, case.num_heads, rows, columns + case.mask_padding)[-case.mask_rank :]
-        keep = rng.random(shape) > 0.3
-        keep[rng.random(shape[:-1]) < 0.15] = False
-        mask = np.ones(shape, np.bool_)  # loud: read, it would let poison in
-        if case.mask == "float":
-            keep = oracle.cast(np.where(keep, rng.standard_normal(shape), -np.inf), case.mask_dtype)
-            mask = np.full(shape, np.nan, keep.dtype)
+        keep = random_mask(rng, shape, case.mask, case.mask_dtype)
+        # loud: read, it would let poison in
+        mask = np.full(shape, np.nan if case.mask == "float" else True, keep.dtype)
         for b in range(len(seq) - 1 if case.packed else 1):
             own = (..., slice(seq[b], seq[b + 1]), slice(kv[b], kv[b + 1]))
             mask[own] = keep[own]

@@ -40,13 +40,9 @@ def good_call(
         "current_value": normal(*tokens, K, D),
         "cache": mx.full((*outer, fill[0]), fill[1], fill[2]),
         "scale": mx.full((*outer, D // G), mx.nan) if quant_bit else None,
-        "num_layer": L,
-        "layer_idx": 1,
-        "quant_bit": quant_bit,
-        "quant_group": G,
-        "cache_layout": layout,
-        "start_pos": START_POS if packed else START,
     }
+    given |= {"num_layer": L, "layer_idx": 1, "quant_bit": quant_bit, "quant_group": G, "cache_layout": layout}
+    given |= {"start_pos": START_POS if packed else START}
     if packed:
         given |= {"seqstarts": SEQSTARTS, "kvstarts": KVSTARTS, "cachestarts": CACHESTARTS[mode]}
         given |= {"max_seqlen": 4, "max_kvlen": 10, "cache_mode": mode, "page_size": PAGE_SIZE}

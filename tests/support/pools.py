@@ -12,18 +12,14 @@ from kvant.cache.pool import Pool, PoolSequence
 from kvant.models import Decoder, load_decoder
 from kvant.models.bias import split_pairs
 from support.checkpoints import qwen2_config, reference_model, save_checkpoint
+from support.prefill import prefill as prefill_cache
 
 TEXT = [(7 * i * i + 3 * i) % 290 for i in range(1000)]
 
 
 def prefill(model: Decoder, pool: Pool, sequence: PoolSequence, ids: Sequence[int], step: int = 128) -> mx.array:
     """Feed a text. Returns the logits (1, vocab) of its last token."""
-    batch = pool.batch([sequence])
-    for first in range(0, len(ids), step):
-        logits = model.next_logits(mx.array([list(ids[first : first + step])]), batch)
-        mx.eval(logits)
-        batch.commit()
-    return logits
+    return prefill_cache(model, ids, pool.batch([sequence]), step)
 
 
 def decode(model: Decoder, pool: Pool, sequences: Sequence[PoolSequence], ids: Sequence[int]) -> mx.array:
@@ -52,7 +48,6 @@ def tiny_model(folder: Path, windows: Sequence[int | None] = (None,), **changes:
     model = load_decoder(save_checkpoint(folder, config, reference_model(config)))
     layers = []
     for layer, window in zip(model.layers, windows, strict=True):
-        assert layer.self_attn.qkv_bias is not None
         bias = split_pairs(model.config, layer.self_attn.qkv_bias.whole, (0, 3, 5))
         layers.append(replace(layer, self_attn=replace(layer.self_attn, window=window, qkv_bias=bias)))
     model.layers = tuple(layers)

@@ -80,15 +80,9 @@ class Machine:
         self.hub, self.home = hub, home
         self.shells: dict[str, Process] = {}
         self.empty()
-        self.environment = {
-            "PATH": os.environ["PATH"],
-            "PYTHONPATH": str(Path(kvant.__file__).parents[1]),
-            "HOME": str(home),
-            "HF_HOME": str(home / "link"),
-            "XDG_CACHE_HOME": str(home / "cache"),
-            "HF_ENDPOINT": hub.endpoint,
-            "KVANT_BLAS": "mlx",
-        }
+        self.environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(kvant.__file__).parents[1])}
+        self.environment |= {"HOME": str(home), "HF_HOME": str(home / "link"), "XDG_CACHE_HOME": str(home / "cache")}
+        self.environment |= {"HF_ENDPOINT": hub.endpoint, "KVANT_BLAS": "mlx"}
 
     def empty(self) -> None:
         """Remove everything from the home, but a new folder for huggingface_hub and a link to it."""

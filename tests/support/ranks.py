@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kvant.cli.launch import free_ports
 
@@ -23,17 +24,10 @@ def rank_environments(count: int, folder: Path) -> list[dict[str, str]]:
 
 def start_ranks(commands: Sequence[Sequence[str]], folder: Path) -> list[subprocess.Popen[str]]:
     """Start ranks that have a command each; standard input is empty, output is read through pipes."""
-    return [
-        subprocess.Popen(
-            list(command),
-            env={**os.environ, "PYTHONPATH": str(SRC), **own},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for command, own in zip(commands, rank_environments(len(commands), folder), strict=True)
-    ]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environments = [os.environ | {"PYTHONPATH": str(SRC)} | own for own in rank_environments(len(commands), folder)]
+    both = zip(commands, environments, strict=True)
+    return [subprocess.Popen(list(command), env=environ, text=True, **pipes) for command, environ in both]
 
 
 def run_ranks(commands: Sequence[Sequence[str]], *, timeout: float = 120) -> list[subprocess.CompletedProcess[str]]:
@@ -45,10 +39,8 @@ def run_ranks(commands: Sequence[Sequence[str]], *, timeout: float = 120) -> lis
         finally:
             for process in started:
                 process.kill()
-    return [
-        subprocess.CompletedProcess(process.args, process.returncode, *texts)
-        for process, texts in zip(started, said, strict=True)
-    ]
+    both = zip(started, said, strict=True)
+    return [subprocess.CompletedProcess(process.args, process.returncode, *texts) for process, texts in both]
 
 
 def run_script(count: int, script: str, *arguments: str, timeout: float = 120) -> list[str]:

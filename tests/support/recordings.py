@@ -1,6 +1,7 @@
 """Recordings made up for tests: every time is known."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, product
 from typing import Any
 
 from kvant.machine import Environment
@@ -9,32 +10,16 @@ from kvant.tools.bench.recording import Engine, Header, Recording, Run
 MACHINE = Environment(
     device="a processor", cores=2, system="Linux", blas="OpenBLAS", versions={"kvant": "0.1.0", "mlx": "0.32.4"}
 )
-ENGINE: dict[str, Any] = {
-    "name": "kvant",
-    "kv_bits": 8,
-    "kv_group_size": 32,
-    "dtype": "float32",
-    "weight_bytes": 12_000_000,
-    "weight_bytes_read": 10_000_000,
-}
+ENGINE: dict[str, Any] = {"name": "kvant", "kv_bits": 8, "kv_group_size": 32, "dtype": "float32"}
+ENGINE |= {"weight_bytes": 12_000_000, "weight_bytes_read": 10_000_000}
 RUN: dict[str, Any] = {"peak_memory_bytes": 30_000_000, "cache_bytes": 4_000_000, "cache_bytes_per_token": 2000.0}
 
 Latency = Callable[[str, int, int, int], float]  # of engine, run, context, position
 
 
 def empty(engines: Sequence[str] = ("fast", "slow"), baseline: str = "slow") -> Recording:
-    date = "2026-01-31T12:00:00+00:00"
-    recording = Recording(
-        Header(
-            date=date,
-            command="bench",
-            model="pocket",
-            seed=0,
-            baseline=baseline,
-            copy_bandwidth_gb_s=10.0,
-            machine=MACHINE,
-        )
-    )
+    facts = {"date": "2026-01-31T12:00:00+00:00", "command": "bench", "model": "pocket", "seed": 0}
+    recording = Recording(Header(**facts, baseline=baseline, copy_bandwidth_gb_s=10.0, machine=MACHINE))
     for label in engines:
         recording.add(Engine(engine=label, **ENGINE))
     return recording
@@ -43,10 +28,9 @@ def empty(engines: Sequence[str] = ("fast", "slow"), baseline: str = "slow") -> 
 def add_run(
     recording: Recording, label: str, run: int, context: int, latencies_ms: Sequence[float], **more: Any
 ) -> None:
-    times = [sum(latencies_ms[: i + 1]) for i in range(len(latencies_ms))]
-    fields = RUN | more
-    line = Run(engine=label, run=run, prompt_tokens=(context,), together=False, arrivals_ms=[times], **fields)
-    recording.add(line)
+    times = list(accumulate(latencies_ms))
+    fields = {"prompt_tokens": (context,), "together": False, "arrivals_ms": [times]} | RUN | more
+    recording.add(Run(engine=label, run=run, **fields))
 
 
 def record(
@@ -58,11 +42,9 @@ def record(
     tokens: int = 6,
 ) -> Recording:
     recording = empty(engines)
-    for run in range(rounds):
-        for context in contexts:
-            for label in engines:
-                places = range(context, context + tokens)
-                add_run(recording, label, run, context, [latency(label, run, context, p) for p in places])
+    for run, context, label in product(range(rounds), contexts, engines):
+        places = range(context, context + tokens)
+        add_run(recording, label, run, context, [latency(label, run, context, p) for p in places])
     return recording
 
 
@@ -74,11 +56,8 @@ def streams() -> Recording:
         together = [[40 * pace, 50 * pace, 60 * pace], [20 * pace, 50 * pace, 60 * pace]]
         alone = [[20 * pace, 30 * pace, 45 * pace], [70 * pace, 80 * pace, 120 * pace]]
         at_once = [[times[-1] for _ in times] for times in together]
-        for label, arrivals, cpu in (
-            ("kvant", together, 10.0),
-            ("kvant, one by one", alone, 30.0),
-            ("other", at_once, 20.0),
-        ):
+        engines = ("kvant", together, 10.0), ("kvant, one by one", alone, 30.0), ("other", at_once, 20.0)
+        for label, arrivals, cpu in engines:
             fields = {"prompt_tokens": (4, 9), "together": True, "peak_memory_bytes": 7}
-            recording.add(Run(engine=label, run=run, arrivals_ms=arrivals, cpu_ms=cpu, **fields))  # type: ignore[arg-type]
+            recording.add(Run(engine=label, run=run, arrivals_ms=arrivals, cpu_ms=cpu, **fields))
     return recording

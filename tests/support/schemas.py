@@ -23,12 +23,8 @@ def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": random_schema(rng, 0), "maxProperties": 1}
     if kind == "array":
         least = rng.randrange(2)
-        return {
-            "type": "array",
-            "items": random_schema(rng, depth - 1),
-            "minItems": least,
-            "maxItems": least + rng.randrange(1, 3),
-        }
+        items, most = random_schema(rng, depth - 1), least + rng.randrange(1, 3)
+        return {"type": "array", "items": items, "minItems": least, "maxItems": most}
     if kind == "anyOf":
         return {"anyOf": [random_schema(rng, depth - 1) for _ in range(2)]}
     if kind == "types":

@@ -110,36 +110,26 @@ Started = tuple[Any, httpx2.Client, list[str]]  # a process, a client of it, its
 def started(folder: Path, *arguments: str, command: Sequence[str] = ()) -> Iterator[Started]:
     """``kvant serve`` as a process in a folder."""
     places = {name: str(folder) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")}
-    process = subprocess.Popen(
-        command or [*COMMAND, "serve", "--port", "0", "--sequences", "2", "--max-kv-size", "512", *arguments],
-        cwd=folder,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"} | places,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    lines: list[str] = []
-    try:
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
-                break
-        else:
-            raise AssertionError("".join(lines))
-        reading = threading.Thread(target=lambda: lines.extend(process.stderr or ()))
-        reading.start()
-        with httpx2.Client(base_url=found[0], trust_env=False, timeout=SOON) as client:
-            yield process, client, lines
-        process.kill()
-        reading.join(SOON)
-    finally:
-        process.kill()
-        process.wait(SOON)
-        for pipe in (process.stdout, process.stderr):
-            assert pipe is not None
-            pipe.close()
+    command = command or [*COMMAND, "serve", "--port", "0", "--sequences", "2", "--max-kv-size", "512", *arguments]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environ = os.environ | {"HF_HUB_OFFLINE": "1"} | places
+    with subprocess.Popen(command, cwd=folder, env=environ, text=True, **pipes) as process:
+        lines: list[str] = []
+        try:
+            for line in process.stderr or ():
+                lines.append(line)
+                if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+                    break
+            else:
+                raise AssertionError("".join(lines))
+            reading = threading.Thread(target=lambda: lines.extend(process.stderr or ()))
+            reading.start()
+            with httpx2.Client(base_url=found[0], trust_env=False, timeout=SOON) as client:
+                yield process, client, lines
+            process.kill()
+            reading.join(SOON)
+        finally:
+            process.kill()
 
 
 def sse_events(server: Running, path: str, body: Any) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ import os
 import re
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 import pexpect
 import pyte
@@ -21,11 +20,9 @@ class Terminal:
         self._shown: list[str] = []
         self.written = b""
         settings = os.environ | {"TERM": "xterm-256color", "HF_HUB_OFFLINE": "1"} | environment
-        settings.pop("COLUMNS", None)
-        settings.pop("LINES", None)
-        self.child = pexpect.spawn(
-            COMMAND[0], [*COMMAND[1:], *arguments], dimensions=(rows, columns), env=settings, timeout=60
-        )
+        settings = {name: value for name, value in settings.items() if name not in ("COLUMNS", "LINES")}
+        options = {"dimensions": (rows, columns), "env": settings, "timeout": 60}
+        self.child = pexpect.spawn(COMMAND[0], [*COMMAND[1:], *arguments], **options)
         self.child.delaybeforesend = None
         # prompt_toolkit asks where the cursor is
         self.screen.write_process_input = lambda text: self.child.send(text)
@@ -33,9 +30,7 @@ class Terminal:
     def __enter__(self) -> "Terminal":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.child.close(force=True)
 
     def press(self, keys: str) -> None:

@@ -49,13 +49,9 @@ def qwen2() -> tuple[Tokenizer, Config]:
     known = made.get_added_tokens_decoder().items()
     named = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "add_prefix_space": False}
     plain = {"clean_up_tokenization_spaces": False, "split_special_tokens": False}
-    return made, {
-        **named,
-        **plain,
-        "tokenizer_class": "Qwen2Tokenizer",
-        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
-        "added_tokens_decoder": {str(i): {key: getattr(token, key) for key in keys} for i, token in known},
-    }
+    added = {str(i): {key: getattr(token, key) for key in keys} for i, token in known}
+    specials = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "added_tokens_decoder": added}
+    return made, {"tokenizer_class": "Qwen2Tokenizer", **named, **plain, **specials}
 
 
 def llama3() -> tuple[Tokenizer, Config]:
@@ -95,9 +91,8 @@ def _sentencepiece(kind: str) -> Tokenizer:
     bpe = models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     made = Tokenizer(models.Unigram() if is_unigram else bpe)
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)
     if is_unigram:
         _train(made, trainers.UnigramTrainer, 900, specials, unk_token="<unk>")
     else:
@@ -189,8 +184,7 @@ def strings(count: int, seed: int, specials: list[str]) -> list[str]:
         some = "".join(chr(rng.randrange(*block)) for _ in range(rng.randrange(1, 6)))
         number = str(rng.randrange(10 ** rng.randrange(1, 12)))
         special = rng.choice(specials) if specials else ""
-        return rng.choice(
-            [*(rng.choice(words) for _ in range(3)), rng.choice(spaces), rng.choice(marks), special, number, some]
-        )
+        three = [rng.choice(words) for _ in range(3)]
+        return rng.choice([*three, rng.choice(spaces), rng.choice(marks), special, number, some])
 
     return ["".join(piece() + rng.choice(spaces) for _ in range(rng.randrange(12))) for _ in range(count)]

@@ -8,10 +8,10 @@ import mlx.core as mx
 import pytest
 
 from kvant.cache import QuantizedKVCache
-from kvant.operators.stored_tokens import append_and_attend
 from kvant.operators.kernels import launch as launch_module
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
 from kvant.operators.paged_kernel import step_pages
+from kvant.operators.stored_tokens import append_and_attend
 
 # Launches of an operation whose arrays are row contiguous, by MLX 0.32's sources under mlx/backend/. In a write the old
 # array is donated, which costs none: nothing else holds a cache's arrays. An operation that is not here fails the test.

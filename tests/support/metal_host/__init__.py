@@ -4,8 +4,7 @@ import sys
 
 import pytest
 
-from support.metal_host.errors import HostError
-from support.metal_host.run import FORWARD, REVERSE, on_host, summary, worker
+from support.metal_host.run import FORWARD, REVERSE, HostError, on_host, summary, worker
 
 # On a Mac Metal itself compiles and runs the kernels; everywhere else a host run that cannot happen is a failure.
 host_pytest_skip = pytest.mark.skipif(sys.platform == "darwin", reason="Metal runs kernels here")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvant.files import user_cache
-from support.metal_host.errors import HostError
+from support.metal_host.source import HostError
 
 VARIABLE = "KVANT_HOST_CXX"
 SOURCES = Path(__file__).parent / "cpp"

@@ -12,9 +12,8 @@ from typing import IO, Any
 
 from support.metal_host import compiler as compilers
 from support.metal_host.compiler import Compiler
-from support.metal_host.errors import HostError
 from support.metal_host.rewrite import FILE
-from support.metal_host.source import KernelCall
+from support.metal_host.source import HostError, KernelCall
 
 HANG_S = 60
 ENVIRONMENT = {"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0", "PATH": "/usr/local/bin:/usr/bin:/bin"}
@@ -48,8 +47,6 @@ class Worker:
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._complaints}
             self._process = subprocess.Popen([compilers.worker_program(self.compiler)], **pipes, env=ENVIRONMENT)
         process = self._process
-        assert process.stdin
-        assert process.stdout
         numbers = [*call.grid, *call.threadgroup, order, HANG_S, len(buffers)]
         request = [f"run {library} {' '.join(map(str, numbers))}\n".encode()]
         for b in buffers:

@@ -6,8 +6,7 @@ a reference to memory that every access to is checked (to run) or a static varia
 
 import re
 
-from support.metal_host.errors import HostError
-from support.metal_host.source import KernelCall
+from support.metal_host.source import HostError, KernelCall
 
 FILE = "kernel.metal"  # the text's name in the compiler's messages
 _COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)

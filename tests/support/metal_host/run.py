@@ -11,10 +11,9 @@ import mlx.core as mx
 import numpy as np
 
 from support.metal_host.compiler import check_spaces, find_compiler, kernel_library
-from support.metal_host.errors import HostError
 from support.metal_host.process import Buffer, Worker
 from support.metal_host.rewrite import host_text
-from support.metal_host.source import KernelCall, Parameter, kernel_call
+from support.metal_host.source import HostError, KernelCall, Parameter, kernel_call
 
 FORWARD, REVERSE = 0, 1  # any larger number seeds a shuffle
 MAX_THREADS = 1024  # of a threadgroup

@@ -11,10 +11,15 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from support.metal_host.errors import HostError
-
 Triple = tuple[int, int, int]
 Array = tuple[tuple[int, ...], mx.Dtype]  # shape and dtype
+
+
+class HostError(Exception):
+    """A mistake in a kernel; the message names its kind, and kernel, thread and line where they are known."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +65,9 @@ def kernel_call(kernel: Callable[..., Any], inputs: list[mx.array], **launch: An
         expected += [(kind, i) for kind in ("input", *asked)]
     expected += [("output", i) for i in range(len(outputs))]
     template = re.search(re.escape(f"decltype({name}") + r"(<[^;]*>)\)", text)
-    return KernelCall(
-        name=name,
-        text=text,
-        template=template[1] if template else "",
-        parameters=_parameters(name, text, expected),
-        grid=(gx, gy, gz),
-        threadgroup=(tx, ty, tz),
-        inputs=given,
-        outputs=outputs,
-    )
+    parameters = _parameters(name, text, expected)
+    sizes = {"grid": (gx, gy, gz), "threadgroup": (tx, ty, tz), "inputs": given, "outputs": outputs}
+    return KernelCall(name, text, template[1] if template else "", parameters, **sizes)
 
 
 _BUFFER = re.compile(r"(?:const )?(?:device|constant) (?P<type>\w+)(?P<mark>[*&]) (?P<name>\w+) \[\[buffer\(\d+\)\]\]")
