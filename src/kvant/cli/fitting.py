@@ -1,6 +1,6 @@
 """Plans held against a machine, and what to say if one does not fit."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -30,7 +30,8 @@ def plan_that_fits(
     """The plan of a run, which is refused with a ContextError if it does not fit into the machine."""
     made = plan_for(checkpoint, settings, max_kv_size, machine, split_pairs)
     if made.total > machine.limit_bytes:
-        raise ContextError(f"{describe(made, machine)}; {what_fits(checkpoint, made, machine, split_pairs)}")
+        longest = longest_by_bits(settings, lambda chosen: longest_on(checkpoint, chosen, machine, split_pairs))
+        raise ContextError(f"{describe(made, machine)}; {what_fits(made, longest)}")
     return made
 
 
@@ -58,7 +59,8 @@ def ranks_that_fit(
         rank = made.fullest
         layers = "" if made.layers is None else f" with layers {describe_layers(made.layers[rank])}"
         line = describe(made.plans[rank], made.machines[rank], f" on rank {rank} of {len(made.plans)}{layers}")
-        raise ContextError(f"{line}; {what_fits_ranks(checkpoint, made)}")
+        longest = longest_by_bits(settings, lambda own: RankPlanner(checkpoint, machines, made.parallel, own).longest())
+        raise ContextError(f"{line}; {what_fits(made.plans[0], longest)}")
     return made
 
 
@@ -144,19 +146,6 @@ def describe_layers(layers: range) -> str:
     return f"{layers.start}" if len(layers) == 1 else f"{layers.start} to {layers.stop - 1}"
 
 
-def what_fits(checkpoint: AnyCheckpoint, made: MemoryPlan, machine: Machine, split_pairs: Pairs = None) -> str:
-    """The flags that would make a plan fit, or that none would."""
-    return _ways(made, lambda settings: longest_on(checkpoint, settings, machine, split_pairs))
-
-
-def what_fits_ranks(checkpoint: AnyCheckpoint, made: RankPlan) -> str:
-    """The same of several machines."""
-    return _ways(
-        made.plans[0],
-        lambda settings: RankPlanner(checkpoint, made.machines, made.parallel, settings).longest(),
-    )
-
-
 def longest_by_bits(settings: Settings, longest: Callable[[Settings], LongestContext]) -> dict[int, LongestContext]:
     """The longest contexts by bits of the cache, 0 for the compute dtype's; without those the model cannot have."""
     found = {}
@@ -166,8 +155,9 @@ def longest_by_bits(settings: Settings, longest: Callable[[Settings], LongestCon
     return found
 
 
-def _ways(made: MemoryPlan, longest: Callable[[Settings], LongestContext]) -> str:
-    found = {bits or 16: one.tokens for bits, one in longest_by_bits(made.settings, longest).items()}
+def what_fits(made: MemoryPlan, longest: Mapping[int, LongestContext]) -> str:
+    """The flags that would make a plan fit, or that none would; ``longest`` is by bits of the cache."""
+    found = {bits or 16: one.tokens for bits, one in longest.items()}
     own = made.settings.cache.kv_bits or 16
     ways = [f"--max-kv-size {found[own]}"] if found[own] else []
     ways += [f"--kv-bits {bits}" for bits, fits in found.items() if bits < own and fits >= made.max_kv_size][:1]

@@ -1,6 +1,5 @@
 """``kvant plan``: what a run takes and whether a machine has it, before a weight is read or downloaded."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from kvant.cli import options
+from kvant.cli import options, terminal
 from kvant.cli import ranks as processes
 from kvant.cli.fitting import longest_by_bits, longest_on, plan_for, ranks_for
 from kvant.cli.options import BadValueError, RunOptions, Without
 from kvant.cli.parts import gather_machines
-from kvant.cli.plan_table import plan_record, print_plan, print_ranks, ranks_record
+from kvant.cli.plan_table import plan_lines, plan_record, ranks_lines, ranks_record
 from kvant.engine.load import POCKET, find_adapter, find_model
 from kvant.errors import ArgumentError, ModelError
 from kvant.machine import Device, Machine, default_device, machine_with, this_machine
@@ -111,21 +110,16 @@ def plan(
         note = "" if sizes or running else "all machines are taken to be like this one; --memory says what they have"
         made = ranks_for(checkpoint, settings, reserved, machines, kind)
         of_ranks = {kind: _longest_of_ranks(checkpoint, settings, machines, kind) for kind in options.PARALLEL}
-        if as_json:
-            print(json.dumps(ranks_record(model, checkpoint, made, of_ranks, names), indent=2))
-        else:
-            print_ranks(model, checkpoint, made, of_ranks, names, note)
-        fits = made.fits
+        record, fits = ranks_record(model, checkpoint, made, of_ranks, names), made.fits
+        lines = ranks_lines(model, checkpoint, made, of_ranks, names, note)
     else:
         machine = machines[0]
         alone = plan_for(checkpoint, settings, reserved, machine)
         longest = longest_by_bits(settings, lambda chosen: longest_on(checkpoint, chosen, machine))
-        if as_json:
-            record = plan_record(model, checkpoint, alone, machine, longest)
-            print(json.dumps(record if draft_model is None else record | {"draft_model": draft_model}, indent=2))
-        else:
-            print_plan(model, checkpoint, alone, machine, longest)
-        fits = alone.total <= machine.limit_bytes
+        record, fits = plan_record(model, checkpoint, alone, machine, longest), alone.total <= machine.limit_bytes
+        record |= {} if draft_model is None else {"draft_model": draft_model}
+        lines = plan_lines(model, checkpoint, alone, machine, longest)
+    terminal.show(record, lines, as_json=as_json)
     if not fits:
         raise typer.Exit(DOES_NOT_FIT)
 
