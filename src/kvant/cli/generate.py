@@ -94,8 +94,7 @@ def generate(
     if sequences is not None and not together:
         raise BadValueError(f"--sequences is {sequences}, which has no effect without --prompts-file or --n")
     if deterministic:
-        options.check_deterministic(run.prefill_step_size, run.draft, run.draft_model)
-    ranks.refuse_draft_model(run.draft_model)
+        options.check_deterministic(run)
     if prompts_file is not None:
         one = {"--prompt": prompt, "--n": n if n > 1 else None, "--prefill-response": prefill}
         for flag, given in (one | {"--prompt-cache-file": prompt_cache_file}).items():
@@ -107,7 +106,7 @@ def generate(
     run = replace(run, model=options.choose_model(context, model, run.model))
     if model is not None and (text is not None or prompts_file is not None):
         check_first_word(model, None if prompts_file is None else "--prompts-file")
-    ranks.refuse(prompt_cache_file=prompt_cache_file)
+    ranks.refuse(prompt_cache_file, run.draft_model)
     follow(run)
     if prompts_file is not None:
         lines = read_lines(prompts_file, sampling)

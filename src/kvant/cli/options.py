@@ -90,9 +90,10 @@ LogitBias = Annotated[
 
 
 @dataclass(frozen=True)
-class ModelFlags:
-    """Which model, and what the config file has for it."""
+class RunOptions:
+    """The flags of a command that runs a model, beside those of sampling: for config file and presets, too."""
 
+    # Which model.
     model: Model = POCKET
     preset: Annotated[
         str | None,
@@ -101,15 +102,7 @@ class ModelFlags:
         ),
     ] = None
     adapter_path: AdapterPath = None
-
-    def __post_init__(self) -> None:
-        check_text(model=self.model, adapter_path=self.adapter_path)
-
-
-@dataclass(frozen=True)
-class AnswerFlags:
-    """What is said to the model, and what ends its answer."""
-
+    # What is said to it, and what ends its answer.
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Generate at most this many tokens.")] = 256
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None
     extra_eos_token: Annotated[
@@ -123,21 +116,7 @@ class AnswerFlags:
         str | None,
         typer.Option(metavar="JSON", help="Variables for the chat template, such as '{\"enable_thinking\": false}'."),
     ] = None
-
-    def __post_init__(self) -> None:
-        check_counts(max_tokens=self.max_tokens)
-        check_text(system_prompt=self.system_prompt)
-        check_stop(self.stop or ())
-        check_text(**{"--extra-eos-token": "".join(self.extra_eos_token or ())})
-        template_variables(self.chat_template_config)
-        if self.ignore_eos and self.extra_eos_token:
-            raise BadValueError("--extra-eos-token ends a text, and --ignore-eos goes on past all that ends one")
-
-
-@dataclass(frozen=True)
-class CacheFlags:
-    """How the cache stores tokens, how many, and how they are read and fed."""
-
+    # How the cache stores tokens, how many, and how they are read and fed.
     kv_bits: Annotated[int, typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization.")] = 8
     kv_group_size: Annotated[
         int | None, typer.Option(help="Cached values that share one scale; divides the head dimension; default: 32.")
@@ -165,29 +144,7 @@ class CacheFlags:
         ),
     ] = None
     prefill_step_size: PrefillStepSize = 512
-
-    def __post_init__(self) -> None:
-        check_counts(prefill_step_size=self.prefill_step_size)
-        kv_size(self.max_kv_size)
-        check_kernels(self.kernels)
-        _ = self.cache
-
-    @property
-    def cache(self) -> CacheOptions:
-        """How caches and pools store their tokens."""
-        if self.kv_bits == 0 and self.kv_group_size is not None:
-            raise BadValueError(f"--kv-group-size is {self.kv_group_size}, but --kv-bits 0 does not quantize")
-        group = DEFAULT_KV_GROUP_SIZE if self.kv_group_size is None else self.kv_group_size
-        try:
-            return CacheOptions(self.kv_bits, group, self.kv_bias_split, self.kernels)
-        except ArgumentError as error:
-            raise BadValueError(error.worded(flag)) from error
-
-
-@dataclass(frozen=True)
-class DraftFlags:
-    """What drafts."""
-
+    # What drafts.
     draft: Annotated[
         Source,
         typer.Option(
@@ -204,15 +161,7 @@ class DraftFlags:
         ),
     ] = None
     num_draft_tokens: NumDraftTokens = None
-
-    def __post_init__(self) -> None:
-        check_draft(self.draft, self.draft_model, self.num_draft_tokens)
-
-
-@dataclass(frozen=True)
-class RunOptions(DraftFlags, CacheFlags, AnswerFlags, ModelFlags):
-    """The flags of a command that runs a model, beside those of sampling: for config file and presets, too."""
-
+    # How it runs, and what is printed.
     parallel: Annotated[
         str | None,
         typer.Option(
@@ -234,11 +183,26 @@ class RunOptions(DraftFlags, CacheFlags, AnswerFlags, ModelFlags):
     origins: Mapping[str, tuple[Any, str]] = field(default_factory=dict, metadata={"flag": False})
 
     def __post_init__(self) -> None:
-        ModelFlags.__post_init__(self)
-        AnswerFlags.__post_init__(self)
-        CacheFlags.__post_init__(self)
-        DraftFlags.__post_init__(self)
+        check_text(model=self.model, adapter_path=self.adapter_path, system_prompt=self.system_prompt)
+        check_counts(max_tokens=self.max_tokens, prefill_step_size=self.prefill_step_size)
+        check_stop(self.stop or ())
+        check_text(**{"--extra-eos-token": "".join(self.extra_eos_token or ())})
+        template_variables(self.chat_template_config)
+        if self.ignore_eos and self.extra_eos_token:
+            raise BadValueError("--extra-eos-token ends a text, and --ignore-eos goes on past all that ends one")
+        kv_size(self.max_kv_size)
+        check_kernels(self.kernels)
+        _ = self.cache
+        check_draft(self.draft, self.draft_model, self.num_draft_tokens)
         check_parallel(self.parallel)
+
+    @property
+    def cache(self) -> CacheOptions:
+        """How caches and pools store their tokens."""
+        if self.kv_bits == 0 and self.kv_group_size is not None:
+            raise BadValueError(f"--kv-group-size is {self.kv_group_size}, but --kv-bits 0 does not quantize")
+        group = DEFAULT_KV_GROUP_SIZE if self.kv_group_size is None else self.kv_group_size
+        return CacheOptions(self.kv_bits, group, self.kv_bias_split, self.kernels)
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -377,15 +341,14 @@ def check_parallel(parallel: str | None) -> Literal["pipeline", "tensor"] | None
     return None
 
 
-def check_deterministic(prefill_step_size: int, draft: str, draft_model: str | None) -> None:
+def check_deterministic(run: RunOptions) -> None:
     """Refuse beside --deterministic short chunks, and drafts: a step of more tokens rounds differently."""
-    if prefill_step_size < PAGE_SIZE:
-        raise BadValueError(
-            f"--prefill-step-size is {prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
-        )
-    for flag, given in (("--draft", None if draft == "none" else draft), ("--draft-model", draft_model)):
-        if given is not None:
-            raise BadValueError(f"{flag} is {given[:80]}; beside --deterministic it is not supported")
+    size = run.prefill_step_size
+    if size < PAGE_SIZE:
+        raise BadValueError(f"--prefill-step-size is {size}; --deterministic reads prompts in chunks of {PAGE_SIZE}")
+    for flag, given in (("--draft", run.draft), ("--draft-model", run.draft_model)):
+        if given not in (None, "none"):
+            raise BadValueError(f"{flag} is {given:.80}; beside --deterministic it is not supported")
 
 
 def check_kernels(kernels: str | None = None, name: str = "--kernels") -> None:

@@ -74,13 +74,12 @@ def serve(
     run = replace(run, model=options.choose_model(context, model_argument, run.model))
     options.check_counts(sequences=sequences, max_queue=max_queue)
     if deterministic:
-        options.check_deterministic(run.prefill_step_size, run.draft, run.draft_model)
-    ranks.refuse_draft_model(run.draft_model)
+        options.check_deterministic(run)
     if deterministic and prompt_cache_file:
         raise BadValueError(
             "--prompt-cache-file: nobody knows in which chunks it was read, so not with --deterministic"
         )
-    ranks.refuse(prompt_cache_file=prompt_cache_file)
+    ranks.refuse(prompt_cache_file, run.draft_model)
     follow(run, bounded=True)
     settings = Settings(
         model=run.model,

@@ -30,7 +30,6 @@ from kvant.engine.processors import LogitsProcessor
 from kvant.engine.sampling import SamplingOptions
 from kvant.machine import Machine, default_device, this_machine
 from kvant.models import LanguageModel
-from kvant.models.checkpoint import Progress
 from kvant.models.identity import identify
 from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
@@ -243,8 +242,9 @@ def load_session(
         model, tokenizer = load_folder(
             folder, progress.update, adapter_path=run.adapter_path, process=process, load_weights=load_weights
         )
-        draft_model = None if draft_folder is None else _load_draft(draft_folder, progress.update)
-    if draft_model is not None and settings.draft_model is not None:
+        draft_model = None if draft_folder is None else load_model(draft_folder, progress.update)
+    if draft_folder is not None and draft_model is not None and settings.draft_model is not None:
+        draft_model.identity = identify(draft_folder)
         pairs = tuple(split_pairs(draft_model))
         settings = replace(settings, draft_model=replace(settings.draft_model, split_pairs=pairs))
     variables = checked_variables(tokenizer, run.chat_template_config)
@@ -266,11 +266,6 @@ def load_session(
     )
 
 
-def settings_of(run: RunOptions, sequences: int | None = None) -> Settings:
-    """What a plan takes from the flags: of the cache, and of reading the prompt."""
-    return Settings(run.cache, run.prefill_step_size, sequences=sequences)
-
-
 def prepare(
     run: RunOptions, folder: Path, *, sequences: int | None = None, requests: int = 0
 ) -> tuple[Checkpoint | BridgedCheckpoint, Settings, Machine]:
@@ -282,19 +277,13 @@ def prepare(
     checkpoint = read_folder(folder)
     if run.adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
-    machine, settings = this_machine(), settings_of(run, sequences)
+    machine, settings = this_machine(), Settings(run.cache, run.prefill_step_size, sequences=sequences)
     if run.draft_model is not None:
         settings = replace(settings, draft_model=DraftModel(read_folder(find_model(run.draft_model))))
     if requests and machine.device == "cpu":
         source = f"{machine.limit_source}, less {format_bytes(requests)} for requests"
         machine = replace(machine, limit_bytes=machine.limit_bytes - requests, limit_source=source)
     return checkpoint, settings, machine
-
-
-def _load_draft(folder: Path, progress: Progress) -> LanguageModel:
-    model = load_model(folder, progress)
-    model.identity = identify(folder)
-    return model
 
 
 def wire(count: int) -> None:

@@ -22,7 +22,6 @@ from kvant.cli.session import open_session
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import KvantError, one_line, printable
 
-FAILURES = (KvantError, ValueError, TyperException, OSError, RuntimeError, MemoryError)  # MLX's are RuntimeErrors
 ENDS = ("exit", "quit")  # typed alone, on a terminal
 
 
@@ -51,8 +50,7 @@ def chat(
     options.check_text(prompt_cache_file=prompt_cache_file)
     cache_file.check(prompt_cache_file)
     run = replace(run, model=options.choose_model(context, model_argument, run.model))
-    ranks.refuse(prompt_cache_file=prompt_cache_file)
-    ranks.refuse_draft_model(run.draft_model)
+    ranks.refuse(prompt_cache_file, run.draft_model)
     follow(run)
     if sys.stdin.isatty():
         signal.signal(signal.SIGTERM, _end)
@@ -80,31 +78,21 @@ def _converse(talk: Talk, read: Callable[[], str]) -> None:
             return
         if sys.stdin.isatty() and line in ENDS:
             return
+        if not line:
+            continue
         try:
             with _silent():
-                _do(talk, line)
+                commands.do(talk, line)
         except commands.Leave:
             return
         except KeyboardInterrupt:
             notice("stopped")
-        except FAILURES as error:
-            notice(f"error: {_worded(error)}")
-
-
-def _do(talk: Talk, line: str) -> None:
-    command = commands.find(line)
-    if isinstance(command, str):
-        notice(command)
-    elif command is not None:
-        commands.perform(command, talk, line)
-    elif line:
-        talk.send(line[1:] if line.startswith("//") else line)
-
-
-def _worded(error: Exception) -> str:
-    if isinstance(error, TyperException):
-        return printable(error.format_message())
-    return str(error) if isinstance(error, KvantError) else one_line(error)
+        except KvantError as error:
+            notice(f"error: {error}")
+        except TyperException as error:
+            notice(f"error: {printable(error.format_message())}")
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:  # MLX's are RuntimeErrors
+            notice(f"error: {one_line(error)}")
 
 
 @contextmanager

@@ -60,15 +60,21 @@ def find(line: str) -> Command | str | None:
     return f"{name} is not a command; {meant} // begins a message with a slash"
 
 
-def perform(command: Command, talk: Talk, line: str) -> None:
-    """Run the command of a line."""
+def do(talk: Talk, line: str) -> None:
+    """Run the command of a line, or send it to the model."""
+    command = find(line)
     name, _, argument = line.partition(" ") if " " in line.split("\n")[0] else line.partition("\n")
     argument = argument.strip()
-    if argument and not command.usage:
+    if isinstance(command, str):
+        notice(command)
+    elif command is None:
+        talk.send(line[1:] if line.startswith("//") else line)
+    elif argument and not command.usage:
         raise ArgumentError(name, f"takes nothing after it, given {argument[:40]!r}")
-    if command.needs and not argument:
+    elif command.needs and not argument:
         raise ArgumentError(name, f"needs {command.usage}")
-    command.run(talk, argument)
+    else:
+        command.run(talk, argument)
 
 
 def _help(talk: Talk, argument: str) -> None:
