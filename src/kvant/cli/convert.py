@@ -2,10 +2,8 @@
 
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -60,7 +58,8 @@ def convert(
         raise BadValueError("DEST is empty; expected a folder's path")
     folder, target = find_model(source), Path(dest)
     _say([f"{part}: removed; a convert that was killed had left it" for part in remove_leftovers(target)], quiet)
-    with _terminable(), LateProgress("converting", quiet=quiet) as progress:
+    signal.signal(signal.SIGTERM, interrupts.leave)  # as at Ctrl-C, nothing half-written is left
+    with interrupts.patient(), LateProgress("converting", quiet=quiet) as progress:
         done = convert_folder(folder, target, chosen, progress.update)
     _say(_told(dest, chosen, done), quiet)
 
@@ -81,18 +80,3 @@ def _told(dest: str, chosen: WeightFormat, done: Conversion) -> list[str]:
             f"not quantized, groups of {chosen.group_size} do not divide the width: {done.unquantized[0]}{more}"
         )
     return lines
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """End at SIGTERM as at Ctrl-C, so that nothing half-written is left."""
-
-    def end(number: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        with interrupts.patient():
-            yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

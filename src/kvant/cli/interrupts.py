@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 from kvant.errors import EXIT_INTERRUPTED
 
@@ -84,6 +85,11 @@ def restoring(act: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _at_deadline.remove(act)
+
+
+def leave(number: int, frame: object) -> NoReturn:
+    """Handle a signal: end as a command does, so that what was begun is undone or saved."""
+    sys.exit(128 + number)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -99,31 +99,30 @@ def _rows() -> list[Row]:
     rows = [_row(POCKET, read_json(pocket / "config.json"), "MIT", size, "embedded")]
     here = {reference: found for found in weights.pulled() for reference in found.references}
     for name, model in weights.known_models().items():
-        if name in here:
-            rows.append(_pulled_row(name, here.pop(name), model.config, model.license))
-        else:
-            size = sum(file.bytes for file in model.files if file.bytes is not None)
-            rows.append(_row(name, model.config, model.license, size, "no"))
+        size = sum(file.bytes for file in model.files if file.bytes is not None)
+        rows.append(_row(name, model.config, model.license, size, "no", here.pop(name, None)))
     for reference, found in here.items():
         try:
             config = read_json(found.folder / "config.json")
         except ModelError:
             config = {}
-        rows.append(_pulled_row(reference, found, config, None))
+        rows.append(_row(reference, config, None, 0, "yes", found))
     return rows
 
 
-def _pulled_row(name: str, found: weights.Pulled, config: Mapping[str, Any], terms: str | None) -> Row:
-    size = sum(file.bytes for file in found.files.values())
-    return _row(name, config, terms, size, "changed" if found.problem else "yes", found.problem)
-
-
 def _row(
-    name: str, config: Mapping[str, Any], terms: str | None, size: int, here: str, problem: str | None = None
+    name: str,
+    config: Mapping[str, Any],
+    terms: str | None,
+    size: int,
+    here: str,
+    pulled: weights.Pulled | None = None,
 ) -> Row:
-    way, reason = way_of(config)
-    context = _count(config, "max_position_embeddings")
-    return Row(name, size, context, cache_bytes(config), terms, here, way, problem or reason)
+    way, problem = way_of(config)
+    if pulled is not None:
+        size, here = sum(file.bytes for file in pulled.files.values()), "changed" if pulled.problem else "yes"
+        problem = pulled.problem or problem
+    return Row(name, size, _count(config, "max_position_embeddings"), cache_bytes(config), terms, here, way, problem)
 
 
 def way_of(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -147,26 +146,19 @@ def _bridged() -> list[str]:
 
 
 def _architectures() -> list[dict[str, str | None]]:
-    ways: list[dict[str, str | None]] = [
-        {"model_type": name, "way": "native", "reason": None} for name in sorted(ARCHITECTURES)
-    ]
-    ways += [
-        {"model_type": name, "way": "bridged", "reason": "only on a Mac" if name in NEEDS_METAL else None}
-        for name in _bridged()
-    ]
-    return ways + [{"model_type": name, "way": "refused", "reason": reason} for name, reason in sorted(REFUSED.items())]
+    ways: list[tuple[str, str, str | None]] = [(name, "native", None) for name in sorted(ARCHITECTURES)]
+    ways += [(name, "bridged", "only on a Mac" if name in NEEDS_METAL else None) for name in _bridged()]
+    ways += [(name, "refused", reason) for name, reason in sorted(REFUSED.items())]
+    return [dict(zip(("model_type", "way", "reason"), way, strict=True)) for way in ways]
 
 
 def cache_bytes(config: Mapping[str, Any]) -> dict[int, float] | None:
     """Bytes a cached token takes, by bits of a value; None where the config does not say its shape."""
-    layers, heads = _count(config, "num_hidden_layers"), _count(config, "num_attention_heads")
-    hidden, kv_heads, head_dim = _count(config, "hidden_size"), heads, None
-    if config.get("num_key_value_heads") is not None:
-        kv_heads = _count(config, "num_key_value_heads")
+    layers, heads, hidden = (_count(config, key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    kv_heads = heads if config.get("num_key_value_heads") is None else _count(config, "num_key_value_heads")
+    head_dim = hidden // heads if hidden and heads else None
     if config.get("head_dim") is not None:
         head_dim = _count(config, "head_dim")
-    elif hidden and heads:
-        head_dim = hidden // heads
     if not layers or not kv_heads or not head_dim:
         return None
     values = 2 * layers * kv_heads * head_dim

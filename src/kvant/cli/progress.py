@@ -2,7 +2,6 @@
 
 import sys
 import threading
-from types import TracebackType
 
 from kvant.cli.terminal import behind
 
@@ -51,7 +50,5 @@ class LateProgress:
             self._bar.stop()
             self._timer = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()

@@ -7,7 +7,7 @@ import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 import typer
 from typer.exceptions import TyperException
@@ -53,7 +53,7 @@ def chat(
     ranks.refuse(prompt_cache_file, run.draft_model)
     follow(run)
     if sys.stdin.isatty():
-        signal.signal(signal.SIGTERM, _end)
+        signal.signal(signal.SIGTERM, interrupts.leave)  # the terminal is put back, the conversation saved
     with _silent():
         session = open_session(run, context.obj, sampling, announce=False)
     talk = Talk(run, sampling, session, _view(run.raw, markdown), overflow)
@@ -62,11 +62,16 @@ def chat(
         cache_file.kept(prompt_cache_file, talk.conversation, run.system_prompt, quiet=run.quiet),
         interrupts.patient(),  # Ctrl-C stops an answer, not the program
     ):
-        _converse(talk, _reader(talk))
+        _converse(talk)
 
 
-def _converse(talk: Talk, read: Callable[[], str]) -> None:
+def _converse(talk: Talk) -> None:
     """Read and answer until the input ends or the user leaves. An error is one line, and the conversation goes on."""
+    read: Callable[[], str] = input
+    if sys.stdin.isatty():  # lines can be edited
+        from kvant.cli.chat.prompt import Prompt
+
+        read = Prompt(talk).read
     while True:
         try:
             line = read().strip()
@@ -115,20 +120,6 @@ def _silent() -> Iterator[None]:
             yield
     finally:
         restore()
-
-
-def _end(number: int, frame: object) -> NoReturn:
-    """End by a signal as by a command: the terminal is as it was, and the conversation is saved."""
-    sys.exit(128 + number)
-
-
-def _reader(talk: Talk) -> Callable[[], str]:
-    """Lines from standard input; on a terminal they can be edited."""
-    if not sys.stdin.isatty():
-        return input
-    from kvant.cli.chat.prompt import Prompt
-
-    return Prompt(talk).read
 
 
 def _view(raw: bool, markdown: bool) -> View:
