@@ -1,10 +1,10 @@
 """Plans held against a machine, and what to say if one does not fit."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
-from kvant.cli.options import AUTO, PARALLEL, BadValueError, KvSize
+from kvant.cli.options import AUTO, PARALLEL, KvSize, named
 from kvant.errors import ContextError, ModelError
 from kvant.machine import Machine
 from kvant.models.caches import DEFAULT_RESERVATION
@@ -111,17 +111,9 @@ def longest_on(
     return longest_context(checkpoint, limit, settings=settings, device=device, split_pairs=split_pairs)
 
 
-@contextmanager
-def named_format(settings: Settings) -> Iterator[None]:
+def named_format(settings: Settings) -> AbstractContextManager[None]:
     """A ValueError in the block is of the cache's format: it becomes a BadValueError that begins with its flags."""
-    try:
-        yield
-    except ContextError:
-        raise
-    except ValueError as error:
-        raise BadValueError(
-            f"--kv-bits {settings.cache.kv_bits} --kv-group-size {settings.cache.kv_group_size}: {error}"
-        ) from error
+    return named(f"--kv-bits {settings.cache.kv_bits} --kv-group-size {settings.cache.kv_group_size}")
 
 
 def describe(made: MemoryPlan, machine: Machine, on: str = "") -> str:

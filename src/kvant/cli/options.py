@@ -26,9 +26,11 @@ from kvant.operators.dispatch import VARIABLE, choose
 
 @contextmanager
 def named(flag: str) -> Iterator[None]:
-    """A ValueError in the block becomes a BadValueError that begins with the flag."""
+    """A ValueError in the block becomes a BadValueError that begins with the flag; kvant's own errors pass."""
     try:
         yield
+    except KvantError:
+        raise
     except ValueError as error:
         raise BadValueError(f"{flag}: {error}") from error
 
@@ -185,7 +187,10 @@ class RunOptions:
     def __post_init__(self) -> None:
         check_text(model=self.model, adapter_path=self.adapter_path, system_prompt=self.system_prompt)
         check_counts(max_tokens=self.max_tokens, prefill_step_size=self.prefill_step_size)
-        check_stop(self.stop or ())
+        for text in self.stop or ():
+            check_text(stop=text)
+            if not text:  # it would end every text before it begins
+                raise BadValueError("--stop is empty; expected a string")
         check_text(**{"--extra-eos-token": "".join(self.extra_eos_token or ())})
         template_variables(self.chat_template_config)
         if self.ignore_eos and self.extra_eos_token:
@@ -371,11 +376,3 @@ def check_text(**texts: str | None) -> None:
             (text or "").encode()
         except UnicodeEncodeError:
             raise BadValueError(f"{name.replace('_', ' ')} is not valid UTF-8") from None
-
-
-def check_stop(stop: Sequence[str]) -> None:
-    """Refuse an empty stop string: it would end every text before it begins."""
-    for text in stop:
-        check_text(stop=text)
-        if not text:
-            raise BadValueError("--stop is empty; expected a string")

@@ -137,17 +137,15 @@ def read_keys(path: str | None) -> tuple[str, ...]:
     if path is None:
         return ()
     options.check_text(api_key_file=path)
-    lines = read_given(path, MAX_KEYS_BYTES).splitlines()
-    keys = [line.strip() for line in lines if line.strip()]
-    if not keys:
+    keys = [line.strip() for line in read_given(path, MAX_KEYS_BYTES).splitlines()]
+    if not any(keys):
         raise BadValueError(f"--api-key-file is {path[:200]!r}, which has no key; expected one a line")
-    for number, line in enumerate(lines, 1):
-        key = line.strip()
+    for number, key in enumerate(keys, 1):
         if len(key) > MAX_KEY or not all(0x21 <= byte <= 0x7E for byte in key):
             raise BadValueError(
                 f"--api-key-file: line {number} is no key; expected up to {MAX_KEY} characters of ASCII without spaces"
             )
-    return tuple(dict.fromkeys(key.decode("ascii") for key in keys))
+    return tuple(dict.fromkeys(key.decode("ascii") for key in keys if key))
 
 
 def describe_plan(planned: MemoryPlan) -> str:

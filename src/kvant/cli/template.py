@@ -40,21 +40,13 @@ def chat_ids(
     if begun is None:
         rendered = render_chat(tokenizer, messages, variables)
     else:
-        rendered = render_begun(tokenizer, messages, begun, variables)
+        given = {**(variables or {}), "tokenize": False, "continue_final_message": True}
+        with library_errors(PromptError, "the chat template failed"):
+            rendered = str(tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": begun}], **given))
     ids = encode_rendered(tokenizer, rendered)
     if not ids:
         raise PromptError("the prompt is empty: the chat template renders nothing")
     return ids
-
-
-def render_begun(
-    tokenizer: Tokenizer, messages: Sequence[Message], begun: str, variables: Mapping[str, Any] | None = None
-) -> str:
-    """Messages through the chat template, and the beginning of the answer to them."""
-    whole = [*messages, {"role": "assistant", "content": begun}]
-    with library_errors(PromptError, "the chat template failed"):
-        given = {**(variables or {}), "tokenize": False, "continue_final_message": True}
-        return str(tokenizer.apply_chat_template(whole, **given))
 
 
 def set_ends(tokenizer: Tokenizer, extra: Sequence[str], vocab_size: int, *, ignored: bool) -> None:

@@ -88,7 +88,7 @@ def _converse(talk: Talk) -> None:
         try:
             with _silent():
                 commands.do(talk, line)
-        except commands.Leave:
+        except EOFError:
             return
         except KeyboardInterrupt:
             notice("stopped")

@@ -16,29 +16,16 @@ from kvant.errors import ArgumentError, SnapshotError
 from kvant.sizes import format_bytes
 
 
-class Leave(Exception):  # noqa: N818, it is no error
-    """The user ends the conversation."""
-
-
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command.
+    """A command."""
 
-    Attributes:
-        names: with the slash; the first is the one that is shown.
-        usage: its argument, in words; empty: it takes none.
-        help: a line.
-        run: called with the argument, stripped.
-        needs: whether it has to have one.
-        completes: what Tab completes there.
-    """
-
-    names: tuple[str, ...]
-    usage: str
+    names: tuple[str, ...]  # with the slash; the first is the one that is shown
+    usage: str  # its argument, in words; empty: it takes none
     help: str
-    run: Callable[[Talk, str], None]
-    needs: bool = False
-    completes: Literal["", "path", "setting"] = ""
+    run: Callable[[Talk, str], None]  # called with the argument, stripped
+    needs: bool = False  # whether it has to have one
+    completes: Literal["", "path", "setting"] = ""  # by Tab
 
 
 def find(line: str) -> Command | str | None:
@@ -87,11 +74,12 @@ def _help(talk: Talk, argument: str) -> None:
 
 
 def _leave(talk: Talk, argument: str) -> None:
-    raise Leave
+    raise EOFError  # as at the input's end
 
 
 def _reset(talk: Talk, argument: str) -> None:
-    talk.forget()
+    talk.conversation.reset()
+    talk.statistics = RunStatistics()
     notice("the conversation is forgotten", talk.run.quiet)
 
 
@@ -111,10 +99,6 @@ def _system(talk: Talk, argument: str) -> None:
 def _undo(talk: Talk, argument: str) -> None:
     question = talk.conversation.undo()
     notice("there is nothing to undo" if question is None else f"undone: {_start(question)}")
-
-
-def _retry(talk: Talk, argument: str) -> None:
-    talk.retry()
 
 
 def _edit(talk: Talk, argument: str) -> None:
@@ -196,7 +180,7 @@ def _set(talk: Talk, argument: str) -> None:
         raise ArgumentError(f"/set {given}", "needs a value; default takes it back")
     value = _value(name, text.strip())
     if name == "max_tokens":
-        talk.set_max_tokens(RunOptions().max_tokens if value is None else value)
+        talk.run = replace(talk.run, max_tokens=RunOptions().max_tokens if value is None else value)
     else:
         changed: dict[str, Any] = {name: OPTIONS[name].default if value is None else value}
         talk.set_sampling(replace(talk.wanted, **changed))
@@ -228,7 +212,7 @@ SETTINGS = ("max_tokens", *OPTIONS)
 COMMANDS = (
     Command(("/help", "/?"), "", "lists the commands", _help),
     Command(("/exit", "/quit", "/bye"), "", "ends the conversation", _leave),
-    Command(("/retry",), "", "answers the last question again", _retry),
+    Command(("/retry",), "", "answers the last question again", lambda talk, _: talk.retry()),
     Command(("/edit",), "[TEXT]", "asks TEXT instead of the last question; without TEXT you edit that", _edit),
     Command(("/undo",), "", "takes the last question and its answer back", _undo),
     Command(("/reset",), "", "forgets every turn; the system prompt stays", _reset),

@@ -5,7 +5,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from typing import Literal
 
 from kvant.cache.single import SinglePool
@@ -84,20 +83,6 @@ class Talk:
         self._sampling = self.session.sampling(wanted)
         self.wanted = wanted
 
-    def set_max_tokens(self, count: int) -> None:
-        """Generate at most so many tokens an answer; an error leaves everything as it is."""
-        self.run = replace(self.run, max_tokens=count)
-
-    def forget(self) -> None:
-        """Forget every turn."""
-        self.conversation.reset()
-        self.statistics = RunStatistics()
-
-    @property
-    def turns(self) -> int:
-        """Questions so far."""
-        return sum(message["role"] == "user" for message in self.conversation.messages)
-
     def send(self, text: str) -> None:
         """Ask, and show the answer."""
         self._answer(lambda **options: self.conversation.send(text, **options))
@@ -175,7 +160,11 @@ class Talk:
         """What the user can do about a full context."""
         context, limit = self.session.model.config.max_position_embeddings, self.conversation.limit
         more = ["--max-kv-size reserves more"] if limit is not None and limit != context else []
-        return ["/reset forgets the conversation", *more] if self._overflow == "stop" and self.turns else more
+        return (
+            ["/reset forgets the conversation", *more]
+            if self._overflow == "stop" and self.conversation.messages
+            else more
+        )
 
     @contextmanager
     def _shown(self) -> Iterator[Callable[[str], None]]:
