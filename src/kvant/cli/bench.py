@@ -1,6 +1,5 @@
 """``kvant bench``: every token's latency, engines side by side."""
 
-import json
 import shlex
 import signal
 import sys
@@ -8,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -203,11 +202,7 @@ def _report(recording: "Recording", plot: Path | None, json_figures: bool) -> No
     from kvant.tools.bench.table import describe, tables
 
     summaries = summarize(recording)
-    if json_figures:
-        print(json.dumps([asdict(summary) for summary in summaries], indent=2, allow_nan=False))
-    else:
-        console = terminal.console()
-        console.print("\n".join(describe(recording.header)), markup=False, highlight=False)
-        console.print(tables(summaries))
+    parts: list[Any] = [*describe(recording.header), tables(summaries)]
+    terminal.show([asdict(summary) for summary in summaries], parts, as_json=json_figures)
     if plot is not None:
         draw(recording, plot)

@@ -26,25 +26,16 @@ MAX_COUNT = 10**8  # no model has more heads, layers or tokens; a config of the 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A model. None stands for an unknown value.
-
-    Attributes:
-        bytes: of all its files that are known.
-        context: in tokens.
-        cache_bytes_per_token: bits of a cached value -> bytes; below 16 bits in groups of 32 with float16 scales.
-        here: "embedded", "yes", "no", or "changed" since it was verified; only the first two can be loaded.
-        way: "native": kvant's own decoder computes it; "bridged": mlx-lm's class, with kvant's cache; or "refused".
-        problem: the change, or why it is refused.
-    """
+    """A model. None stands for an unknown value."""
 
     name: str
-    bytes: int
-    context: int | None
-    cache_bytes_per_token: dict[int, float] | None
+    bytes: int  # of all its files that are known
+    context: int | None  # in tokens
+    cache_bytes_per_token: dict[int, float] | None  # by bits of a value; below 16 in groups of 32 with float16 scales
     license: str | None
-    here: str
-    way: str | None
-    problem: str | None = None
+    here: str  # "embedded", "yes", "no", or "changed" since it was verified; only the first two can be loaded
+    way: str | None  # "native": kvant's decoder; "bridged": mlx-lm's class, with kvant's cache; or "refused"
+    problem: str | None = None  # the change, or why it is refused
 
 
 def models(

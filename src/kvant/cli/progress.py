@@ -22,8 +22,7 @@ class LateProgress:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"))
         console = Console(file=behind(sys.stderr))
         self._bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
-        self._unknown = self._bar.add_task(description, total=None, count="")
-        self._counted = self._bar.add_task(description, visible=False, count="")
+        self._task = self._bar.tasks[self._bar.add_task(description, total=None, count="")]
         self._timer = threading.Timer(DELAY_S, self._bar.start)
 
     def __enter__(self) -> "LateProgress":
@@ -39,8 +38,8 @@ class LateProgress:
         """
         if self._shown:
             counts = 0 < done < total
-            self._bar.update(self._unknown, visible=not counts)
-            self._bar.update(self._counted, visible=counts, completed=done, total=total, count=f"{done}/{total}")
+            self._task.total = total if counts else None
+            self._bar.update(self._task.id, completed=done, count=f"{done}/{total}" if counts else "")
 
     def stop(self) -> None:
         """Take the bar away, or see to it that none appears."""

@@ -33,24 +33,15 @@ _TOKEN = re.compile("0|[1-9][0-9]{0,17}")  # one way to write each: two entries 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A prompt and what its line asks for.
+    """A prompt and what its line asks for."""
 
-    Attributes:
-        where: the file and the number of the line, for messages.
-        id: the line's own, else its number in the file, from 1.
-        prompt: text, or messages of a conversation.
-        max_tokens, stop: None: what the flags say.
-        sampling: the flags' options with the line's over them.
-        has_seed: whether the line has a seed of its own.
-    """
-
-    where: str
-    id: str | int
+    where: str  # the file and the number of the line, for messages
+    id: str | int  # the line's own, else its number in the file, from 1
     prompt: str | list[Message]
-    max_tokens: int | None
+    max_tokens: int | None  # None, of stop too: what the flags say
     stop: list[str] | None
-    sampling: SamplingOptions
-    has_seed: bool
+    sampling: SamplingOptions  # the flags' options with the line's over them
+    has_seed: bool  # of its own
 
 
 def read_lines(path: str, sampling: SamplingOptions) -> list[Line]:

@@ -39,39 +39,25 @@ from kvant.tools.plan import BridgedCheckpoint, Checkpoint, DraftModel, MemoryPl
 
 @dataclass(slots=True)
 class Session:
-    """A loaded model, and its cache once that is reserved.
-
-    Attributes:
-        load_s: seconds that loading took.
-        name: the model as the user named it.
-        folder: its files.
-        checkpoint, settings, machine: what its memory was planned with.
-        template_variables: for the chat template, beside those it always has.
-        origins: of the options that no flag gave, as those of RunOptions.
-        reserved: tokens that a sequence can have.
-        state_bytes: of linear and convolution layers, beside keys and values: mlx-lm allocates them at the first
-            prefill.
-        draft_model: a second model, that drafts; None: there is none.
-        drafts: where drafts come from, a draft model's with its reserved cache; None: there are none.
-        arranged: how the model is divided; None: it is in this process.
-        sampling_line: for a person, what :meth:`sampling` gave last: every option in force and where it comes from.
-    """
+    """A loaded model, and its cache once that is reserved."""
 
     model: LanguageModel
     tokenizer: Tokenizer
-    load_s: float
-    name: str
+    load_s: float  # seconds that loading took
+    name: str  # the model as the user named it
     folder: Path
-    checkpoint: Checkpoint | BridgedCheckpoint
+    checkpoint: Checkpoint | BridgedCheckpoint  # its memory was planned with it, as with the next two
     settings: Settings
     machine: Machine
-    template_variables: Mapping[str, Any] = field(default_factory=dict)
-    origins: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    arranged: Arranged | None = None
-    draft_model: LanguageModel | None = None
-    drafts: Drafts | None = field(default=None, init=False)
-    reserved: int | None = field(default=None, init=False)
+    template_variables: Mapping[str, Any]  # for the chat template, beside those it always has
+    origins: Mapping[str, tuple[Any, str]]  # of the options that no flag gave, as those of RunOptions
+    arranged: Arranged | None  # how the model is divided; None: it is in this process
+    draft_model: LanguageModel | None
+    drafts: Drafts | None = field(default=None, init=False)  # a draft model's with its reserved cache
+    reserved: int | None = field(default=None, init=False)  # tokens that a sequence can have
+    # Of linear and convolution layers, beside keys and values: mlx-lm allocates them at the first prefill.
     state_bytes: int = field(default=0, init=False)
+    # For a person, what sampling() gave last: every option in force and where it comes from.
     sampling_line: str = field(default="", init=False)
     _cache: ModelCache | None = field(default=None, init=False)
 
@@ -107,11 +93,7 @@ class Session:
     def sampling(self, wanted: SamplingOptions, drawn: int | None = None) -> tuple[Sampler, list[LogitsProcessor]]:
         """The sampler and processors for this model; options that were not given are the model's own.
 
-        The sampler has a seed, drawn where none is given: sampling_line says which, so that a run can be repeated.
-
-        Args:
-            wanted: what was given.
-            drawn: the seed where none is; default: drawn now.
+        The sampler has a seed: ``drawn`` or a new one if none is given. sampling_line says it, to repeat the run.
         """
         of_the_model = model_sampling(self.folder, wanted, self.model.config.vocab_size)
         given, wanted = wanted, in_force(wanted, of_the_model, self.origins)
@@ -153,13 +135,7 @@ def open_session(
     *,
     announce: bool = True,
 ) -> Session:
-    """Plan the memory, load a model and reserve its cache; the reservation is printed before the first token.
-
-    Args:
-        run: the command's flags.
-        process, sampling: as in :func:`load_session`.
-        announce: print the reservation, unless the flags ask for quiet.
-    """
+    """Plan the memory, load a model and reserve its cache; the reservation is printed, unless that is not wanted."""
     session = load_session(run, process, sampling, max_kv_size=options.kv_size(run.max_kv_size))
     planned = session.plan(options.kv_size(run.max_kv_size))
     started = time.perf_counter()

@@ -41,10 +41,7 @@ class Talk:
     """One conversation.
 
     Attributes:
-        run: the command's flags; ``/set max_tokens`` replaces its own.
-        wanted: the options of sampling as the user set them.
-        session: the model that is loaded.
-        conversation: its messages and tokens.
+        run, wanted: the command's flags and the options of sampling; ``/set`` replaces them.
         statistics: of the last answer.
         draft: what stands in the next line of input, to be edited.
     """
