@@ -53,8 +53,7 @@ class AnswerOutput:
     ) -> None:
         """``n`` answers to each question, each of which begins with the text ``begun``.
 
-        Args:
-            of_a_file: an answer is printed when it has ended, and there is one line of statistics for all.
+        Of a file an answer is printed when it has ended, and there is one line of statistics for all.
         """
         self._session, self._run, self._json_lines, self._of_a_file = session, run, json_lines, of_a_file
         self._answers = [

@@ -40,20 +40,20 @@ def answer_together(
     """The answers' tokens as they come, each with the number of its answer. All is reserved when it is called.
 
     Args:
-        session: of :func:`kvant.cli.session.load_session`.
         questions: each has ``n`` answers, numbered from 0 in their order. A prompt is read once.
         at_once: answers that run together, at most.
-        deterministic: an answer does not depend on those beside it: a step has as many rows, whoever runs.
-        file: beside one question. What it holds of the prompt is not read again. In the end it holds the prompt and
-            the last answer.
+        deterministic: a step has as many rows, whoever runs.
+        file: a prompt cache, beside one question. In the end it holds the prompt and the last answer.
     """
-    most = _most_tokens(session, run)
+    most, config = _most_tokens(session, run), session.checkpoint.config
     asked: list[tuple[Question, range]] = []
     needs: list[int] = []
     for number, question in enumerate(questions):
         with at(question.line):
             need = reservation(session.model, len(question.ids), question.max_tokens, most)
-        shared = len(question.ids) // PAGE_SIZE * PAGE_SIZE if _shares(session, need) else 0
+        # Answers share the prompt's pages. In windows each moves through its own.
+        shares = isinstance(config, ModelConfig) and all(window is None or window >= need for window in config.windows)
+        shared = len(question.ids) // PAGE_SIZE * PAGE_SIZE if shares else 0
         for first in range(number * n, (number + 1) * n, at_once):
             group = range(first, min(first + at_once, (number + 1) * n))
             asked.append((question, group))
@@ -98,12 +98,6 @@ def answer_together(
     return answers()
 
 
-def _shares(session: Session, need: int) -> bool:
-    """Whether the answers' sequences share the prompt's pages. In windows each moves through its own."""
-    config = session.checkpoint.config
-    return isinstance(config, ModelConfig) and all(window is None or window >= need for window in config.windows)
-
-
 def _most_tokens(session: Session, run: RunOptions) -> int | None:
     """The tokens that a sequence may have by --max-kv-size; None: as many as the context. Here auto is none."""
     wanted, context = options.kv_size(run.max_kv_size), session.model.config.max_position_embeddings
@@ -126,10 +120,8 @@ def _reserve(
 ) -> Pool:
     """Plan and reserve a pool, and print the reservation.
 
-    Args:
-        needs: the tokens of each answer's sequence, without those that it shares with another answer's.
-        caches: of conversations that are held beside the pool.
-        cached: tokens that one of them has.
+    ``needs``: the tokens of each answer's sequence, without those that it shares with another answer's. Beside the pool
+    there are so many ``caches`` of conversations, of up to ``cached`` tokens.
     """
     rows = at_once if deterministic else min(at_once, len(needs))
     step_size = CHUNK if deterministic else run.prefill_step_size

@@ -102,9 +102,6 @@ def specs(
 
     Several streams are by default served with 8 bits, and on a CPU mlx-lm then computes as kvant does, in float32 and
     with the same BLAS.
-
-    mlx-lm's quantized cache raises for windows and some other layers. Of a bridged model it is measured only when
-    engines or bits are named.
     """
     lent = not blas.loaded().startswith(blas.OWN)
     fair = mx.default_device().type == mx.cpu and streams
@@ -118,7 +115,7 @@ def specs(
     head_dim = getattr(sizes, "head_dim", None)  # a bridged model's layers may differ
     with named("--engine"):
         found = engine_specs(engines or ("kvant", theirs), bits, kv_group_size, head_dim, streams=streams)
-    if engines is None and kv_bits is None and head_dim is None:
+    if engines is None and kv_bits is None and head_dim is None:  # it raises for windows and some other layers
         found = [spec for spec in found if spec.name != "mlx-lm" or not spec.kv_bits]
     for spec in found:
         if spec.kernels is not None:

@@ -35,13 +35,9 @@ Flags = Mapping[str, tuple[str, Any]]  # a flag without its dashes -> its parame
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A config file's tables as they are written.
+    """A config file's tables as they are written."""
 
-    Attributes:
-        path: of the file; None: there is none.
-    """
-
-    path: Path | None
+    path: Path | None  # of the file; None: there is none
     shared: Mapping[str, Any] = field(default_factory=dict)
     commands: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -166,10 +162,9 @@ def _flags(parameters: Iterable[tuple[str, Any]]) -> Flags:
 
 def _kind(annotation: Any) -> type:
     """bool, int, float, str or list, of an annotation such as ``list[str] | None``."""
-    kinds = [kind for kind in get_args(annotation) if kind is not type(None)] or [annotation]
-    if list in (annotation, get_origin(annotation), get_origin(kinds[0])):
-        return list
-    return kinds[0] if kinds[0] in (bool, int, float) else str  # a path is a string
+    kind = next((kind for kind in get_args(annotation) if kind is not type(None)), annotation)
+    kind = get_origin(kind) or kind
+    return kind if kind in (bool, int, float, list) else str  # a path is a string
 
 
 def config(

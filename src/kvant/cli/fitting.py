@@ -73,9 +73,7 @@ def ranks_for(
 ) -> RankPlan:
     """The plan of a run on several machines, whether it fits or not; "auto" as in :func:`plan_for`.
 
-    Args:
-        machines: of the ranks, rank 0's first.
-        parallel: how the model is divided; None: as a pipeline, unless that does not fit and tensor parallel does.
+    The model is divided as ``parallel`` says; by default as a pipeline, unless only tensor parallel fits.
     """
     tokens = _asked(checkpoint, max_kv_size)
     made: list[RankPlan] = []

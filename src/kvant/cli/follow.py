@@ -11,9 +11,7 @@ from kvant.ranks.follow import follow as compute
 def follow(run: RunOptions, *, bounded: bool = False) -> None:
     """Load a part of the model, compute what rank 0 tells, and exit as it does; on rank 0 do nothing.
 
-    Args:
-        run: the command's flags.
-        bounded: hold MLX to the plan, as rank 0 does.
+    If ``bounded``, MLX is held to the plan, as on rank 0.
     """
     guard = ranks.guard()
     if guard is None or not guard.rank:

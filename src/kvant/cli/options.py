@@ -357,10 +357,7 @@ def check_deterministic(run: RunOptions) -> None:
 
 
 def check_kernels(kernels: str | None = None, name: str = "--kernels") -> None:
-    """Refuse kernels, or a KVANT_KERNELS without them, that are unknown or cannot be had on this machine.
-
-    ``name`` is how the user named them.
-    """
+    """Refuse kernels, by default of KVANT_KERNELS, that cannot be had here; ``name`` is how the user named them."""
     if kernels is None and not os.environ.get(VARIABLE):
         return  # nothing is asked for
     try:

@@ -22,7 +22,8 @@ class LateProgress:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"))
         console = Console(file=behind(sys.stderr))
         self._bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
-        self._task = self._bar.tasks[self._bar.add_task(description, total=None, count="")]
+        self._bar.add_task(description, total=None, count="")
+        (self._task,) = self._bar.tasks
         self._timer = threading.Timer(DELAY_S, self._bar.start)
 
     def __enter__(self) -> "LateProgress":

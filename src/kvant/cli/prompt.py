@@ -15,13 +15,7 @@ WAIT_S = 1.0  # for piped text, until it is said that something waits
 
 
 def split_arguments(words: Sequence[str], option: str | None, flag: str = "--prompt") -> tuple[str | None, str | None]:
-    """The arguments as (model, prompt): one is the prompt, or beside --prompt the model; two are both.
-
-    Args:
-        words: the arguments.
-        option: the value of --prompt, or of another flag that says where prompts are.
-        flag: that flag.
-    """
+    """The arguments as (model, prompt): one is the prompt, or the model beside ``flag``, whose value is ``option``."""
     if len(words) > 2:
         raise BadValueError(f"{len(words)} arguments are given; expected MODEL and PROMPT, a prompt in quotes")
     if option is not None:
@@ -34,13 +28,12 @@ def split_arguments(words: Sequence[str], option: str | None, flag: str = "--pro
 
 
 def check_first_word(model: str, alone: str | None = None) -> None:
-    """Refuse the first of two arguments, or the only one beside the flag ``alone``, where it is no model."""
+    """Refuse the first of two arguments, or the only one beside the flag ``alone``, if it is no model."""
+    hint = "of two arguments the first is the model; a prompt of several words is quoted"
     try:
         find_model(model)
     except ModelError as error:
-        hint = "of two arguments the first is the model; a prompt of several words is quoted"
-        if alone is not None:
-            hint = f"an argument beside {alone} is the model"
+        hint = hint if alone is None else f"an argument beside {alone} is the model"
         raise type(error)(f"{error}; {hint}") from error
 
 

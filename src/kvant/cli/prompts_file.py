@@ -47,9 +47,7 @@ class Line:
 def read_lines(path: str, sampling: SamplingOptions) -> list[Line]:
     """All prompts of a file, in order; ``-`` is standard input. Lines with nothing but white space do not count.
 
-    Args:
-        path: the file, in UTF-8.
-        sampling: the flags' options. One that a line's own options leave without effect is dropped for that line.
+    Of the flags' sampling, an option that a line's own leave without effect is dropped for that line.
     """
     if not path:
         raise BadValueError("--prompts-file is empty; expected a file, or - for standard input")

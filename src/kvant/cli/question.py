@@ -33,12 +33,9 @@ class Question:
 def prepare(
     session: Session, run: RunOptions, line: Line, drawn: int, *, plain: bool, begun: str | None = None
 ) -> Question:
-    """A line's question.
+    """A line's question, which goes through the chat template unless it is ``plain``.
 
-    Args:
-        drawn: the seed if neither flags nor line have one.
-        plain: continue the prompt as it is, without the chat template.
-        begun: how the answer begins.
+    ``drawn`` is the seed if neither flags nor line have one, and ``begun`` how the answer begins.
     """
     with at(line):
         if plain and not isinstance(line.prompt, str):

@@ -75,10 +75,10 @@ def serve(
     options.check_counts(sequences=sequences, max_queue=max_queue)
     if deterministic:
         options.check_deterministic(run)
-    if deterministic and prompt_cache_file:
-        raise BadValueError(
-            "--prompt-cache-file: nobody knows in which chunks it was read, so not with --deterministic"
-        )
+        if prompt_cache_file:
+            raise BadValueError(
+                "--prompt-cache-file: nobody knows in which chunks it was read, so not with --deterministic"
+            )
     ranks.refuse(prompt_cache_file, run.draft_model)
     follow(run, bounded=True)
     settings = Settings(
@@ -102,13 +102,13 @@ def serve(
 
     with bind(settings) as bound:
         wanted = options.kv_size(run.max_kv_size)
-        told: list[MemoryPlan] = []
+        told: set[int] = set()
 
         def tell(planned: MemoryPlan) -> None:
-            """What is known without the weights, and where these say more, what is known with them."""
-            if not told or planned.total != told[-1].total:
+            """What is known without the weights, and if these say more, what is known with them."""
+            if planned.total not in told:
                 say(f"memory: {describe_plan(planned)}")
-            told.append(planned)
+            told.add(planned.total)
 
         session = load_session(
             run, context.obj, max_kv_size=wanted, sequences=sequences, requests=REQUEST_BYTES, tell=tell

@@ -188,12 +188,11 @@ def load_session(
     """Plan the memory and load a model; nothing is reserved yet.
 
     Args:
-        run: the command's flags.
-        process: for the tokenizer, where one was started already.
+        process: for the tokenizer, if one was started already.
         sampling: the flags of sampling, to be refused before the model is loaded.
         max_kv_size: tokens that are going to be reserved, as far as that is known yet.
         sequences: of a pool; None: a conversation's cache.
-        requests: bytes for a server's requests, where they come out of the same memory.
+        requests: bytes for a server's requests, if they come out of the same memory.
         tell: called with the plan, before anything is loaded.
     """
     started = time.perf_counter()
@@ -245,10 +244,7 @@ def load_session(
 def prepare(
     run: RunOptions, folder: Path, *, sequences: int | None = None, requests: int = 0
 ) -> tuple[Checkpoint | BridgedCheckpoint, Settings, Machine]:
-    """What a plan is made of: what is known of the model in a folder, the settings and this machine.
-
-    Arguments and errors as those of :func:`load_session`.
-    """
+    """What a plan is made of: what is known of the model in a folder, the settings and this machine."""
     ranks.check_parallel(run.parallel)
     checkpoint = read_folder(folder)
     if run.adapter_path is not None:

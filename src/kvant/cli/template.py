@@ -27,11 +27,9 @@ def chat_ids(
     begun: str | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of messages through the chat template, up to where the answer begins, or with its beginning.
+    """Token ids of messages through the chat template, up to where the answer begins, or with what it has ``begun``.
 
-    Args:
-        system_prompt: goes before the messages, unless they begin with a system message of their own.
-        begun: how the answer begins.
+    The system prompt goes before the messages, unless they begin with one of their own.
     """
     if not tokenizer.has_chat_template:
         raise PromptError("the model has no chat template; --ignore-chat-template continues the prompt as it is")

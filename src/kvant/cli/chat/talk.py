@@ -47,12 +47,7 @@ class Talk:
     """
 
     def __init__(
-        self,
-        run: RunOptions,
-        wanted: SamplingOptions,
-        session: Session,
-        view: View,
-        overflow: Overflow = "forget",
+        self, run: RunOptions, wanted: SamplingOptions, session: Session, view: View, overflow: Overflow
     ) -> None:
         """Begin; ``view`` is how answers are shown, ``overflow`` as in :class:`Conversation`."""
         if not session.tokenizer.has_chat_template:
@@ -100,12 +95,10 @@ class Talk:
 
     def status(self, columns: int) -> str:
         """The model, the context used of the reserved one, the cache, the speed of the last answer; as fits."""
-        reserved = self.conversation.limit
+        reserved, used = self.conversation.limit, str(self.conversation.num_tokens)
         parts = [
             self.session.name.rstrip("/").rsplit("/", 1)[-1],
-            f"{self.conversation.num_tokens}/{reserved} tokens"
-            if reserved
-            else f"{self.conversation.num_tokens} tokens",
+            f"{f'{used}/{reserved}' if reserved else used} tokens",
             f"cache {format_bytes(self.session.cache_bytes)}",
         ]
         last = self.statistics.last
@@ -141,11 +134,7 @@ class Talk:
             notice("stopped")
         except ContextError as error:
             notice("; ".join([str(error), *self._more_room()]))
-        self._say_what_was_left_out(statistics)
-
-    def _say_what_was_left_out(self, statistics: RunStatistics) -> None:
-        forgotten = self.conversation.forgotten
-        if forgotten:
+        if forgotten := self.conversation.forgotten:
             notice(f"the oldest {forgotten} messages were forgotten: the context is full")
         reason = None if statistics.last is None else statistics.last.finish_reason
         if reason == "context":
@@ -167,17 +156,11 @@ class Talk:
     def _shown(self) -> Iterator[Callable[[str], None]]:
         """A function that shows the next piece of an answer."""
         if self._view == "unchanged":
-            written = False
-
-            def write(text: str) -> None:
-                nonlocal written
-                written = True
-                terminal.write_generated(text, raw=self.run.raw)
-
+            statistics = self.statistics
             try:
-                yield write
+                yield lambda text: terminal.write_generated(text, raw=self.run.raw)
             finally:
-                if written:
+                if statistics.last is not None:
                     print(flush=True)
             return
         from kvant.cli.chat.screen import Screen
