@@ -92,8 +92,8 @@ class AnswerOutput:
                 self._show(answer)
         elif waiting:
             self._finish(waiting[0])
-        if not self._run.quiet and (self._of_a_file or len(self._answers) > 1):
-            print("\n".join(self._totals()), file=sys.stderr)
+        if self._of_a_file or len(self._answers) > 1:
+            terminal.say("\n".join(self._totals()), self._run.quiet)
 
     def _show(self, answer: _Answer) -> bool:
         """Print what there is of the answer whose turn it is. Returns whether it has ended."""
@@ -103,8 +103,8 @@ class AnswerOutput:
             if not answer.begun:
                 if self._printed:
                     print(flush=True)  # an empty line between two texts
-                if answer.heading and not self._run.quiet:
-                    print(f"--- {answer.heading} ---", file=sys.stderr, flush=True)
+                if answer.heading:
+                    terminal.say(f"--- {answer.heading} ---", self._run.quiet)
             answer.begun = self._printed = True
             text, answer.text = answer.text, ""
             terminal.write_generated(text, raw=self._run.raw)
@@ -119,12 +119,12 @@ class AnswerOutput:
             return
         if statistics.last is not None and not self._json_lines:
             print(flush=True)
-        if not self._run.quiet and not self._of_a_file:
+        if not self._of_a_file:
             lines = statistics.lines(self._session, alone=len(self._answers) == 1)
             # The prompt, and loading, are the first one's alone.
-            print("\n".join(lines[1:2] if answer.number else lines), file=sys.stderr)
+            terminal.say("\n".join(lines[1:2] if answer.number else lines), self._run.quiet)
         if not self._json_lines and (cut := statistics.cut(answer.question.max_tokens, self._session)):
-            print(cut, file=sys.stderr)  # with --quiet too: half an answer looks like a whole one
+            terminal.say(cut)  # with --quiet too: half an answer looks like a whole one
 
     def _totals(self) -> list[str]:
         """Statistics of all answers, a line each."""

@@ -1,6 +1,5 @@
 """Several answers side by side, of one prompt or of many: a pool is planned, reserved and printed before it answers."""
 
-import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from kvant.cli.fitting import describe, named_format
 from kvant.cli.options import AUTO, RunOptions
 from kvant.cli.question import Question, at
 from kvant.cli.session import Session, asked_drafts, drafts_beside
+from kvant.cli.terminal import say
 from kvant.engine.feeding import CHUNK
 from kvant.engine.limits import pool_reservation, reservation
 from kvant.engine.request import Request, check_drafts
@@ -152,9 +152,8 @@ def _reserve(
         with options.named("--deterministic"):
             Scheduler(session.model, pool, max_batch=rows, deterministic=True)
     session.reserved = _most_tokens(session, run) or session.model.config.max_position_embeddings
-    if not run.quiet:
-        tokens = pool.num_pages * pool.page_size
-        kind = session.describe_format(sorted({layer.format.kv_group_size for layer in pool.layers} - {0}))
-        together = f"{rows} sequence{'s' if rows > 1 else ''} at once"
-        print(f"cache: {tokens} tokens reserved for {together}, {kind}, {format_bytes(pool.nbytes)}", file=sys.stderr)
+    tokens = pool.num_pages * pool.page_size
+    kind = session.describe_format(sorted({layer.format.kv_group_size for layer in pool.layers} - {0}))
+    together = f"{rows} sequence{'s' if rows > 1 else ''} at once"
+    say(f"cache: {tokens} tokens reserved for {together}, {kind}, {format_bytes(pool.nbytes)}", run.quiet)
     return pool

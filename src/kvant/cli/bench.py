@@ -6,6 +6,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -163,10 +164,7 @@ def bench(
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
         signal.signal(signal.SIGHUP, signal.default_int_handler)
 
-    def progress(line: str) -> None:
-        if not quiet:
-            print(line, file=sys.stderr, flush=True)
-
+    progress = partial(terminal.say, quiet=quiet)
     with ExitStack() as stack:
         if random is not None:
             progress(f"{source.name}: writing")

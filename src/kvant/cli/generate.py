@@ -20,6 +20,7 @@ from kvant.cli.prompts_file import Line, read_lines
 from kvant.cli.question import Question, prepare
 from kvant.cli.sampling import drawn_seed
 from kvant.cli.session import Session, load_session, open_session
+from kvant.cli.terminal import say
 from kvant.engine.draw import greedy
 from kvant.engine.request import PromptProgress, Request
 from kvant.engine.response import GenerationResponse
@@ -121,8 +122,7 @@ def generate(
     drawn = drawn_seed() if sampling.seed is None else sampling.seed
     if session.sampling(sampling, drawn)[0] is greedy and n > 1:
         raise BadValueError(f"--n is {n}; with --temp 0 every answer is the same")
-    if not run.quiet:
-        print(session.sampling_line + ", where a line says nothing else" * of_a_file, file=sys.stderr)
+    say(session.sampling_line + ", where a line says nothing else" * of_a_file, run.quiet)
     questions = [prepare(session, run, line, drawn, plain=ignore_chat_template, begun=prefill) for line in lines]
     # On a terminal the answers of a file themselves say how far it is.
     quiet = run.quiet or (of_a_file and sys.stdout.isatty())

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from kvant.cli import options, ranks
 from kvant.cli.options import BadValueError
+from kvant.cli.terminal import say
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import ModelError, PromptError
 
@@ -88,7 +89,7 @@ def _piped_text() -> str:
 
 @contextmanager
 def _said_if_it_lasts(line: str) -> Iterator[None]:
-    timer = threading.Timer(WAIT_S, lambda: print(line, file=sys.stderr, flush=True))
+    timer = threading.Timer(WAIT_S, say, [line])
     timer.daemon = True
     timer.start()
     try:

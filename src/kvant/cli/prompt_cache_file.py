@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvant.cache import ModelCache
 from kvant.cache.snapshot import read_header
+from kvant.cli.terminal import say
 from kvant.engine.conversation import Conversation
 from kvant.engine.saved import KEY
 from kvant.errors import SnapshotError
@@ -31,8 +32,7 @@ def take(path: str | None, cache: ModelCache, ids: Sequence[int], *, quiet: bool
         raise SnapshotError(f"{path}: it holds a conversation; kvant chat --prompt-cache-file continues it")
     cache.load(path)
     reused = cache.keep_common(ids)
-    if not quiet:
-        print(f"prompt cache: {reused} of the prompt's {len(ids)} tokens are in {path}", file=sys.stderr)
+    say(f"prompt cache: {reused} of the prompt's {len(ids)} tokens are in {path}", quiet)
     return list(ids[reused:])
 
 
@@ -54,8 +54,7 @@ def kept(path: str | None, conversation: Conversation, system_prompt: str | None
         conversation.load(path)
         if system_prompt is not None:
             conversation.set_system_prompt(system_prompt)
-        if not quiet:
-            print(f"prompt cache: {len(conversation.messages)} messages of {path}", file=sys.stderr)
+        say(f"prompt cache: {len(conversation.messages)} messages of {path}", quiet)
     try:
         yield
     finally:

@@ -1,12 +1,12 @@
 """``kvant serve``: one model over HTTP for many clients at once, as OpenAI's and Anthropic's clients speak."""
 
-import sys
 from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from kvant.cli import options, ranks
+from kvant.cli import options, ranks, terminal
 from kvant.cli.fitting import named_format
 from kvant.cli.follow import follow
 from kvant.cli.options import BadValueError, RunOptions, Without
@@ -96,10 +96,7 @@ def serve(
         allow_origins=tuple(allow_origin or ()),
     )
 
-    def say(line: str) -> None:
-        if not run.quiet:
-            print(line, file=sys.stderr, flush=True)
-
+    say = partial(terminal.say, quiet=run.quiet)
     with bind(settings) as bound:
         wanted = options.kv_size(run.max_kv_size)
         told: set[int] = set()

@@ -1,7 +1,6 @@
 """The start of every command that runs a model: its flags, the loaded model, the reserved cache."""
 
 import gc
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from kvant.cli.parts import Arranged, arrange, loader
 from kvant.cli.progress import LateProgress
 from kvant.cli.sampling import describe_sampling, drawn_seed, in_force, model_sampling
 from kvant.cli.template import checked_variables, set_ends
+from kvant.cli.terminal import say
 from kvant.engine.drafting.drafts import Drafts, drafts_of
 from kvant.engine.drafting.same_tokenizer import check_folders
 from kvant.engine.draw import Sampler
@@ -143,8 +143,8 @@ def open_session(
         session._cache = session.model.make_cache(planned.max_kv_size, **session.settings.cache.fields)
     session.load_s += time.perf_counter() - started
     session.reserved, session.state_bytes = planned.max_kv_size, planned.state
-    if announce and not run.quiet:
-        print("\n  ".join([f"cache: {session.describe_cache()}", *session.describe_layers()]), file=sys.stderr)
+    lines = [f"cache: {session.describe_cache()}", *session.describe_layers()]
+    say("\n  ".join(lines), run.quiet or not announce)
     session.drafts = drafts_beside(session, run, SinglePool(session.cache, run.prefill_step_size), announce=announce)
     return session
 
@@ -170,8 +170,7 @@ def drafts_beside(
     if not isinstance(drafts, ModelDrafts):
         return drafts
     made = drafts.beside(pool)
-    if announce and not run.quiet:
-        print(f"draft model: {run.draft_model}, {made.describe()}", file=sys.stderr)
+    say(f"draft model: {run.draft_model}, {made.describe()}", run.quiet or not announce)
     return made
 
 

@@ -20,6 +20,12 @@ def escaped(text: str) -> str:
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def say(text: str, quiet: bool = False) -> None:
+    """Lines for the user, on standard error."""
+    if not quiet:
+        print(text, file=sys.stderr, flush=True)
+
+
 def write_generated(text: str, *, raw: bool) -> None:
     """Generated text to standard output at once: escaped on a terminal unless ``raw``, elsewhere as it is."""
     sys.stdout.write(text if raw or not sys.stdout.isatty() else escaped(text))

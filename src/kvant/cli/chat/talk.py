@@ -27,14 +27,12 @@ View = Literal["markdown", "plain", "unchanged"]
 
 def notice(text: str, quiet: bool = False) -> None:
     """Lines for the user, on standard error; on a terminal with whole words at the margin."""
-    if quiet:
-        return
     if sys.stderr.isatty():
         columns = shutil.get_terminal_size().columns - 1
         text = "\n".join(
             textwrap.fill(line, columns, subsequent_indent="  ", break_on_hyphens=False) for line in text.split("\n")
         )
-    print(text, file=sys.stderr, flush=True)
+    terminal.say(text, quiet)
 
 
 class Talk:
