@@ -56,20 +56,15 @@ class AnswerOutput:
         Of a file an answer is printed when it has ended, and there is one line of statistics for all.
         """
         self._session, self._run, self._json_lines, self._of_a_file = session, run, json_lines, of_a_file
-        self._answers = [
-            _Answer(number, question, self._heading(question, number, n), begun)
-            for number, question in enumerate(question for question in questions for _ in range(n))
-        ]
+        self._answers = []
+        for number, question in enumerate(question for question in questions for _ in range(n)):
+            heading = printable(str(question.line.id)) if of_a_file else f"{number + 1} of {n}" if n > 1 else ""
+            self._answers.append(_Answer(number, question, heading, begun))
         self._current = 0  # whose turn it is to be printed
         self._printed = False
         self._drafts: DraftCounts | None = None  # of all answers
         self._started = time.perf_counter()
         self.finished = 0
-
-    def _heading(self, question: Question, number: int, n: int) -> str:
-        if self._of_a_file:
-            return printable(str(question.line.id))
-        return f"{number + 1} of {n}" if n > 1 else ""
 
     def write(self, number: int, response: GenerationResponse) -> None:
         """The next token of an answer."""

@@ -4,7 +4,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from kvant.cache import ModelCache
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool import Pool
 from kvant.cli import options
@@ -43,7 +42,7 @@ def answer_together(
         questions: each has ``n`` answers, numbered from 0 in their order. A prompt is read once.
         at_once: answers that run together, at most.
         deterministic: a step has as many rows, whoever runs.
-        file: a prompt cache, beside one question. In the end it holds the prompt and the last answer.
+        file: a prompt cache, beside one question. The last answer brings what it is to hold.
     """
     most, config = _most_tokens(session, run), session.checkpoint.config
     asked: list[tuple[Question, range]] = []
@@ -84,18 +83,8 @@ def answer_together(
         for question, group in asked
     ]
     scheduler = Scheduler(session.model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
-
-    def answers() -> Iterator[tuple[int, GenerationResponse]]:
-        last: ModelCache | None = None
-        for piece in responses(scheduler, wanted, session.tokenizer):
-            number = asked[piece.number][1][piece.answer]
-            if number == len(needs) - 1:
-                last = piece.cache
-            yield number, piece
-        if file is not None and last is not None:
-            last.save(file)
-
-    return answers()
+    pieces = responses(scheduler, wanted, session.tokenizer)
+    return ((asked[piece.number][1][piece.answer], piece) for piece in pieces)
 
 
 def _most_tokens(session: Session, run: RunOptions) -> int | None:

@@ -120,7 +120,7 @@ def bench(
         kv_group_size=kv_group_size,
         weight_group_size=weight_group_size,
     )
-    for text in (model, *(server or []), *(server_model or [])):
+    for text in (*(server or []), *(server_model or [])):
         options.check_text(value=text)
     options.check_draft(draft, draft_model, num_draft_tokens)
     options.check_kernels()  # the workers' environment is this process's

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kvant.cache import ModelCache
 from kvant.cli import options, ranks
 from kvant.cli import prompt_cache_file as cache_file
 from kvant.cli.answer_output import AnswerOutput
@@ -137,6 +138,7 @@ def generate(
         else:
             answers = _answer(session, run, questions[0], prompt_cache_file, progress.update)
         output = AnswerOutput(session, run, questions, n, prefill or "", json_lines=json_lines, of_a_file=of_a_file)
+        kept: ModelCache | None = None
         try:
             for number, response in answers:
                 if of_a_file:
@@ -144,6 +146,10 @@ def generate(
                 else:
                     progress.stop()
                 output.write(number, response)
+                if number == n * len(questions) - 1:
+                    kept = response.cache if together else session.cache
+            if prompt_cache_file is not None and kept is not None:
+                kept.save(prompt_cache_file)
         finally:
             progress.stop()
             output.end()
@@ -167,11 +173,4 @@ def _answer(
     )
     scheduler = CacheScheduler(session.model, session.cache, prefill_step_size=run.prefill_step_size)
     answer = responses(scheduler, [Wanted(request, question.stop)], session.tokenizer, started)
-
-    def saved() -> Iterator[tuple[int, GenerationResponse]]:
-        for response in answer:
-            yield 0, response
-        if file is not None:
-            session.cache.save(file)
-
-    return saved()
+    return ((0, response) for response in answer)

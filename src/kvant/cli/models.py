@@ -59,22 +59,15 @@ def models(
 def _table(rows: list[Row]) -> "Iterator[RenderableType]":
     numbers = ["MB", "context", *(f"{bits} bits" for bits in CACHE_BITS)]
     several = any(row.way not in (None, "native") for row in rows)
-    texts = [
-        [
-            row.name,
-            _shown(row.bytes / 1e6),
-            _shown(row.context),
-            *(_shown((row.cache_bytes_per_token or {}).get(bits)) for bits in CACHE_BITS),
-            row.license or "",
-            *([row.way or ""] if several else []),
-            row.here,
-        ]
-        for row in rows
-    ]
+    texts = []
+    for row in rows:
+        sizes = [(row.cache_bytes_per_token or {}).get(each) for each in CACHE_BITS]
+        shown = ["" if size is None else f"{size:,.0f}" for size in (row.bytes / 1e6, row.context, *sizes)]
+        texts.append([row.name, *shown, row.license or "", *([row.way or ""] if several else []), row.here])
     columns = ["name", *numbers, "license", *(["way"] if several else []), "here"]
     yield terminal.table(columns, texts, right=numbers, padding=0)
-    sizes = ", ".join(map(str, CACHE_BITS))
-    yield f"{sizes} bits: bytes of cache a token, in groups of {GROUP} with float16 scales below 16"
+    bits = ", ".join(map(str, CACHE_BITS))
+    yield f"{bits} bits: bytes of cache a token, in groups of {GROUP} with float16 scales below 16"
     yield (
         f"{len(ARCHITECTURES)} architectures are native, {len(_bridged())} more bridged: mlx-lm's model, kvant's cache "
         "(--architectures names them)"
@@ -102,12 +95,7 @@ def _rows() -> list[Row]:
 
 
 def _row(
-    name: str,
-    config: Mapping[str, Any],
-    terms: str | None,
-    size: int,
-    here: str,
-    pulled: weights.Pulled | None = None,
+    name: str, config: Mapping[str, Any], terms: str | None, size: int, here: str, pulled: weights.Pulled | None = None
 ) -> Row:
     way, problem = way_of(config)
     if pulled is not None:
@@ -160,7 +148,3 @@ def _count(config: Mapping[str, Any], key: str) -> int | None:
     """A positive number of the config; None where it is anything else."""
     value = config.get(key)
     return value if type(value) is int and 0 < value <= MAX_COUNT else None
-
-
-def _shown(number: float | None) -> str:
-    return "" if number is None else f"{number:,.0f}"

@@ -276,6 +276,7 @@ def annotation(option: Field[Any]) -> Any:
 
 def choose_model(context: typer.Context, argument: str | None, option: Any) -> Any:
     """The model, given as an argument or with --model."""
+    check_text(model=argument or option)
     if argument is None:
         return option
     if source_of(context, "model") == "COMMANDLINE":

@@ -84,7 +84,6 @@ def plan(
     """Plan a run's memory from config.json and file sizes alone. Exit code 0: it fits; 1: it does not."""
     model, draft_model = options.choose_model(context, model_argument, run.model), run.draft_model
     options.check_counts(sequences=sequences)
-    options.check_text(model=model, draft_model=draft_model)
     settings = Settings(run.cache, run.prefill_step_size, sequences=sequences)
     reserved = options.kv_size(run.max_kv_size)
     weight_format = _weight_format(weight_bits, weight_group_size)

@@ -40,11 +40,11 @@ def check_first_word(model: str, alone: str | None = None) -> None:
 
 def is_a_models_name(text: str) -> bool:
     """Whether it is a name of `kvant models`; a folder or a repository has no such name."""
-    if text == POCKET or not text or text.split() != [text]:
-        return text == POCKET
+    if text.split() != [text]:
+        return False
     from kvant.weights.known import known_models  # imports what pulling takes
 
-    return text in known_models()
+    return text in (POCKET, *known_models())
 
 
 def read_prompt(argument: str | None, option: str | None) -> str:

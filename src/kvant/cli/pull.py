@@ -31,7 +31,6 @@ def pull(
     A repository without a name is pinned to the commit it resolves to.
     """
     model = options.choose_model(context, model_argument, model)
-    options.check_text(model=model)
     if verify and update:
         raise BadValueError("--verify downloads nothing, --update does")
     if model is None and not verify:

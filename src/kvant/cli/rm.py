@@ -30,7 +30,6 @@ def rm(
     Files that another model needs stay.
     """
     model = options.choose_model(context, model_argument, model)
-    options.check_text(model=model)
     if not model:
         raise BadValueError("no model; `kvant models` lists those that were pulled")
     if model == POCKET:

@@ -4,6 +4,7 @@ import difflib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from kvant.cli.chat.talk import Talk, notice
 from kvant.cli.options import RunOptions
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.sampling import OPTIONS
-from kvant.errors import ArgumentError, SnapshotError
+from kvant.errors import ArgumentError, SnapshotError, did_you_mean
 from kvant.sizes import format_bytes
 
 
@@ -55,7 +56,7 @@ def do(talk: Talk, line: str) -> None:
     if isinstance(command, str):
         notice(command)
     elif command is None:
-        talk.send(line[1:] if line.startswith("//") else line)
+        talk.answer(partial(talk.conversation.send, line[1:] if line.startswith("//") else line))
     elif argument and not command.usage:
         raise ArgumentError(name, f"takes nothing after it, given {argument[:40]!r}")
     elif command.needs and not argument:
@@ -103,7 +104,7 @@ def _undo(talk: Talk, argument: str) -> None:
 
 def _edit(talk: Talk, argument: str) -> None:
     if argument:
-        talk.edit(argument)
+        talk.answer(partial(talk.conversation.edit, argument))
         return
     asked = _questions(talk)
     if not asked:
@@ -172,10 +173,7 @@ def _set(talk: Talk, argument: str) -> None:
     given, _, text = argument.partition(" ")
     name = given.replace("-", "_")
     if name not in SETTINGS:
-        near = difflib.get_close_matches(name, SETTINGS, n=1)
-        raise ArgumentError(
-            f"/set {given}", f"is no option; {f'did you mean {near[0]}?' if near else '/set lists them'}"
-        )
+        raise ArgumentError(f"/set {given}", f"is no option{did_you_mean(name, SETTINGS) or '; /set lists them'}")
     if not text.strip():
         raise ArgumentError(f"/set {given}", "needs a value; default takes it back")
     value = _value(name, text.strip())
@@ -212,7 +210,7 @@ SETTINGS = ("max_tokens", *OPTIONS)
 COMMANDS = (
     Command(("/help", "/?"), "", "lists the commands", _help),
     Command(("/exit", "/quit", "/bye"), "", "ends the conversation", _leave),
-    Command(("/retry",), "", "answers the last question again", lambda talk, _: talk.retry()),
+    Command(("/retry",), "", "answers the last question again", lambda talk, _: talk.answer(talk.conversation.retry)),
     Command(("/edit",), "[TEXT]", "asks TEXT instead of the last question; without TEXT you edit that", _edit),
     Command(("/undo",), "", "takes the last question and its answer back", _undo),
     Command(("/reset",), "", "forgets every turn; the system prompt stays", _reset),

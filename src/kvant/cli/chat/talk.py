@@ -73,18 +73,6 @@ class Talk:
         self._sampling = self.session.sampling(wanted)
         self.wanted = wanted
 
-    def send(self, text: str) -> None:
-        """Ask, and show the answer."""
-        self._answer(lambda **options: self.conversation.send(text, **options))
-
-    def edit(self, text: str) -> None:
-        """Ask in place of the last question, and show the answer."""
-        self._answer(lambda **options: self.conversation.edit(text, **options))
-
-    def retry(self) -> None:
-        """Answer the last question again, and show the answer."""
-        self._answer(self.conversation.retry)
-
     @property
     def greeting(self) -> str:
         """The model, the cache, the sampling in force and the way to help, in a line."""
@@ -106,8 +94,11 @@ class Talk:
             parts.pop(2 if len(parts) > 3 else 0)
         return " · ".join(parts)
 
-    def _answer(self, ask: Callable[..., Iterator[GenerationResponse]]) -> None:
-        """Show one answer as it comes. What the model cannot answer is one line, and the conversation goes on."""
+    def answer(self, ask: Callable[..., Iterator[GenerationResponse]]) -> None:
+        """Show the answer as it comes: to ``ask`` of the conversation, such as its send with a text.
+
+        What the model cannot answer is one line, and the conversation goes on.
+        """
         self.statistics = statistics = RunStatistics()
         sampler, processors = self._sampling
         self._answers += 1
