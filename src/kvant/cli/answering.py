@@ -8,8 +8,8 @@ from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool import Pool
 from kvant.cli import options
 from kvant.cli import prompt_cache_file as cache_file
-from kvant.cli.fitting import describe, named_format
-from kvant.cli.options import AUTO, RunOptions
+from kvant.cli.fitting import describe, named_format, tokens_asked
+from kvant.cli.options import RunOptions
 from kvant.cli.question import Question, at
 from kvant.cli.session import Session, asked_drafts, drafts_beside
 from kvant.cli.terminal import say
@@ -89,12 +89,8 @@ def answer_together(
 
 def _most_tokens(session: Session, run: RunOptions) -> int | None:
     """The tokens that a sequence may have by --max-kv-size; None: as many as the context. Here auto is none."""
-    wanted, context = options.kv_size(run.max_kv_size), session.model.config.max_position_embeddings
-    if wanted is None or wanted == AUTO:
-        return None
-    if context is not None and wanted > context:
-        raise ContextError(f"--max-kv-size is {wanted}; the model's context is {context} tokens")
-    return wanted
+    wanted = options.kv_size(run.max_kv_size)
+    return tokens_asked(session.checkpoint, wanted) if isinstance(wanted, int) else None
 
 
 def _reserve(

@@ -39,7 +39,7 @@ def plan_for(
     checkpoint: AnyCheckpoint, settings: Settings, max_kv_size: KvSize, machine: Machine, split_pairs: Pairs = None
 ) -> MemoryPlan:
     """The plan of a run, whether it fits or not; for "auto", of the longest context that does, or of a single token."""
-    tokens, device = _asked(checkpoint, max_kv_size), machine.device
+    tokens, device = tokens_asked(checkpoint, max_kv_size), machine.device
     with named_format(settings):
         if tokens is None:
             tokens = max(1, longest_on(checkpoint, settings, machine, split_pairs).tokens)
@@ -75,7 +75,7 @@ def ranks_for(
 
     The model is divided as ``parallel`` says; by default as a pipeline, unless only tensor parallel fits.
     """
-    tokens = _asked(checkpoint, max_kv_size)
+    tokens = tokens_asked(checkpoint, max_kv_size)
     made: list[RankPlan] = []
     refused: list[ModelError] = []
     for kind in PARALLEL if parallel is None else (parallel,):
@@ -93,7 +93,7 @@ def ranks_for(
     return made[0]
 
 
-def _asked(checkpoint: AnyCheckpoint, max_kv_size: KvSize) -> int | None:
+def tokens_asked(checkpoint: AnyCheckpoint, max_kv_size: KvSize) -> int | None:
     """The tokens to reserve; None: as many as fit. More than the model's context are refused."""
     context = checkpoint.config.max_position_embeddings
     if isinstance(max_kv_size, int) and context is not None and max_kv_size > context:

@@ -339,12 +339,10 @@ def check_draft(draft: str, draft_model: str | None, num_draft_tokens: int | Non
 
 def check_parallel(parallel: str | None) -> Literal["pipeline", "tensor"] | None:
     """A --parallel as it was written; one that is none is a usage error."""
-    for known in PARALLEL:
-        if parallel == known:
-            return known
-    if parallel is not None:
+    known = next((kind for kind in PARALLEL if kind == parallel), None)
+    if known is None and parallel is not None:
         raise BadValueError(f"--parallel is {parallel!r}; expected {' or '.join(PARALLEL)}")
-    return None
+    return known
 
 
 def check_deterministic(run: RunOptions) -> None:

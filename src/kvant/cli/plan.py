@@ -11,6 +11,7 @@ import typer
 from kvant.cli import options, terminal
 from kvant.cli import ranks as processes
 from kvant.cli.fitting import longest_by_bits, longest_on, plan_for, ranks_for
+from kvant.cli.launch import read_hosts
 from kvant.cli.options import BadValueError, RunOptions, Without
 from kvant.cli.parts import gather_machines
 from kvant.cli.plan_table import plan_lines, plan_record, ranks_lines, ranks_record
@@ -90,7 +91,7 @@ def plan(
     kind = options.check_parallel(run.parallel)
     sizes = [] if memory is None else [_size(text) for text in memory.split(",")]
     running = _running_ranks({"--ranks": ranks, "--hostfile": hostfile, "--memory": memory, "--device": device})
-    names = _hosts(hostfile, ranks)
+    names = [] if hostfile is None else read_hosts(Path(hostfile))
     count = len(running) or _count(ranks, names, sizes, kind)
     machines = running or [_machine(device, size) for size in sizes] or [_machine(device, None)]
     checkpoint = _checkpoint(model, remote)
@@ -159,19 +160,10 @@ def _weight_format(bits: int | None, group_size: int | None) -> WeightFormat | N
         raise BadValueError(error.worded(lambda name: options.flag(f"weight_{name}"))) from error
 
 
-def _hosts(hostfile: str | None, ranks: int | None) -> list[str]:
-    """The names of a host file's machines; none: there is no file."""
-    if hostfile is None:
-        return []
-    if ranks is not None:
-        raise BadValueError(f"--ranks is {ranks}, and --hostfile names the machines; expected one of the two")
-    from kvant.cli.launch import read_hosts
-
-    return read_hosts(Path(hostfile))
-
-
 def _count(ranks: int | None, names: Sequence[str], sizes: Sequence[int], parallel: Parallel | None) -> int | None:
     """The number of machines; None: of one machine nothing was said."""
+    if ranks is not None and names:
+        raise BadValueError(f"--ranks is {ranks}, and --hostfile names the machines; expected one of the two")
     if ranks is not None and not 2 <= ranks <= MAX_RANKS:
         raise BadValueError(f"--ranks is {ranks}; expected 2 to {MAX_RANKS}")
     count = ranks or len(names) or len(sizes)

@@ -13,8 +13,7 @@ class LateProgress:
 
     def __init__(self, description: str, *, quiet: bool = False) -> None:
         self._timer: threading.Timer | None = None
-        self._shown = not quiet and sys.stderr.isatty()
-        if not self._shown:
+        if quiet or not sys.stderr.isatty():
             return  # importing rich takes longer than the rest of the command's own start
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -37,7 +36,7 @@ class LateProgress:
 
         The bar moves without an end before the first part and after the last one, for work goes on there.
         """
-        if self._shown:
+        if self._timer:
             counts = 0 < done < total
             self._task.total = total if counts else None
             self._bar.update(self._task.id, completed=done, count=f"{done}/{total}" if counts else "")

@@ -19,7 +19,7 @@ from kvant.cli.options import RunOptions as RunOptions  # of kvant bench, too
 from kvant.cli.parts import Arranged, arrange, loader
 from kvant.cli.progress import LateProgress
 from kvant.cli.sampling import describe_sampling, drawn_seed, in_force, model_sampling
-from kvant.cli.template import checked_variables, set_ends
+from kvant.cli.template import set_ends
 from kvant.cli.terminal import say
 from kvant.engine.drafting.drafts import Drafts, drafts_of
 from kvant.engine.drafting.same_tokenizer import check_folders
@@ -33,6 +33,7 @@ from kvant.models import LanguageModel
 from kvant.models.identity import identify
 from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
+from kvant.text.prompt import check_variables
 from kvant.text.tokenizer import Tokenizer
 from kvant.tools.plan import BridgedCheckpoint, Checkpoint, DraftModel, MemoryPlan, Settings, read_folder, split_pairs
 
@@ -59,13 +60,7 @@ class Session:
     state_bytes: int = field(default=0, init=False)
     # For a person, what sampling() gave last: every option in force and where it comes from.
     sampling_line: str = field(default="", init=False)
-    _cache: ModelCache | None = field(default=None, init=False)
-
-    @property
-    def cache(self) -> ModelCache:
-        """The reserved cache, of :func:`open_session`."""
-        assert self._cache is not None
-        return self._cache
+    cache: ModelCache = field(init=False, repr=False)  # reserved by open_session()
 
     def plan(self, max_kv_size: KvSize) -> MemoryPlan:
         """The memory of a run, with what only the weights say: how much of their biases stays out of the cache."""
@@ -140,7 +135,7 @@ def open_session(
     planned = session.plan(options.kv_size(run.max_kv_size))
     started = time.perf_counter()
     with named_format(session.settings):
-        session._cache = session.model.make_cache(planned.max_kv_size, **session.settings.cache.fields)
+        session.cache = session.model.make_cache(planned.max_kv_size, **session.settings.cache.fields)
     session.load_s += time.perf_counter() - started
     session.reserved, session.state_bytes = planned.max_kv_size, planned.state
     lines = [f"cache: {session.describe_cache()}", *session.describe_layers()]
@@ -221,7 +216,11 @@ def load_session(
         draft_model.identity = identify(draft_folder)
         pairs = tuple(split_pairs(draft_model))
         settings = replace(settings, draft_model=replace(settings.draft_model, split_pairs=pairs))
-    variables = checked_variables(tokenizer, run.chat_template_config)
+    variables = options.template_variables(run.chat_template_config)
+    try:
+        check_variables(tokenizer, variables)
+    except ValueError as error:
+        raise BadValueError(f"--chat-template-config {error}") from error
     set_ends(tokenizer, run.extra_eos_token or (), model.config.vocab_size, ignored=run.ignore_eos)
     gc.freeze()  # the loaded objects stay: the collector need not look at them between tokens
     return Session(

@@ -3,21 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvant.cli import options
 from kvant.cli.options import BadValueError
 from kvant.errors import PromptError, library_errors
-from kvant.text.prompt import Message, check_variables, encode_rendered, render_chat
+from kvant.text.prompt import Message, encode_rendered, render_chat
 from kvant.text.tokenizer import Tokenizer
-
-
-def checked_variables(tokenizer: Tokenizer, text: str | None) -> Mapping[str, Any]:
-    """The variables of --chat-template-config."""
-    variables = options.template_variables(text)
-    try:
-        check_variables(tokenizer, variables)
-    except ValueError as error:
-        raise BadValueError(f"--chat-template-config {error}") from error
-    return variables
 
 
 def chat_ids(

@@ -57,7 +57,8 @@ def chat(
     with _silent():
         session = open_session(run, context.obj, sampling, announce=False)
     talk = Talk(run, sampling, session, _view(run.raw, markdown), overflow)
-    notice(talk.greeting, run.quiet)
+    known = (session.name, session.describe_cache(), session.sampling_line, "/help lists the commands")
+    notice(" · ".join(known), run.quiet)
     with (
         cache_file.kept(prompt_cache_file, talk.conversation, run.system_prompt, quiet=run.quiet),
         interrupts.patient(),  # Ctrl-C stops an answer, not the program

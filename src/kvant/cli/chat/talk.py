@@ -73,12 +73,6 @@ class Talk:
         self._sampling = self.session.sampling(wanted)
         self.wanted = wanted
 
-    @property
-    def greeting(self) -> str:
-        """The model, the cache, the sampling in force and the way to help, in a line."""
-        session = self.session
-        return f"{session.name} · {session.describe_cache()} · {session.sampling_line} · /help lists the commands"
-
     def status(self, columns: int) -> str:
         """The model, the context used of the reserved one, the cache, the speed of the last answer; as fits."""
         reserved, used = self.conversation.limit, str(self.conversation.num_tokens)
