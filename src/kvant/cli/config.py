@@ -16,8 +16,7 @@ import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 from kvant.cli import options
-from kvant.cli.bad_value import BadValueError
-from kvant.cli.defaults import Defaults
+from kvant.cli.defaults import BadValueError, Defaults
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import KvantError, did_you_mean, one_line
 from kvant.files import read_given

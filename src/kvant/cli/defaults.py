@@ -4,12 +4,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import typer
+from typer.exceptions import TyperException
 
-from kvant.cli.bad_value import BadValueError
 from kvant.engine.sampling import NEUTRAL, OPTIONS
 from kvant.errors import did_you_mean
 
 OF_THE_TEMPLATE = ("system_prompt", "chat_template_config")  # they do nothing without a chat template
+
+
+class BadValueError(TyperException):
+    """A value that a flag cannot take: it names the flag, what was given and what was expected. The exit code is 2."""
+
+    exit_code = 2
 
 
 class Defaults(dict[str, Any]):

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from kvant.cli import interrupts
-from kvant.cli.bad_value import BadValueError
+from kvant.cli.defaults import BadValueError
 from kvant.cli.ranks import COMMANDS, LAUNCHER
 from kvant.errors import EXIT_INTERRUPTED, KvantError, did_you_mean, one_line
 from kvant.files import read_given

@@ -2,8 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from kvant.cli import options, ranks
 from kvant.cli.options import BadValueError
@@ -73,8 +72,14 @@ def standard_input() -> bytes:
     """All of it. Whoever inherits a pipe that nobody closes waits for ever, and is told so."""
     if not ranks.reads_input():
         raise BadValueError("standard input reaches no rank; expected the prompt as an argument or with --prompt")
-    with _said_if_it_lasts("waiting for the end of standard input; Ctrl-D ends it, `< /dev/null` leaves it out"):
+    line = "waiting for the end of standard input; Ctrl-D ends it, `< /dev/null` leaves it out"
+    timer = threading.Timer(WAIT_S, say, [line])
+    timer.daemon = True
+    timer.start()
+    try:
         data = sys.stdin.buffer.read(MAX_BYTES + 1)
+    finally:
+        timer.cancel()
     if len(data) > MAX_BYTES:
         raise PromptError(f"standard input is longer than {MAX_BYTES} bytes")
     return data
@@ -85,14 +90,3 @@ def _piped_text() -> str:
         return standard_input().decode("utf-8")
     except UnicodeDecodeError as error:
         raise PromptError(f"standard input is not UTF-8: {error}") from error
-
-
-@contextmanager
-def _said_if_it_lasts(line: str) -> Iterator[None]:
-    timer = threading.Timer(WAIT_S, say, [line])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from kvant.cli import interrupts
-from kvant.cli.bad_value import BadValueError
+from kvant.cli.defaults import BadValueError
 from kvant.errors import EXIT_INTERRUPTED
 from kvant.ranks.environment import RANK, Place, find_place
 
