@@ -13,14 +13,13 @@ from kvant.cli import options, ranks
 from kvant.cli import prompt_cache_file as cache_file
 from kvant.cli.answer_output import AnswerOutput
 from kvant.cli.defaults import OF_THE_TEMPLATE
-from kvant.cli.follow import follow
 from kvant.cli.options import BadValueError, RunOptions
 from kvant.cli.progress import LateProgress
 from kvant.cli.prompt import check_first_word, read_prompt, split_arguments
 from kvant.cli.prompts_file import Line, read_lines
 from kvant.cli.question import Question, prepare
 from kvant.cli.sampling import drawn_seed
-from kvant.cli.session import Session, load_session, open_session
+from kvant.cli.session import Session, follow, load_session, open_session
 from kvant.cli.terminal import say
 from kvant.engine.draw import greedy
 from kvant.engine.request import PromptProgress, Request

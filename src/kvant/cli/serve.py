@@ -8,9 +8,8 @@ import typer
 
 from kvant.cli import options, ranks, terminal
 from kvant.cli.fitting import named_format
-from kvant.cli.follow import follow
 from kvant.cli.options import BadValueError, RunOptions, Without
-from kvant.cli.session import asked_drafts, bound_memory, drafts_beside, load_session
+from kvant.cli.session import asked_drafts, bound_memory, drafts_beside, follow, load_session
 from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import check_drafts
 from kvant.errors import KvantError

@@ -19,7 +19,6 @@ from kvant.cli.options import RunOptions as RunOptions  # of kvant bench, too
 from kvant.cli.parts import Arranged, arrange, loader
 from kvant.cli.progress import LateProgress
 from kvant.cli.sampling import describe_sampling, drawn_seed, in_force, model_sampling
-from kvant.cli.template import set_ends
 from kvant.cli.terminal import say
 from kvant.engine.drafting.drafts import Drafts, drafts_of
 from kvant.engine.drafting.same_tokenizer import check_folders
@@ -31,6 +30,7 @@ from kvant.engine.sampling import SamplingOptions
 from kvant.machine import Machine, default_device, this_machine
 from kvant.models import LanguageModel
 from kvant.models.identity import identify
+from kvant.ranks.follow import follow as compute
 from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.prompt import check_variables
@@ -221,7 +221,7 @@ def load_session(
         check_variables(tokenizer, variables)
     except ValueError as error:
         raise BadValueError(f"--chat-template-config {error}") from error
-    set_ends(tokenizer, run.extra_eos_token or (), model.config.vocab_size, ignored=run.ignore_eos)
+    _set_ends(tokenizer, run, model.config.vocab_size)
     gc.freeze()  # the loaded objects stay: the collector need not look at them between tokens
     return Session(
         model=model,
@@ -237,6 +237,43 @@ def load_session(
         arranged=arranged,
         draft_model=draft_model,
     )
+
+
+def _set_ends(tokenizer: Tokenizer, run: RunOptions, vocab_size: int) -> None:
+    """Let further tokens end a text, or none."""
+    if run.ignore_eos:
+        tokenizer.eos_token_ids = set()
+    for text in run.extra_eos_token or ():
+        try:
+            tokenizer.add_eos_token(text)
+        except ValueError:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            if len(ids) != 1:
+                raise BadValueError(
+                    f"--extra-eos-token is {text!r}, which is {len(ids)} tokens for this model; expected one, or its id"
+                ) from None
+            tokenizer.add_eos_token(str(ids[0]))
+        if text.isdecimal() and int(text) >= vocab_size:
+            raise BadValueError(f"--extra-eos-token is {text}; the model knows 0 to {vocab_size - 1}")
+
+
+def follow(run: RunOptions, *, bounded: bool = False) -> None:
+    """Load a part of the model, compute what rank 0 tells, and exit as it does; on rank 0 do nothing.
+
+    If ``bounded``, MLX is held to the plan, as on rank 0.
+    """
+    guard = ranks.guard()
+    if guard is None or not guard.rank:
+        return
+    folder = find_model(run.model)
+    checkpoint, settings, machine = prepare(run, folder)
+    arranged = arrange(run.shared, folder, checkpoint, settings, None, machine)
+    if run.wired:
+        wire(arranged.total)
+    if bounded:
+        bound_memory(arranged.arrays, arranged.scratch)
+    adapter = None if run.adapter_path is None else find_adapter(run.adapter_path)
+    compute(loader(arranged)(folder, None, adapter), guard)
 
 
 def prepare(

@@ -16,9 +16,8 @@ from kvant.cli import interrupts, options, ranks
 from kvant.cli import prompt_cache_file as cache_file
 from kvant.cli.chat import commands
 from kvant.cli.chat.talk import Talk, View, notice
-from kvant.cli.follow import follow
 from kvant.cli.options import RunOptions
-from kvant.cli.session import open_session
+from kvant.cli.session import follow, open_session
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import KvantError, one_line, printable
 
