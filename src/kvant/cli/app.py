@@ -64,20 +64,15 @@ def make_app(arguments: list[str]) -> typer.Typer:
     return app
 
 
-def _print_version(value: bool) -> None:
-    if value:
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
         from kvant import __version__
 
         print(f"kvant {__version__}")
         raise typer.Exit
-
-
-def root(
-    context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
 

@@ -26,7 +26,6 @@ MAX_BYTES = 32 * 1024  # the reader of TOML takes more than linear time
 PATH_VARIABLE, MODEL_VARIABLE = "KVANT_CONFIG", "KVANT_MODEL"
 COMMANDS = ("generate", "chat", "serve", "plan", "report")  # that take defaults from it
 PRESETS = "presets"
-NOT_IN_A_PRESET = ("preset",)
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list of strings"}
 
 Flags = Mapping[str, tuple[str, Any]]  # a flag without its dashes -> its parameter, and the kind of its value
@@ -98,7 +97,7 @@ def checked_presets(settings: Settings) -> dict[str, dict[str, Any]]:
     """The presets by name, each as values by parameter."""
     if not settings.presets:
         return {}
-    flags = {flag: kind for flag, kind in shared_flags().items() if flag not in NOT_IN_A_PRESET}
+    flags = {flag: kind for flag, kind in shared_flags().items() if flag != "preset"}
     return {
         name: check(settings, f"{PRESETS}.{name}.", table, flags, "a preset")
         for name, table in settings.presets.items()

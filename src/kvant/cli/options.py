@@ -259,7 +259,6 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             raise BadValueError("; ".join([said, *sources])) from error
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
 

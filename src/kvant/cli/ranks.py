@@ -102,11 +102,3 @@ def refuse(prompt_cache_file: object, draft_model: str | None) -> None:
         )
     if _guard is not None and draft_model is not None:
         raise BadValueError(f"--draft-model is {draft_model!r:.80}; over {_guard.size} ranks expected --draft prompt")
-
-
-def check_parallel(parallel: str | None) -> None:
-    """Refuse --parallel in one process."""
-    if parallel is not None and _guard is None:
-        raise BadValueError(
-            f"--parallel is {parallel!r}, which has no effect in one process; `kvant launch` starts several ranks"
-        )

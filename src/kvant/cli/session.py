@@ -280,7 +280,10 @@ def prepare(
     run: RunOptions, folder: Path, *, sequences: int | None = None, requests: int = 0
 ) -> tuple[Checkpoint | BridgedCheckpoint, Settings, Machine]:
     """What a plan is made of: what is known of the model in a folder, the settings and this machine."""
-    ranks.check_parallel(run.parallel)
+    if run.parallel is not None and ranks.guard() is None:
+        raise BadValueError(
+            f"--parallel is {run.parallel!r}, which has no effect in one process; `kvant launch` starts several ranks"
+        )
     checkpoint = read_folder(folder)
     if run.adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))

@@ -55,7 +55,9 @@ def chat(
         signal.signal(signal.SIGTERM, interrupts.leave)  # the terminal is put back, the conversation saved
     with _silent():
         session = open_session(run, context.obj, sampling, announce=False)
-    talk = Talk(run, sampling, session, _view(run.raw, markdown), overflow)
+    unchanged = run.raw or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb"
+    view: View = "unchanged" if unchanged else "markdown" if markdown else "plain"
+    talk = Talk(run, sampling, session, view, overflow)
     known = (session.name, session.describe_cache(), session.sampling_line, "/help lists the commands")
     notice(" · ".join(known), run.quiet)
     with (
@@ -120,9 +122,3 @@ def _silent() -> Iterator[None]:
             yield
     finally:
         restore()
-
-
-def _view(raw: bool, markdown: bool) -> View:
-    if raw or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
-        return "unchanged"
-    return "markdown" if markdown else "plain"
