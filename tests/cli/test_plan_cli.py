@@ -195,13 +195,6 @@ def test_an_adapter_is_counted(tmp_path: Path) -> None:
     assert with_it == without + 3000
 
 
-@pytest.fixture
-def save(tmp_path: Path, pocket_folder: Path) -> Any:
-    """A function (config, model): its folder, with pocket's tokenizer."""
-
-    return save
-
-
 def _with_pockets_tokenizer(folder: Path, config: dict[str, Any], model: Any) -> str:
     save_checkpoint(folder, config, model)
     for name in ("tokenizer.json", "tokenizer_config.json"):

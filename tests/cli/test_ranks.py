@@ -18,7 +18,7 @@ from support.counts import count
 from support.ranks import run_ranks
 
 import kvant
-from kvant.cli import follow
+from kvant.cli import session
 from kvant.cli.launch import free_ports
 from kvant.cli.options import RunOptions
 from kvant.cli.parts import Arranged
@@ -139,14 +139,14 @@ def test_what_ranks_refuse(words: list[str], said: str) -> None:
 def test_options_of_memory_are_applied(wired: bool, bounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[str, object]] = []
     arranged = Arranged("pipeline", [range(1), range(1, 2)], total=30, arrays=20, scratch=10)
-    monkeypatch.setattr(follow.ranks, "guard", lambda: SimpleNamespace(rank=1))
-    monkeypatch.setattr(follow, "prepare", lambda run, folder: (None,) * 3)
-    monkeypatch.setattr(follow, "arrange", lambda *options: arranged)
-    monkeypatch.setattr(follow, "loader", lambda given: lambda *folder: done.append(("load", given)))
-    monkeypatch.setattr(follow, "compute", lambda part, guard: 0)
-    monkeypatch.setattr(follow, "wire", lambda count: done.append(("wire", count)))
-    monkeypatch.setattr(follow, "bound_memory", lambda *limits: done.append(("bound", limits)))
-    follow.follow(RunOptions(wired=wired), bounded=bounded)
+    monkeypatch.setattr(session.ranks, "guard", lambda: SimpleNamespace(rank=1))
+    monkeypatch.setattr(session, "prepare", lambda run, folder: (None,) * 3)
+    monkeypatch.setattr(session, "arrange", lambda *options: arranged)
+    monkeypatch.setattr(session, "loader", lambda given: lambda *folder: done.append(("load", given)))
+    monkeypatch.setattr(session, "compute", lambda part, guard: 0)
+    monkeypatch.setattr(session, "wire", lambda count: done.append(("wire", count)))
+    monkeypatch.setattr(session, "bound_memory", lambda *limits: done.append(("bound", limits)))
+    session.follow(RunOptions(wired=wired), bounded=bounded)
     assert done == [*[("wire", 30)] * wired, *[("bound", (20, 10))] * bounded, ("load", arranged)]
 
 

@@ -79,8 +79,9 @@ def test_an_answer_that_was_cut_says_so_even_when_quiet() -> None:
 
 
 def test_the_command_alone_and_its_summaries_fit_a_terminal() -> None:
-    alone, asked = call(), call("--help")
-    assert (alone.returncode, alone.stderr) == (0, "")
+    alone, asked, of_one = call(), call("--help"), call("generate", "-h")
+    assert (alone.returncode, alone.stderr) == (of_one.returncode, of_one.stderr) == (0, "")
+    assert of_one.stdout.startswith("Usage: ")
     assert alone.stdout == asked.stdout
     listed = alone.stdout.partition("Commands:\n")[2].splitlines()
     assert [line.split()[0] for line in listed] == list(COMMANDS)

@@ -53,24 +53,18 @@ class AnswerOutput:
     ) -> None:
         """``n`` answers to each question, each of which begins with the text ``begun``.
 
-        Args:
-            of_a_file: an answer is printed when it has ended, and there is one line of statistics for all.
+        Of a file an answer is printed when it has ended, and there is one line of statistics for all.
         """
         self._session, self._run, self._json_lines, self._of_a_file = session, run, json_lines, of_a_file
-        self._answers = [
-            _Answer(number, question, self._heading(question, number, n), begun)
-            for number, question in enumerate(question for question in questions for _ in range(n))
-        ]
+        self._answers = []
+        for number, question in enumerate(question for question in questions for _ in range(n)):
+            heading = printable(str(question.line.id)) if of_a_file else f"{number + 1} of {n}" if n > 1 else ""
+            self._answers.append(_Answer(number, question, heading, begun))
         self._current = 0  # whose turn it is to be printed
         self._printed = False
         self._drafts: DraftCounts | None = None  # of all answers
         self._started = time.perf_counter()
         self.finished = 0
-
-    def _heading(self, question: Question, number: int, n: int) -> str:
-        if self._of_a_file:
-            return printable(str(question.line.id))
-        return f"{number + 1} of {n}" if n > 1 else ""
 
     def write(self, number: int, response: GenerationResponse) -> None:
         """The next token of an answer."""
@@ -93,8 +87,8 @@ class AnswerOutput:
                 self._show(answer)
         elif waiting:
             self._finish(waiting[0])
-        if not self._run.quiet and (self._of_a_file or len(self._answers) > 1):
-            print("\n".join(self._totals()), file=sys.stderr)
+        if self._of_a_file or len(self._answers) > 1:
+            terminal.say("\n".join(self._totals()), self._run.quiet)
 
     def _show(self, answer: _Answer) -> bool:
         """Print what there is of the answer whose turn it is. Returns whether it has ended."""
@@ -104,8 +98,8 @@ class AnswerOutput:
             if not answer.begun:
                 if self._printed:
                     print(flush=True)  # an empty line between two texts
-                if answer.heading and not self._run.quiet:
-                    print(f"--- {answer.heading} ---", file=sys.stderr, flush=True)
+                if answer.heading:
+                    terminal.say(f"--- {answer.heading} ---", self._run.quiet)
             answer.begun = self._printed = True
             text, answer.text = answer.text, ""
             terminal.write_generated(text, raw=self._run.raw)
@@ -120,12 +114,12 @@ class AnswerOutput:
             return
         if statistics.last is not None and not self._json_lines:
             print(flush=True)
-        if not self._run.quiet and not self._of_a_file:
+        if not self._of_a_file:
             lines = statistics.lines(self._session, alone=len(self._answers) == 1)
             # The prompt, and loading, are the first one's alone.
-            print("\n".join(lines[1:2] if answer.number else lines), file=sys.stderr)
+            terminal.say("\n".join(lines[1:2] if answer.number else lines), self._run.quiet)
         if not self._json_lines and (cut := statistics.cut(answer.question.max_tokens, self._session)):
-            print(cut, file=sys.stderr)  # with --quiet too: half an answer looks like a whole one
+            terminal.say(cut)  # with --quiet too: half an answer looks like a whole one
 
     def _totals(self) -> list[str]:
         """Statistics of all answers, a line each."""

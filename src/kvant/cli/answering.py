@@ -1,19 +1,18 @@
 """Several answers side by side, of one prompt or of many: a pool is planned, reserved and printed before it answers."""
 
-import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from kvant.cache import ModelCache
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool import Pool
 from kvant.cli import options
 from kvant.cli import prompt_cache_file as cache_file
-from kvant.cli.fitting import describe, named_format
-from kvant.cli.options import AUTO, RunOptions
+from kvant.cli.fitting import describe, named_format, tokens_asked
+from kvant.cli.options import RunOptions
 from kvant.cli.question import Question, at
 from kvant.cli.session import Session, asked_drafts, drafts_beside
+from kvant.cli.terminal import say
 from kvant.engine.feeding import CHUNK
 from kvant.engine.limits import pool_reservation, reservation
 from kvant.engine.request import Request, check_drafts
@@ -40,20 +39,20 @@ def answer_together(
     """The answers' tokens as they come, each with the number of its answer. All is reserved when it is called.
 
     Args:
-        session: of :func:`kvant.cli.session.load_session`.
         questions: each has ``n`` answers, numbered from 0 in their order. A prompt is read once.
         at_once: answers that run together, at most.
-        deterministic: an answer does not depend on those beside it: a step has as many rows, whoever runs.
-        file: beside one question. What it holds of the prompt is not read again. In the end it holds the prompt and
-            the last answer.
+        deterministic: a step has as many rows, whoever runs.
+        file: a prompt cache, beside one question. The last answer brings what it is to hold.
     """
-    most = _most_tokens(session, run)
+    most, config = _most_tokens(session, run), session.checkpoint.config
     asked: list[tuple[Question, range]] = []
     needs: list[int] = []
     for number, question in enumerate(questions):
         with at(question.line):
             need = reservation(session.model, len(question.ids), question.max_tokens, most)
-        shared = len(question.ids) // PAGE_SIZE * PAGE_SIZE if _shares(session, need) else 0
+        # Answers share the prompt's pages. In windows each moves through its own.
+        shares = isinstance(config, ModelConfig) and all(window is None or window >= need for window in config.windows)
+        shared = len(question.ids) // PAGE_SIZE * PAGE_SIZE if shares else 0
         for first in range(number * n, (number + 1) * n, at_once):
             group = range(first, min(first + at_once, (number + 1) * n))
             asked.append((question, group))
@@ -84,34 +83,14 @@ def answer_together(
         for question, group in asked
     ]
     scheduler = Scheduler(session.model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
-
-    def answers() -> Iterator[tuple[int, GenerationResponse]]:
-        last: ModelCache | None = None
-        for piece in responses(scheduler, wanted, session.tokenizer):
-            number = asked[piece.number][1][piece.answer]
-            if number == len(needs) - 1:
-                last = piece.cache
-            yield number, piece
-        if file is not None and last is not None:
-            last.save(file)
-
-    return answers()
-
-
-def _shares(session: Session, need: int) -> bool:
-    """Whether the answers' sequences share the prompt's pages. In windows each moves through its own."""
-    config = session.checkpoint.config
-    return isinstance(config, ModelConfig) and all(window is None or window >= need for window in config.windows)
+    pieces = responses(scheduler, wanted, session.tokenizer)
+    return ((asked[piece.number][1][piece.answer], piece) for piece in pieces)
 
 
 def _most_tokens(session: Session, run: RunOptions) -> int | None:
     """The tokens that a sequence may have by --max-kv-size; None: as many as the context. Here auto is none."""
-    wanted, context = options.kv_size(run.max_kv_size), session.model.config.max_position_embeddings
-    if wanted is None or wanted == AUTO:
-        return None
-    if context is not None and wanted > context:
-        raise ContextError(f"--max-kv-size is {wanted}; the model's context is {context} tokens")
-    return wanted
+    wanted = options.kv_size(run.max_kv_size)
+    return tokens_asked(session.checkpoint, wanted) if isinstance(wanted, int) else None
 
 
 def _reserve(
@@ -126,10 +105,8 @@ def _reserve(
 ) -> Pool:
     """Plan and reserve a pool, and print the reservation.
 
-    Args:
-        needs: the tokens of each answer's sequence, without those that it shares with another answer's.
-        caches: of conversations that are held beside the pool.
-        cached: tokens that one of them has.
+    ``needs``: the tokens of each answer's sequence, without those that it shares with another answer's. Beside the pool
+    there are so many ``caches`` of conversations, of up to ``cached`` tokens.
     """
     rows = at_once if deterministic else min(at_once, len(needs))
     step_size = CHUNK if deterministic else run.prefill_step_size
@@ -160,9 +137,8 @@ def _reserve(
         with options.named("--deterministic"):
             Scheduler(session.model, pool, max_batch=rows, deterministic=True)
     session.reserved = _most_tokens(session, run) or session.model.config.max_position_embeddings
-    if not run.quiet:
-        tokens = pool.num_pages * pool.page_size
-        kind = session.describe_format(sorted({layer.format.kv_group_size for layer in pool.layers} - {0}))
-        together = f"{rows} sequence{'s' if rows > 1 else ''} at once"
-        print(f"cache: {tokens} tokens reserved for {together}, {kind}, {format_bytes(pool.nbytes)}", file=sys.stderr)
+    tokens = pool.num_pages * pool.page_size
+    kind = session.describe_format(sorted({layer.format.kv_group_size for layer in pool.layers} - {0}))
+    together = f"{rows} sequence{'s' if rows > 1 else ''} at once"
+    say(f"cache: {tokens} tokens reserved for {together}, {kind}, {format_bytes(pool.nbytes)}", run.quiet)
     return pool

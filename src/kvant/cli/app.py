@@ -6,7 +6,7 @@ import re
 import sys
 from importlib import import_module
 from io import TextIOWrapper
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from typer.exceptions import TyperException
@@ -56,7 +56,7 @@ def make_app(arguments: list[str]) -> typer.Typer:
     wanted = next((text for text in arguments if not text.startswith("-")), None)
     for name, summary in COMMANDS.items():
         if name != wanted:
-            app.command(name, short_help=summary)(_not_imported)
+            app.command(name, short_help=summary)(lambda: None)
             continue
         module = import_module(f"kvant.cli.{name}")
         settings = {"allow_interspersed_args": name != LAUNCHER}
@@ -64,24 +64,15 @@ def make_app(arguments: list[str]) -> typer.Typer:
     return app
 
 
-def _not_imported() -> None:
-    raise AssertionError("the command that is run is imported")
-
-
-def _print_version(value: bool) -> None:
-    if value:
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
         from kvant import __version__
 
         print(f"kvant {__version__}")
         raise typer.Exit
-
-
-def root(
-    context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -114,7 +105,9 @@ def _run(early: interrupts.Handler | None) -> int:
         gc.freeze()
         gc.enable()
         interrupts.begin(early)
-        code = command(standalone_mode=False, prog_name=NAME, obj=process, default_map=_defaults())
+        name = sys.argv[1] if sys.argv[1:2] else ""
+        defaults = {name: config.defaults(name)} if name in config.COMMANDS else {}
+        code = command(standalone_mode=False, prog_name=NAME, obj=process, default_map=defaults)
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
@@ -133,12 +126,6 @@ def _run(early: interrupts.Handler | None) -> int:
         return EXIT_FAILED
     except OSError as error:
         return _report(printable(str(error)), EXIT_FAILED)
-
-
-def _defaults() -> dict[str, dict[str, Any]]:
-    """What the config file and the environment say of the command that is run."""
-    name = sys.argv[1] if sys.argv[1:2] else ""
-    return {name: config.defaults(name)} if name in config.COMMANDS else {}
 
 
 def _to_complete() -> list[str]:

@@ -1,14 +1,14 @@
 """``kvant bench``: every token's latency, engines side by side."""
 
-import json
 import shlex
 import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,9 +17,6 @@ from kvant.cli.options import BadValueError
 from kvant.engine.drafting.drafts import Source
 from kvant.tools.bench.engines import EngineSpec, with_drafts
 from kvant.tools.bench.shapes import SHAPES
-
-if TYPE_CHECKING:
-    from kvant.tools.bench.recording import Recording
 
 
 def bench(
@@ -120,7 +117,7 @@ def bench(
         kv_group_size=kv_group_size,
         weight_group_size=weight_group_size,
     )
-    for text in (model, *(server or []), *(server_model or [])):
+    for text in (*(server or []), *(server_model or [])):
         options.check_text(value=text)
     options.check_draft(draft, draft_model, num_draft_tokens)
     options.check_kernels()  # the workers' environment is this process's
@@ -154,9 +151,12 @@ def bench(
     from kvant.machine import environment
     from kvant.text.tokenizer import load_tokenizer
     from kvant.tools.bench.bandwidth import measure_bandwidth
+    from kvant.tools.bench.figures import summarize
+    from kvant.tools.bench.plot import plot as draw
     from kvant.tools.bench.prompts import random_prompts, word_prompts
     from kvant.tools.bench.recording import Header, Recording
     from kvant.tools.bench.runner import Plan, measure
+    from kvant.tools.bench.table import describe, tables
 
     # SIGTERM and a closed terminal count as Ctrl-C: the report is printed, and files made for the run are removed.
     # Under nohup the terminal's end stays ignored.
@@ -164,10 +164,7 @@ def bench(
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
         signal.signal(signal.SIGHUP, signal.default_int_handler)
 
-    def progress(line: str) -> None:
-        if not quiet:
-            print(line, file=sys.stderr, flush=True)
-
+    progress = partial(terminal.say, quiet=quiet)
     with ExitStack() as stack:
         if random is not None:
             progress(f"{source.name}: writing")
@@ -193,21 +190,8 @@ def bench(
             measure(plan, recording, progress)
         finally:  # after an engine's failure or Ctrl-C too: the runs until then
             if recording.runs:
-                _report(recording, plot, json_figures)
-
-
-def _report(recording: "Recording", plot: Path | None, json_figures: bool) -> None:
-    """Print the figures of the runs that came to their end, and draw them."""
-    from kvant.tools.bench.figures import summarize
-    from kvant.tools.bench.plot import plot as draw
-    from kvant.tools.bench.table import describe, tables
-
-    summaries = summarize(recording)
-    if json_figures:
-        print(json.dumps([asdict(summary) for summary in summaries], indent=2, allow_nan=False))
-    else:
-        console = terminal.console()
-        console.print("\n".join(describe(recording.header)), markup=False, highlight=False)
-        console.print(tables(summaries))
-    if plot is not None:
-        draw(recording, plot)
+                summaries = summarize(recording)
+                parts: list[Any] = [*describe(recording.header), tables(summaries)]
+                terminal.show([asdict(summary) for summary in summaries], parts, as_json=json_figures)
+                if plot is not None:
+                    draw(recording, plot)

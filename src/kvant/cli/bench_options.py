@@ -11,13 +11,14 @@ import mlx.core as mx
 
 from kvant import blas
 from kvant.cli.options import BadValueError, check_kernels, flag, named
-from kvant.engine.load import POCKET, find_model, is_bridged_folder
+from kvant.engine.load import POCKET, find_model
 from kvant.fields import MAX_SIZE
 from kvant.models.config import ModelConfig
 from kvant.operators.quantization import QUANT_BITS
 from kvant.tools.bench.engines import OPENBLAS, EngineSpec, engine_specs
 from kvant.tools.bench.shapes import SHAPES, Shape, random_model, shape_bytes
 from kvant.tools.drawing import check_plot_path
+from kvant.tools.plan import read_folder
 
 if TYPE_CHECKING:
     from kvant.bridge.config import BridgedConfig
@@ -45,22 +46,11 @@ def refuse(why: str, **given: object) -> None:
 def source(
     model: str | None, shape: str | None, weight_bits: int | None, weight_group_size: int | None, seed: int
 ) -> Source:
-    """The weights to measure with.
-
-    Raises:
-        BadValueError: flags that exclude each other, an unknown shape, or a quantization it cannot have.
-        ModelError: a folder that does not hold a supported model.
-    """
+    """The weights to measure with."""
     if shape is None:
         refuse("only --random makes weights", weight_bits=weight_bits, weight_group_size=weight_group_size)
         path = find_model(model or POCKET)
-        sizes: ModelConfig | BridgedConfig
-        if is_bridged_folder(path):
-            from kvant.bridge.folder import check_bridged
-
-            sizes = check_bridged(path)[1]
-        else:
-            sizes = ModelConfig.from_folder(path)
+        sizes = read_folder(path).config
         return Source(model or POCKET, sizes, nullcontext(path))
     refuse("--random excludes it", model=model)
     if shape not in SHAPES:
@@ -112,9 +102,6 @@ def specs(
 
     Several streams are by default served with 8 bits, and on a CPU mlx-lm then computes as kvant does, in float32 and
     with the same BLAS.
-
-    mlx-lm's quantized cache raises for windows and some other layers. Of a bridged model it is measured only when
-    engines or bits are named.
     """
     lent = not blas.loaded().startswith(blas.OWN)
     fair = mx.default_device().type == mx.cpu and streams
@@ -128,7 +115,7 @@ def specs(
     head_dim = getattr(sizes, "head_dim", None)  # a bridged model's layers may differ
     with named("--engine"):
         found = engine_specs(engines or ("kvant", theirs), bits, kv_group_size, head_dim, streams=streams)
-    if engines is None and kv_bits is None and head_dim is None:
+    if engines is None and kv_bits is None and head_dim is None:  # it raises for windows and some other layers
         found = [spec for spec in found if spec.name != "mlx-lm" or not spec.kv_bits]
     for spec in found:
         if spec.kernels is not None:
@@ -141,11 +128,7 @@ def specs(
 def drafts(
     draft: str, draft_model: str | None, num_draft_tokens: int | None, model: str | None
 ) -> dict[str, str | int | None]:
-    """The attributes of engines that draft; none if nothing drafts.
-
-    Raises:
-        KvantError: there is no such draft model, or its tokenizer is another than the model's.
-    """
+    """The attributes of engines that draft; none if nothing drafts."""
     if draft_model is None:
         return {} if draft == "none" else {"draft": draft}
     from kvant.engine.drafting.same_tokenizer import check_folders

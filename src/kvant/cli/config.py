@@ -16,8 +16,7 @@ import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 from kvant.cli import options
-from kvant.cli.bad_value import BadValueError
-from kvant.cli.defaults import Defaults
+from kvant.cli.defaults import BadValueError, Defaults
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import KvantError, did_you_mean, one_line
 from kvant.files import read_given
@@ -27,7 +26,6 @@ MAX_BYTES = 32 * 1024  # the reader of TOML takes more than linear time
 PATH_VARIABLE, MODEL_VARIABLE = "KVANT_CONFIG", "KVANT_MODEL"
 COMMANDS = ("generate", "chat", "serve", "plan", "report")  # that take defaults from it
 PRESETS = "presets"
-NOT_IN_A_PRESET = ("preset",)
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list of strings"}
 
 Flags = Mapping[str, tuple[str, Any]]  # a flag without its dashes -> its parameter, and the kind of its value
@@ -35,13 +33,9 @@ Flags = Mapping[str, tuple[str, Any]]  # a flag without its dashes -> its parame
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A config file's tables as they are written.
+    """A config file's tables as they are written."""
 
-    Attributes:
-        path: of the file; None: there is none.
-    """
-
-    path: Path | None
+    path: Path | None  # of the file; None: there is none
     shared: Mapping[str, Any] = field(default_factory=dict)
     commands: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -103,7 +97,7 @@ def checked_presets(settings: Settings) -> dict[str, dict[str, Any]]:
     """The presets by name, each as values by parameter."""
     if not settings.presets:
         return {}
-    flags = {flag: kind for flag, kind in shared_flags().items() if flag not in NOT_IN_A_PRESET}
+    flags = {flag: kind for flag, kind in shared_flags().items() if flag != "preset"}
     return {
         name: check(settings, f"{PRESETS}.{name}.", table, flags, "a preset")
         for name, table in settings.presets.items()
@@ -166,10 +160,9 @@ def _flags(parameters: Iterable[tuple[str, Any]]) -> Flags:
 
 def _kind(annotation: Any) -> type:
     """bool, int, float, str or list, of an annotation such as ``list[str] | None``."""
-    kinds = [kind for kind in get_args(annotation) if kind is not type(None)] or [annotation]
-    if list in (annotation, get_origin(annotation), get_origin(kinds[0])):
-        return list
-    return kinds[0] if kinds[0] in (bool, int, float) else str  # a path is a string
+    kind = next((kind for kind in get_args(annotation) if kind is not type(None)), annotation)
+    kind = get_origin(kind) or kind
+    return kind if kind in (bool, int, float, list) else str  # a path is a string
 
 
 def config(

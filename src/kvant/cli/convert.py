@@ -1,20 +1,18 @@
 """``kvant convert``: a model folder to a quantized one."""
 
 import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from kvant.cli import interrupts, options
 from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
+from kvant.cli.terminal import say
 from kvant.engine.load import find_model
 from kvant.sizes import format_bytes
-from kvant.tools.convert.convert import Conversion, convert_folder
+from kvant.tools.convert.convert import convert_folder
 from kvant.tools.convert.new_folder import remove_leftovers
 from kvant.tools.convert.weight_format import WeightFormat
 
@@ -59,40 +57,13 @@ def convert(
     if not dest:
         raise BadValueError("DEST is empty; expected a folder's path")
     folder, target = find_model(source), Path(dest)
-    _say([f"{part}: removed; a convert that was killed had left it" for part in remove_leftovers(target)], quiet)
-    with _terminable(), LateProgress("converting", quiet=quiet) as progress:
+    for part in remove_leftovers(target):
+        say(f"{part}: removed; a convert that was killed had left it", quiet)
+    signal.signal(signal.SIGTERM, interrupts.leave)  # as at Ctrl-C, nothing half-written is left
+    with interrupts.patient(), LateProgress("converting", quiet=quiet) as progress:
         done = convert_folder(folder, target, chosen, progress.update)
-    _say(_told(dest, chosen, done), quiet)
-
-
-def _say(lines: list[str], quiet: bool) -> None:
-    if not quiet:
-        print("".join(f"{line}\n" for line in lines), end="", file=sys.stderr)
-
-
-def _told(dest: str, chosen: WeightFormat, done: Conversion) -> list[str]:
-    lines = [
-        f"{dest}: {format_bytes(done.source_bytes)} became {format_bytes(done.bytes)}, "
-        f"{done.bits_per_weight:.2f} bits a weight"
-    ]
+    sizes = f"{format_bytes(done.source_bytes)} became {format_bytes(done.bytes)}"
+    say(f"{dest}: {sizes}, {done.bits_per_weight:.2f} bits a weight", quiet)
     if done.unquantized:
-        more = f" and {len(done.unquantized) - 1} more" if len(done.unquantized) > 1 else ""
-        lines.append(
-            f"not quantized, groups of {chosen.group_size} do not divide the width: {done.unquantized[0]}{more}"
-        )
-    return lines
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """End at SIGTERM as at Ctrl-C, so that nothing half-written is left."""
-
-    def end(number: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        with interrupts.patient():
-            yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        which = done.unquantized[0] + (f" and {len(done.unquantized) - 1} more" if len(done.unquantized) > 1 else "")
+        say(f"not quantized, groups of {chosen.group_size} do not divide the width: {which}", quiet)

@@ -4,29 +4,25 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import typer
+from typer.exceptions import TyperException
 
-from kvant.cli.bad_value import BadValueError
 from kvant.engine.sampling import NEUTRAL, OPTIONS
 from kvant.errors import did_you_mean
 
 OF_THE_TEMPLATE = ("system_prompt", "chat_template_config")  # they do nothing without a chat template
 
 
-class Defaults(dict[str, Any]):
-    """Defaults by parameter, as a command's context takes them.
+class BadValueError(TyperException):
+    """A value that a flag cannot take: it names the flag, what was given and what was expected. The exit code is 2."""
 
-    Attributes:
-        sources: by parameter, where its default comes from, in words.
-    """
+    exit_code = 2
+
+
+class Defaults(dict[str, Any]):
+    """Defaults by parameter, as a command's context takes them; ``sources`` says in words where each comes from."""
 
     def __init__(self, parameters: Iterable[str], presets: Mapping[str, Mapping[str, Any]], place: str) -> None:
-        """No default yet.
-
-        Args:
-            parameters: of the command.
-            presets: values by parameter, for :meth:`use`.
-            place: where presets are written, in words.
-        """
+        """No default yet; ``presets`` are for :meth:`use`, and ``place`` says where they are written."""
         super().__init__()
         self.sources: dict[str, str] = {}
         self._parameters, self._presets, self._place = set(parameters), presets, place
@@ -48,8 +44,7 @@ class Defaults(dict[str, Any]):
 def settings_used(context: typer.Context, values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
     """The values that come from the config file, a preset or the environment: name -> value and source, in words.
 
-    One that would have no effect beside a value of another source is taken back to its default: nobody asked for the
-    two together.
+    A value that has no effect beside one of another source is dropped: nobody asked for the two together.
     """
     defaults = context.default_map
     if not isinstance(defaults, Defaults):

@@ -52,19 +52,11 @@ def doctor(
 
 
 def _group_parts(found: "RankDiagnosis") -> Iterator[Union[str, "Table"]]:
-    yield terminal.table(
-        ("rank", "machine", "device", "memory", "MLX"),
-        (
-            (
-                str(each.rank),
-                each.host,
-                f"{each.environment.device}, {each.environment.cores} cores",
-                format_bytes(each.memory_bytes),
-                each.environment.versions["mlx"],
-            )
-            for each in found.ranks
-        ),
-    )
+    rows = []
+    for each in found.ranks:
+        device, mlx = f"{each.environment.device}, {each.environment.cores} cores", each.environment.versions["mlx"]
+        rows.append((str(each.rank), each.host, device, format_bytes(each.memory_bytes), mlx))
+    yield terminal.table(("rank", "machine", "device", "memory", "MLX"), rows)
     for each in found.ranks:
         if each.round_trip_ms is not None:
             other = (each.rank + 1) % len(found.ranks)

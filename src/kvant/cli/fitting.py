@@ -1,10 +1,10 @@
 """Plans held against a machine, and what to say if one does not fit."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
-from kvant.cli.options import AUTO, PARALLEL, BadValueError, KvSize
+from kvant.cli.options import AUTO, PARALLEL, KvSize, named
 from kvant.errors import ContextError, ModelError
 from kvant.machine import Machine
 from kvant.models.caches import DEFAULT_RESERVATION
@@ -30,7 +30,8 @@ def plan_that_fits(
     """The plan of a run, which is refused with a ContextError if it does not fit into the machine."""
     made = plan_for(checkpoint, settings, max_kv_size, machine, split_pairs)
     if made.total > machine.limit_bytes:
-        raise ContextError(f"{describe(made, machine)}; {what_fits(checkpoint, made, machine, split_pairs)}")
+        longest = longest_by_bits(settings, lambda chosen: longest_on(checkpoint, chosen, machine, split_pairs))
+        raise ContextError(f"{describe(made, machine)}; {what_fits(made, longest)}")
     return made
 
 
@@ -38,7 +39,7 @@ def plan_for(
     checkpoint: AnyCheckpoint, settings: Settings, max_kv_size: KvSize, machine: Machine, split_pairs: Pairs = None
 ) -> MemoryPlan:
     """The plan of a run, whether it fits or not; for "auto", of the longest context that does, or of a single token."""
-    tokens, device = _asked(checkpoint, max_kv_size), machine.device
+    tokens, device = tokens_asked(checkpoint, max_kv_size), machine.device
     with named_format(settings):
         if tokens is None:
             tokens = max(1, longest_on(checkpoint, settings, machine, split_pairs).tokens)
@@ -58,7 +59,8 @@ def ranks_that_fit(
         rank = made.fullest
         layers = "" if made.layers is None else f" with layers {describe_layers(made.layers[rank])}"
         line = describe(made.plans[rank], made.machines[rank], f" on rank {rank} of {len(made.plans)}{layers}")
-        raise ContextError(f"{line}; {what_fits_ranks(checkpoint, made)}")
+        longest = longest_by_bits(settings, lambda own: RankPlanner(checkpoint, machines, made.parallel, own).longest())
+        raise ContextError(f"{line}; {what_fits(made.plans[0], longest)}")
     return made
 
 
@@ -71,11 +73,9 @@ def ranks_for(
 ) -> RankPlan:
     """The plan of a run on several machines, whether it fits or not; "auto" as in :func:`plan_for`.
 
-    Args:
-        machines: of the ranks, rank 0's first.
-        parallel: how the model is divided; None: as a pipeline, unless that does not fit and tensor parallel does.
+    The model is divided as ``parallel`` says; by default as a pipeline, unless only tensor parallel fits.
     """
-    tokens = _asked(checkpoint, max_kv_size)
+    tokens = tokens_asked(checkpoint, max_kv_size)
     made: list[RankPlan] = []
     refused: list[ModelError] = []
     for kind in PARALLEL if parallel is None else (parallel,):
@@ -93,7 +93,7 @@ def ranks_for(
     return made[0]
 
 
-def _asked(checkpoint: AnyCheckpoint, max_kv_size: KvSize) -> int | None:
+def tokens_asked(checkpoint: AnyCheckpoint, max_kv_size: KvSize) -> int | None:
     """The tokens to reserve; None: as many as fit. More than the model's context are refused."""
     context = checkpoint.config.max_position_embeddings
     if isinstance(max_kv_size, int) and context is not None and max_kv_size > context:
@@ -109,17 +109,9 @@ def longest_on(
     return longest_context(checkpoint, limit, settings=settings, device=device, split_pairs=split_pairs)
 
 
-@contextmanager
-def named_format(settings: Settings) -> Iterator[None]:
+def named_format(settings: Settings) -> AbstractContextManager[None]:
     """A ValueError in the block is of the cache's format: it becomes a BadValueError that begins with its flags."""
-    try:
-        yield
-    except ContextError:
-        raise
-    except ValueError as error:
-        raise BadValueError(
-            f"--kv-bits {settings.cache.kv_bits} --kv-group-size {settings.cache.kv_group_size}: {error}"
-        ) from error
+    return named(f"--kv-bits {settings.cache.kv_bits} --kv-group-size {settings.cache.kv_group_size}")
 
 
 def describe(made: MemoryPlan, machine: Machine, on: str = "") -> str:
@@ -144,19 +136,6 @@ def describe_layers(layers: range) -> str:
     return f"{layers.start}" if len(layers) == 1 else f"{layers.start} to {layers.stop - 1}"
 
 
-def what_fits(checkpoint: AnyCheckpoint, made: MemoryPlan, machine: Machine, split_pairs: Pairs = None) -> str:
-    """The flags that would make a plan fit, or that none would."""
-    return _ways(made, lambda settings: longest_on(checkpoint, settings, machine, split_pairs))
-
-
-def what_fits_ranks(checkpoint: AnyCheckpoint, made: RankPlan) -> str:
-    """The same of several machines."""
-    return _ways(
-        made.plans[0],
-        lambda settings: RankPlanner(checkpoint, made.machines, made.parallel, settings).longest(),
-    )
-
-
 def longest_by_bits(settings: Settings, longest: Callable[[Settings], LongestContext]) -> dict[int, LongestContext]:
     """The longest contexts by bits of the cache, 0 for the compute dtype's; without those the model cannot have."""
     found = {}
@@ -166,8 +145,9 @@ def longest_by_bits(settings: Settings, longest: Callable[[Settings], LongestCon
     return found
 
 
-def _ways(made: MemoryPlan, longest: Callable[[Settings], LongestContext]) -> str:
-    found = {bits or 16: one.tokens for bits, one in longest_by_bits(made.settings, longest).items()}
+def what_fits(made: MemoryPlan, longest: Mapping[int, LongestContext]) -> str:
+    """The flags that would make a plan fit, or that none would; ``longest`` is by bits of the cache."""
+    found = {bits or 16: one.tokens for bits, one in longest.items()}
     own = made.settings.cache.kv_bits or 16
     ways = [f"--max-kv-size {found[own]}"] if found[own] else []
     ways += [f"--kv-bits {bits}" for bits, fits in found.items() if bits < own and fits >= made.max_kv_size][:1]

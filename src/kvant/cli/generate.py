@@ -8,18 +8,19 @@ from typing import Annotated
 
 import typer
 
+from kvant.cache import ModelCache
 from kvant.cli import options, ranks
 from kvant.cli import prompt_cache_file as cache_file
 from kvant.cli.answer_output import AnswerOutput
 from kvant.cli.defaults import OF_THE_TEMPLATE
-from kvant.cli.follow import follow
 from kvant.cli.options import BadValueError, RunOptions
 from kvant.cli.progress import LateProgress
 from kvant.cli.prompt import check_first_word, read_prompt, split_arguments
 from kvant.cli.prompts_file import Line, read_lines
 from kvant.cli.question import Question, prepare
 from kvant.cli.sampling import drawn_seed
-from kvant.cli.session import Session, load_session, open_session
+from kvant.cli.session import Session, follow, load_session, open_session
+from kvant.cli.terminal import say
 from kvant.engine.draw import greedy
 from kvant.engine.request import PromptProgress, Request
 from kvant.engine.response import GenerationResponse
@@ -94,8 +95,7 @@ def generate(
     if sequences is not None and not together:
         raise BadValueError(f"--sequences is {sequences}, which has no effect without --prompts-file or --n")
     if deterministic:
-        options.check_deterministic(run.prefill_step_size, run.draft, run.draft_model)
-    ranks.refuse_draft_model(run.draft_model)
+        options.check_deterministic(run)
     if prompts_file is not None:
         one = {"--prompt": prompt, "--n": n if n > 1 else None, "--prefill-response": prefill}
         for flag, given in (one | {"--prompt-cache-file": prompt_cache_file}).items():
@@ -107,7 +107,7 @@ def generate(
     run = replace(run, model=options.choose_model(context, model, run.model))
     if model is not None and (text is not None or prompts_file is not None):
         check_first_word(model, None if prompts_file is None else "--prompts-file")
-    ranks.refuse(prompt_cache_file=prompt_cache_file)
+    ranks.refuse(prompt_cache_file, run.draft_model)
     follow(run)
     if prompts_file is not None:
         lines = read_lines(prompts_file, sampling)
@@ -122,8 +122,7 @@ def generate(
     drawn = drawn_seed() if sampling.seed is None else sampling.seed
     if session.sampling(sampling, drawn)[0] is greedy and n > 1:
         raise BadValueError(f"--n is {n}; with --temp 0 every answer is the same")
-    if not run.quiet:
-        print(session.sampling_line + ", where a line says nothing else" * of_a_file, file=sys.stderr)
+    say(session.sampling_line + ", where a line says nothing else" * of_a_file, run.quiet)
     questions = [prepare(session, run, line, drawn, plain=ignore_chat_template, begun=prefill) for line in lines]
     # On a terminal the answers of a file themselves say how far it is.
     quiet = run.quiet or (of_a_file and sys.stdout.isatty())
@@ -138,6 +137,7 @@ def generate(
         else:
             answers = _answer(session, run, questions[0], prompt_cache_file, progress.update)
         output = AnswerOutput(session, run, questions, n, prefill or "", json_lines=json_lines, of_a_file=of_a_file)
+        kept: ModelCache | None = None
         try:
             for number, response in answers:
                 if of_a_file:
@@ -145,6 +145,10 @@ def generate(
                 else:
                     progress.stop()
                 output.write(number, response)
+                if number == n * len(questions) - 1:
+                    kept = response.cache if together else session.cache
+            if prompt_cache_file is not None and kept is not None:
+                kept.save(prompt_cache_file)
         finally:
             progress.stop()
             output.end()
@@ -168,11 +172,4 @@ def _answer(
     )
     scheduler = CacheScheduler(session.model, session.cache, prefill_step_size=run.prefill_step_size)
     answer = responses(scheduler, [Wanted(request, question.stop)], session.tokenizer, started)
-
-    def saved() -> Iterator[tuple[int, GenerationResponse]]:
-        for response in answer:
-            yield 0, response
-        if file is not None:
-            session.cache.save(file)
-
-    return saved()
+    return ((0, response) for response in answer)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 from kvant.errors import EXIT_INTERRUPTED
 
@@ -24,8 +25,7 @@ _reacted = threading.Event()
 _patience = 0  # above 0: something may take as long as it needs
 _held = 0  # above 0: KeyboardInterrupt waits
 _waiting = False  # one does
-_at_deadline: list[Callable[[], None]] = []
-_restore: list[Callable[[], None]] = []  # what puts the terminal back before the process ends by itself
+_at_deadline: list[Callable[[], None]] = []  # what is done before the process ends by itself
 
 
 def begin(early: Handler | None) -> None:
@@ -73,18 +73,23 @@ def held() -> Iterator[None]:
 
 
 def at_deadline(act: Callable[[], None]) -> None:
-    """From here on ``act`` is done first where the process ends at the deadline. It may run in another thread."""
+    """From here on ``act`` is done first if the process ends at the deadline. It may run in another thread."""
     _at_deadline.append(act)
 
 
 @contextmanager
 def restoring(act: Callable[[], None]) -> Iterator[None]:
-    """Inside, ``act`` is done where the process ends at the deadline. It may run in another thread."""
-    _restore.append(act)
+    """Inside, ``act`` is done as by :func:`at_deadline`: it puts the terminal back."""
+    _at_deadline.append(act)
     try:
         yield
     finally:
-        _restore.remove(act)
+        _at_deadline.remove(act)
+
+
+def leave(number: int, frame: object) -> NoReturn:
+    """Handle a signal: end as a command does, so that what was begun is undone or saved."""
+    sys.exit(128 + number)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
@@ -103,7 +108,7 @@ def _watch(reading: int) -> None:
         if not _reacted.wait(DEADLINE_S) and not _patience:
             if sys.stderr is not None and sys.stderr.isatty():
                 os.write(2, SHOW_CURSOR.encode())
-            for act in (*_at_deadline, *_restore):
+            for act in [*_at_deadline]:
                 act()
             os._exit(EXIT_INTERRUPTED)
         _reacted.clear()

@@ -21,9 +21,10 @@ from typing import Annotated, Any
 import typer
 
 from kvant.cli import interrupts
-from kvant.cli.bad_value import BadValueError
+from kvant.cli.defaults import BadValueError
 from kvant.cli.ranks import COMMANDS, LAUNCHER
-from kvant.errors import EXIT_INTERRUPTED, RanksError, did_you_mean, one_line
+from kvant.errors import EXIT_INTERRUPTED, KvantError, did_you_mean, one_line
+from kvant.files import read_given
 
 MAX_RANKS, MAX_HOSTS_BYTES = 64, 2**20
 # Below those that a system gives to connections: one of any process could take a rank's port before it listens there,
@@ -36,21 +37,15 @@ LOOK_S = 0.1
 START = ("-P", "-c", "from kvant_command import main; main()")
 
 
-def complete_commands(incomplete: str) -> list[str]:
-    """Give the commands that a shell completes."""
-    return [name for name in COMMANDS if name.startswith(incomplete)]
-
-
-Command = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="-- COMMAND", help=f"One of {', '.join(COMMANDS)}, and its own flags.", autocompletion=complete_commands
-    ),
-]
-
-
 def launch(
-    command: Command = None,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- COMMAND",
+            help=f"One of {', '.join(COMMANDS)}, and its own flags.",
+            autocompletion=lambda incomplete: [name for name in COMMANDS if name.startswith(incomplete)],
+        ),
+    ] = None,
     *,
     ranks: Annotated[int | None, typer.Option("--ranks", "-n", help="Run so many ranks, all on this machine.")] = None,
     hostfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Run a rank on each of MLX's hosts.")] = None,
@@ -83,14 +78,8 @@ def launch(
     elif ranks is not None:
         env = [f"{LAUNCHER}={os.getpid()}", *(env or [])]
         starting_port = free_ports(1 + ranks) + 1 if starting_port is None else starting_port  # the guard's is below
-    given = {
-        "repeat-hosts": ranks,
-        "hostfile": hostfile,
-        "backend": backend,
-        "starting-port": starting_port,
-        "cwd": cwd,
-    }
-    flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    given = {"repeat-hosts": ranks, "hostfile": hostfile, "backend": backend, "starting-port": starting_port}
+    flags = [f"--{name}={value}" for name, value in (given | {"cwd": cwd}).items() if value is not None]
     flags += [f"--env={text}" for text in env or []]
     codes = _run([*flags, f"--python={python or sys.executable}", "--", *START, *words], talks=words[0] == "chat")
     first = codes.get(0, 1)
@@ -100,13 +89,10 @@ def launch(
 
 def read_hosts(path: Path) -> list[str]:
     """Give the names of the hosts in MLX's host file."""
-    from kvant.files import open_regular
-
     try:
-        with open_regular(path.resolve(), path, RanksError) as file:
-            raw = json.loads(file.read(MAX_HOSTS_BYTES))
+        raw = json.loads(read_given(path, MAX_HOSTS_BYTES))
         names = [host["ssh"] for host in (raw["hosts"] if isinstance(raw, dict) else raw)]
-    except (RanksError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except (KvantError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise BadValueError(f"--hostfile: {path} is no host file: {one_line(error)}") from error
     for rank, name in enumerate(names):
         if not isinstance(name, str) or not name or name[0] == "-" or not name.isprintable():
@@ -127,9 +113,7 @@ def free_ports(count: int) -> int:
 def _run(arguments: Sequence[str], *, talks: bool) -> Mapping[int, int]:
     """Run mlx.launch in this process. Returns the ranks' exit codes, which it keeps to itself.
 
-    Args:
-        arguments: mlx.launch's.
-        talks: standard input goes to the ranks, of which rank 0 alone reads it.
+    If ``talks``, standard input goes to the ranks, of which rank 0 alone reads it.
     """
     from mlx._distributed_utils import launch as module
 

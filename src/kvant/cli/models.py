@@ -26,25 +26,16 @@ MAX_COUNT = 10**8  # no model has more heads, layers or tokens; a config of the 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A model. None stands for an unknown value.
-
-    Attributes:
-        bytes: of all its files that are known.
-        context: in tokens.
-        cache_bytes_per_token: bits of a cached value -> bytes; below 16 bits in groups of 32 with float16 scales.
-        here: "embedded", "yes", "no", or "changed" since it was verified; only the first two can be loaded.
-        way: "native": kvant's own decoder computes it; "bridged": mlx-lm's class, with kvant's cache; or "refused".
-        problem: the change, or why it is refused.
-    """
+    """A model. None stands for an unknown value."""
 
     name: str
-    bytes: int
-    context: int | None
-    cache_bytes_per_token: dict[int, float] | None
+    bytes: int  # of all its files that are known
+    context: int | None  # in tokens
+    cache_bytes_per_token: dict[int, float] | None  # by bits of a value; below 16 in groups of 32 with float16 scales
     license: str | None
-    here: str
-    way: str | None
-    problem: str | None = None
+    here: str  # "embedded", "yes", "no", or "changed" since it was verified; only the first two can be loaded
+    way: str | None  # "native": kvant's decoder; "bridged": mlx-lm's class, with kvant's cache; or "refused"
+    problem: str | None = None  # the change, or why it is refused
 
 
 def models(
@@ -68,22 +59,15 @@ def models(
 def _table(rows: list[Row]) -> "Iterator[RenderableType]":
     numbers = ["MB", "context", *(f"{bits} bits" for bits in CACHE_BITS)]
     several = any(row.way not in (None, "native") for row in rows)
-    texts = [
-        [
-            row.name,
-            _shown(row.bytes / 1e6),
-            _shown(row.context),
-            *(_shown((row.cache_bytes_per_token or {}).get(bits)) for bits in CACHE_BITS),
-            row.license or "",
-            *([row.way or ""] if several else []),
-            row.here,
-        ]
-        for row in rows
-    ]
+    texts = []
+    for row in rows:
+        sizes = [(row.cache_bytes_per_token or {}).get(each) for each in CACHE_BITS]
+        shown = ["" if size is None else f"{size:,.0f}" for size in (row.bytes / 1e6, row.context, *sizes)]
+        texts.append([row.name, *shown, row.license or "", *([row.way or ""] if several else []), row.here])
     columns = ["name", *numbers, "license", *(["way"] if several else []), "here"]
     yield terminal.table(columns, texts, right=numbers, padding=0)
-    sizes = ", ".join(map(str, CACHE_BITS))
-    yield f"{sizes} bits: bytes of cache a token, in groups of {GROUP} with float16 scales below 16"
+    bits = ", ".join(map(str, CACHE_BITS))
+    yield f"{bits} bits: bytes of cache a token, in groups of {GROUP} with float16 scales below 16"
     yield (
         f"{len(ARCHITECTURES)} architectures are native, {len(_bridged())} more bridged: mlx-lm's model, kvant's cache "
         "(--architectures names them)"
@@ -99,31 +83,25 @@ def _rows() -> list[Row]:
     rows = [_row(POCKET, read_json(pocket / "config.json"), "MIT", size, "embedded")]
     here = {reference: found for found in weights.pulled() for reference in found.references}
     for name, model in weights.known_models().items():
-        if name in here:
-            rows.append(_pulled_row(name, here.pop(name), model.config, model.license))
-        else:
-            size = sum(file.bytes for file in model.files if file.bytes is not None)
-            rows.append(_row(name, model.config, model.license, size, "no"))
+        size = sum(file.bytes for file in model.files if file.bytes is not None)
+        rows.append(_row(name, model.config, model.license, size, "no", here.pop(name, None)))
     for reference, found in here.items():
         try:
             config = read_json(found.folder / "config.json")
         except ModelError:
             config = {}
-        rows.append(_pulled_row(reference, found, config, None))
+        rows.append(_row(reference, config, None, 0, "yes", found))
     return rows
 
 
-def _pulled_row(name: str, found: weights.Pulled, config: Mapping[str, Any], terms: str | None) -> Row:
-    size = sum(file.bytes for file in found.files.values())
-    return _row(name, config, terms, size, "changed" if found.problem else "yes", found.problem)
-
-
 def _row(
-    name: str, config: Mapping[str, Any], terms: str | None, size: int, here: str, problem: str | None = None
+    name: str, config: Mapping[str, Any], terms: str | None, size: int, here: str, pulled: weights.Pulled | None = None
 ) -> Row:
-    way, reason = way_of(config)
-    context = _count(config, "max_position_embeddings")
-    return Row(name, size, context, cache_bytes(config), terms, here, way, problem or reason)
+    way, problem = way_of(config)
+    if pulled is not None:
+        size, here = sum(file.bytes for file in pulled.files.values()), "changed" if pulled.problem else "yes"
+        problem = pulled.problem or problem
+    return Row(name, size, _count(config, "max_position_embeddings"), cache_bytes(config), terms, here, way, problem)
 
 
 def way_of(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -147,26 +125,19 @@ def _bridged() -> list[str]:
 
 
 def _architectures() -> list[dict[str, str | None]]:
-    ways: list[dict[str, str | None]] = [
-        {"model_type": name, "way": "native", "reason": None} for name in sorted(ARCHITECTURES)
-    ]
-    ways += [
-        {"model_type": name, "way": "bridged", "reason": "only on a Mac" if name in NEEDS_METAL else None}
-        for name in _bridged()
-    ]
-    return ways + [{"model_type": name, "way": "refused", "reason": reason} for name, reason in sorted(REFUSED.items())]
+    ways: list[tuple[str, str, str | None]] = [(name, "native", None) for name in sorted(ARCHITECTURES)]
+    ways += [(name, "bridged", "only on a Mac" if name in NEEDS_METAL else None) for name in _bridged()]
+    ways += [(name, "refused", reason) for name, reason in sorted(REFUSED.items())]
+    return [dict(zip(("model_type", "way", "reason"), way, strict=True)) for way in ways]
 
 
 def cache_bytes(config: Mapping[str, Any]) -> dict[int, float] | None:
     """Bytes a cached token takes, by bits of a value; None where the config does not say its shape."""
-    layers, heads = _count(config, "num_hidden_layers"), _count(config, "num_attention_heads")
-    hidden, kv_heads, head_dim = _count(config, "hidden_size"), heads, None
-    if config.get("num_key_value_heads") is not None:
-        kv_heads = _count(config, "num_key_value_heads")
+    layers, heads, hidden = (_count(config, key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    kv_heads = heads if config.get("num_key_value_heads") is None else _count(config, "num_key_value_heads")
+    head_dim = hidden // heads if hidden and heads else None
     if config.get("head_dim") is not None:
         head_dim = _count(config, "head_dim")
-    elif hidden and heads:
-        head_dim = hidden // heads
     if not layers or not kv_heads or not head_dim:
         return None
     values = 2 * layers * kv_heads * head_dim
@@ -177,7 +148,3 @@ def _count(config: Mapping[str, Any], key: str) -> int | None:
     """A positive number of the config; None where it is anything else."""
     value = config.get(key)
     return value if type(value) is int and 0 < value <= MAX_COUNT else None
-
-
-def _shown(number: float | None) -> str:
-    return "" if number is None else f"{number:,.0f}"

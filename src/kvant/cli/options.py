@@ -14,7 +14,7 @@ import typer
 
 from kvant.cache.options import DEFAULT_KV_GROUP_SIZE, CacheOptions
 from kvant.cache.pages import PAGE_SIZE
-from kvant.cli.bad_value import BadValueError as BadValueError  # here for the commands
+from kvant.cli.defaults import BadValueError as BadValueError  # here for the commands
 from kvant.cli.defaults import Defaults, settings_used, source_of
 from kvant.engine.drafting.drafts import Source
 from kvant.engine.load import POCKET
@@ -26,9 +26,11 @@ from kvant.operators.dispatch import VARIABLE, choose
 
 @contextmanager
 def named(flag: str) -> Iterator[None]:
-    """A ValueError in the block becomes a BadValueError that begins with the flag."""
+    """A ValueError in the block becomes a BadValueError that begins with the flag; kvant's own errors pass."""
     try:
         yield
+    except KvantError:
+        raise
     except ValueError as error:
         raise BadValueError(f"{flag}: {error}") from error
 
@@ -90,9 +92,10 @@ LogitBias = Annotated[
 
 
 @dataclass(frozen=True)
-class ModelFlags:
-    """Which model, and what the config file has for it."""
+class RunOptions:
+    """The flags of a command that runs a model, beside those of sampling: for config file and presets, too."""
 
+    # Which model.
     model: Model = POCKET
     preset: Annotated[
         str | None,
@@ -101,15 +104,7 @@ class ModelFlags:
         ),
     ] = None
     adapter_path: AdapterPath = None
-
-    def __post_init__(self) -> None:
-        check_text(model=self.model, adapter_path=self.adapter_path)
-
-
-@dataclass(frozen=True)
-class AnswerFlags:
-    """What is said to the model, and what ends its answer."""
-
+    # What is said to it, and what ends its answer.
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Generate at most this many tokens.")] = 256
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None
     extra_eos_token: Annotated[
@@ -123,21 +118,7 @@ class AnswerFlags:
         str | None,
         typer.Option(metavar="JSON", help="Variables for the chat template, such as '{\"enable_thinking\": false}'."),
     ] = None
-
-    def __post_init__(self) -> None:
-        check_counts(max_tokens=self.max_tokens)
-        check_text(system_prompt=self.system_prompt)
-        check_stop(self.stop or ())
-        check_text(**{"--extra-eos-token": "".join(self.extra_eos_token or ())})
-        template_variables(self.chat_template_config)
-        if self.ignore_eos and self.extra_eos_token:
-            raise BadValueError("--extra-eos-token ends a text, and --ignore-eos goes on past all that ends one")
-
-
-@dataclass(frozen=True)
-class CacheFlags:
-    """How the cache stores tokens, how many, and how they are read and fed."""
-
+    # How the cache stores tokens, how many, and how they are read and fed.
     kv_bits: Annotated[int, typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization.")] = 8
     kv_group_size: Annotated[
         int | None, typer.Option(help="Cached values that share one scale; divides the head dimension; default: 32.")
@@ -165,29 +146,7 @@ class CacheFlags:
         ),
     ] = None
     prefill_step_size: PrefillStepSize = 512
-
-    def __post_init__(self) -> None:
-        check_counts(prefill_step_size=self.prefill_step_size)
-        kv_size(self.max_kv_size)
-        check_kernels(self.kernels)
-        _ = self.cache
-
-    @property
-    def cache(self) -> CacheOptions:
-        """How caches and pools store their tokens."""
-        if self.kv_bits == 0 and self.kv_group_size is not None:
-            raise BadValueError(f"--kv-group-size is {self.kv_group_size}, but --kv-bits 0 does not quantize")
-        group = DEFAULT_KV_GROUP_SIZE if self.kv_group_size is None else self.kv_group_size
-        try:
-            return CacheOptions(self.kv_bits, group, self.kv_bias_split, self.kernels)
-        except ArgumentError as error:
-            raise BadValueError(error.worded(flag)) from error
-
-
-@dataclass(frozen=True)
-class DraftFlags:
-    """What drafts."""
-
+    # What drafts.
     draft: Annotated[
         Source,
         typer.Option(
@@ -204,15 +163,7 @@ class DraftFlags:
         ),
     ] = None
     num_draft_tokens: NumDraftTokens = None
-
-    def __post_init__(self) -> None:
-        check_draft(self.draft, self.draft_model, self.num_draft_tokens)
-
-
-@dataclass(frozen=True)
-class RunOptions(DraftFlags, CacheFlags, AnswerFlags, ModelFlags):
-    """The flags of a command that runs a model, beside those of sampling: for config file and presets, too."""
-
+    # How it runs, and what is printed.
     parallel: Annotated[
         str | None,
         typer.Option(
@@ -234,11 +185,29 @@ class RunOptions(DraftFlags, CacheFlags, AnswerFlags, ModelFlags):
     origins: Mapping[str, tuple[Any, str]] = field(default_factory=dict, metadata={"flag": False})
 
     def __post_init__(self) -> None:
-        ModelFlags.__post_init__(self)
-        AnswerFlags.__post_init__(self)
-        CacheFlags.__post_init__(self)
-        DraftFlags.__post_init__(self)
+        check_text(model=self.model, adapter_path=self.adapter_path, system_prompt=self.system_prompt)
+        check_counts(max_tokens=self.max_tokens, prefill_step_size=self.prefill_step_size)
+        for text in self.stop or ():
+            check_text(stop=text)
+            if not text:  # it would end every text before it begins
+                raise BadValueError("--stop is empty; expected a string")
+        check_text(**{"--extra-eos-token": "".join(self.extra_eos_token or ())})
+        template_variables(self.chat_template_config)
+        if self.ignore_eos and self.extra_eos_token:
+            raise BadValueError("--extra-eos-token ends a text, and --ignore-eos goes on past all that ends one")
+        kv_size(self.max_kv_size)
+        check_kernels(self.kernels)
+        _ = self.cache
+        check_draft(self.draft, self.draft_model, self.num_draft_tokens)
         check_parallel(self.parallel)
+
+    @property
+    def cache(self) -> CacheOptions:
+        """How caches and pools store their tokens."""
+        if self.kv_bits == 0 and self.kv_group_size is not None:
+            raise BadValueError(f"--kv-group-size is {self.kv_group_size}, but --kv-bits 0 does not quantize")
+        group = DEFAULT_KV_GROUP_SIZE if self.kv_group_size is None else self.kv_group_size
+        return CacheOptions(self.kv_bits, group, self.kv_bias_split, self.kernels)
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -290,7 +259,6 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             raise BadValueError("; ".join([said, *sources])) from error
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
 
@@ -307,6 +275,7 @@ def annotation(option: Field[Any]) -> Any:
 
 def choose_model(context: typer.Context, argument: str | None, option: Any) -> Any:
     """The model, given as an argument or with --model."""
+    check_text(model=argument or option)
     if argument is None:
         return option
     if source_of(context, "model") == "COMMANDLINE":
@@ -369,30 +338,24 @@ def check_draft(draft: str, draft_model: str | None, num_draft_tokens: int | Non
 
 def check_parallel(parallel: str | None) -> Literal["pipeline", "tensor"] | None:
     """A --parallel as it was written; one that is none is a usage error."""
-    for known in PARALLEL:
-        if parallel == known:
-            return known
-    if parallel is not None:
+    known = next((kind for kind in PARALLEL if kind == parallel), None)
+    if known is None and parallel is not None:
         raise BadValueError(f"--parallel is {parallel!r}; expected {' or '.join(PARALLEL)}")
-    return None
+    return known
 
 
-def check_deterministic(prefill_step_size: int, draft: str, draft_model: str | None) -> None:
+def check_deterministic(run: RunOptions) -> None:
     """Refuse beside --deterministic short chunks, and drafts: a step of more tokens rounds differently."""
-    if prefill_step_size < PAGE_SIZE:
-        raise BadValueError(
-            f"--prefill-step-size is {prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
-        )
-    for flag, given in (("--draft", None if draft == "none" else draft), ("--draft-model", draft_model)):
-        if given is not None:
-            raise BadValueError(f"{flag} is {given[:80]}; beside --deterministic it is not supported")
+    size = run.prefill_step_size
+    if size < PAGE_SIZE:
+        raise BadValueError(f"--prefill-step-size is {size}; --deterministic reads prompts in chunks of {PAGE_SIZE}")
+    for flag, given in (("--draft", run.draft), ("--draft-model", run.draft_model)):
+        if given not in (None, "none"):
+            raise BadValueError(f"{flag} is {given:.80}; beside --deterministic it is not supported")
 
 
 def check_kernels(kernels: str | None = None, name: str = "--kernels") -> None:
-    """Refuse kernels, or a KVANT_KERNELS without them, that are unknown or cannot be had on this machine.
-
-    ``name`` is how the user named them.
-    """
+    """Refuse kernels, by default of KVANT_KERNELS, that cannot be had here; ``name`` is how the user named them."""
     if kernels is None and not os.environ.get(VARIABLE):
         return  # nothing is asked for
     try:
@@ -408,11 +371,3 @@ def check_text(**texts: str | None) -> None:
             (text or "").encode()
         except UnicodeEncodeError:
             raise BadValueError(f"{name.replace('_', ' ')} is not valid UTF-8") from None
-
-
-def check_stop(stop: Sequence[str]) -> None:
-    """Refuse an empty stop string: it would end every text before it begins."""
-    for text in stop:
-        check_text(stop=text)
-        if not text:
-            raise BadValueError("--stop is empty; expected a string")

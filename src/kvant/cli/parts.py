@@ -23,21 +23,14 @@ from kvant.tools.plan import BridgedCheckpoint, Checkpoint, MemoryPlan, RankPlan
 
 @dataclass(frozen=True, slots=True)
 class Arranged:
-    """How a model is divided.
+    """How a model is divided."""
 
-    Attributes:
-        parallel: "pipeline" or "tensor".
-        layers: of each rank, in a pipeline.
-        total, arrays, scratch: bytes of this rank's plan.
-        plan: of every rank's memory; known to rank 0.
-    """
-
-    parallel: str
-    layers: Sequence[range]
-    total: int
+    parallel: str  # "pipeline" or "tensor"
+    layers: Sequence[range]  # of each rank, in a pipeline
+    total: int  # bytes of this rank's plan, as the next two
     arrays: int
     scratch: int
-    plan: RankPlan | None = None
+    plan: RankPlan | None = None  # of every rank's memory; known to rank 0
 
     @property
     def own(self) -> MemoryPlan:
@@ -73,13 +66,7 @@ def arrange(
     max_kv_size: KvSize,
     machine: Machine,
 ) -> Arranged:
-    """Compare the ranks' models and options, and divide the model by their memory. Every rank calls it.
-
-    Args:
-        options: those of the command that are the same on all ranks, by the names of its flags.
-        folder, checkpoint: of the model.
-        settings, max_kv_size, machine: as a plan takes them.
-    """
+    """Compare the ranks' models and ``options``, and divide the model by their memory. Every rank calls it."""
     guard = ranks.guard()
     assert guard is not None
     adapter = options["adapter_path"]

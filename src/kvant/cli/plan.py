@@ -1,6 +1,5 @@
 """``kvant plan``: what a run takes and whether a machine has it, before a weight is read or downloaded."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,12 +8,13 @@ from typing import Annotated
 
 import typer
 
-from kvant.cli import options
+from kvant.cli import options, terminal
 from kvant.cli import ranks as processes
 from kvant.cli.fitting import longest_by_bits, longest_on, plan_for, ranks_for
+from kvant.cli.launch import read_hosts
 from kvant.cli.options import BadValueError, RunOptions, Without
 from kvant.cli.parts import gather_machines
-from kvant.cli.plan_table import plan_record, print_plan, print_ranks, ranks_record
+from kvant.cli.plan_table import plan_lines, plan_record, ranks_lines, ranks_record
 from kvant.engine.load import POCKET, find_adapter, find_model
 from kvant.errors import ArgumentError, ModelError
 from kvant.machine import Device, Machine, default_device, machine_with, this_machine
@@ -85,14 +85,13 @@ def plan(
     """Plan a run's memory from config.json and file sizes alone. Exit code 0: it fits; 1: it does not."""
     model, draft_model = options.choose_model(context, model_argument, run.model), run.draft_model
     options.check_counts(sequences=sequences)
-    options.check_text(model=model, draft_model=draft_model)
     settings = Settings(run.cache, run.prefill_step_size, sequences=sequences)
     reserved = options.kv_size(run.max_kv_size)
     weight_format = _weight_format(weight_bits, weight_group_size)
     kind = options.check_parallel(run.parallel)
     sizes = [] if memory is None else [_size(text) for text in memory.split(",")]
     running = _running_ranks({"--ranks": ranks, "--hostfile": hostfile, "--memory": memory, "--device": device})
-    names = _hosts(hostfile, ranks)
+    names = [] if hostfile is None else read_hosts(Path(hostfile))
     count = len(running) or _count(ranks, names, sizes, kind)
     machines = running or [_machine(device, size) for size in sizes] or [_machine(device, None)]
     checkpoint = _checkpoint(model, remote)
@@ -111,21 +110,16 @@ def plan(
         note = "" if sizes or running else "all machines are taken to be like this one; --memory says what they have"
         made = ranks_for(checkpoint, settings, reserved, machines, kind)
         of_ranks = {kind: _longest_of_ranks(checkpoint, settings, machines, kind) for kind in options.PARALLEL}
-        if as_json:
-            print(json.dumps(ranks_record(model, checkpoint, made, of_ranks, names), indent=2))
-        else:
-            print_ranks(model, checkpoint, made, of_ranks, names, note)
-        fits = made.fits
+        record, fits = ranks_record(model, checkpoint, made, of_ranks, names), made.fits
+        lines = ranks_lines(model, checkpoint, made, of_ranks, names, note)
     else:
         machine = machines[0]
         alone = plan_for(checkpoint, settings, reserved, machine)
         longest = longest_by_bits(settings, lambda chosen: longest_on(checkpoint, chosen, machine))
-        if as_json:
-            record = plan_record(model, checkpoint, alone, machine, longest)
-            print(json.dumps(record if draft_model is None else record | {"draft_model": draft_model}, indent=2))
-        else:
-            print_plan(model, checkpoint, alone, machine, longest)
-        fits = alone.total <= machine.limit_bytes
+        record, fits = plan_record(model, checkpoint, alone, machine, longest), alone.total <= machine.limit_bytes
+        record |= {} if draft_model is None else {"draft_model": draft_model}
+        lines = plan_lines(model, checkpoint, alone, machine, longest)
+    terminal.show(record, lines, as_json=as_json)
     if not fits:
         raise typer.Exit(DOES_NOT_FIT)
 
@@ -166,19 +160,10 @@ def _weight_format(bits: int | None, group_size: int | None) -> WeightFormat | N
         raise BadValueError(error.worded(lambda name: options.flag(f"weight_{name}"))) from error
 
 
-def _hosts(hostfile: str | None, ranks: int | None) -> list[str]:
-    """The names of a host file's machines; none: there is no file."""
-    if hostfile is None:
-        return []
-    if ranks is not None:
-        raise BadValueError(f"--ranks is {ranks}, and --hostfile names the machines; expected one of the two")
-    from kvant.cli.launch import read_hosts
-
-    return read_hosts(Path(hostfile))
-
-
 def _count(ranks: int | None, names: Sequence[str], sizes: Sequence[int], parallel: Parallel | None) -> int | None:
     """The number of machines; None: of one machine nothing was said."""
+    if ranks is not None and names:
+        raise BadValueError(f"--ranks is {ranks}, and --hostfile names the machines; expected one of the two")
     if ranks is not None and not 2 <= ranks <= MAX_RANKS:
         raise BadValueError(f"--ranks is {ranks}; expected 2 to {MAX_RANKS}")
     count = ranks or len(names) or len(sizes)

@@ -1,11 +1,10 @@
 """Plans as JSON, and as tables: of one machine what each part is, of several the parts side by side."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvant.cli import terminal
-from kvant.cli.fitting import describe_layers, what_fits, what_fits_ranks
+from kvant.cli.fitting import describe_layers, what_fits
 from kvant.machine import Machine
 from kvant.sizes import format_bytes
 from kvant.tools.plan import AnyCheckpoint, BridgedCheckpoint, LongestContext, MemoryPlan, Parallel, RankPlan
@@ -53,8 +52,10 @@ def ranks_record(
     }
 
 
-def print_plan(model: str, checkpoint: AnyCheckpoint, made: MemoryPlan, machine: Machine, longest: Longest) -> None:
-    """Print a plan of one machine."""
+def plan_lines(
+    model: str, checkpoint: AnyCheckpoint, made: MemoryPlan, machine: Machine, longest: Longest
+) -> Iterator[str]:
+    """A plan of one machine for people."""
     settings, floats = made.settings, _float_bits(checkpoint, machine)
     estimate = ", an estimate" if isinstance(checkpoint, BridgedCheckpoint) or machine.device != "cpu" else ""
     drafted = made.max_kv_size
@@ -76,45 +77,43 @@ def print_plan(model: str, checkpoint: AnyCheckpoint, made: MemoryPlan, machine:
         ("limit", machine.limit_bytes, machine.limit_source),
     ]
     cells = [[name, f"{count:,}", format_bytes(count), remark] for name, count, remark in rows if count]
-    print_line = terminal.console(highlight=False, markup=False, soft_wrap=True).print
-    print_line(f"{model} on a {machine.device.upper()}\n{_aligned([['', 'bytes', '', ''], *cells], last_left=True)}")
+    yield f"{model} on a {machine.device.upper()}"
+    yield _aligned([["", "bytes", "", ""], *cells], last_left=True)
     spare = machine.limit_bytes - made.total
     if spare >= 0:
-        print_line(f"fits, {format_bytes(spare)} to spare")
+        yield f"fits, {format_bytes(spare)} to spare"
     else:
-        print_line(f"does not fit: {format_bytes(-spare)} too much; {what_fits(checkpoint, made, machine)}")
-    print_line(f"longest context that fits{_each(made)}:")
+        yield f"does not fit: {format_bytes(-spare)} too much; {what_fits(made, longest)}"
+    yield f"longest context that fits{_each(made)}:"
     for bits, found in longest.items():
         ended = {"memory": "", "the model's context": ", the model's own"}.get(found.ended_by, f", {found.ended_by}")
-        print_line(f"  {bits or floats:2} bits  {f'{found.tokens} tokens{ended}' if found.tokens else 'none'}")
+        yield f"  {bits or floats:2} bits  {f'{found.tokens} tokens{ended}' if found.tokens else 'none'}"
 
 
-def print_ranks(
+def ranks_lines(
     model: str, checkpoint: AnyCheckpoint, made: RankPlan, longest: LongestOfRanks, names: Sequence[str], note: str
-) -> None:
-    """Print a plan of several machines; ``note``: on them, for people."""
+) -> Iterator[str]:
+    """A plan of several machines for people; ``note``: on them."""
     first, machine, floats = made.plans[0], made.machines[0], _float_bits(checkpoint, made.machines[0])
-    print_line = terminal.console(highlight=False, markup=False, soft_wrap=True).print
-    print_line(f"{model} on {len(made.plans)} machines, --parallel {made.parallel}")
-    print_line(_columns(made, names))
+    yield f"{model} on {len(made.plans)} machines, --parallel {made.parallel}"
+    yield _columns(made, names)
     cache = _describe_cache(first, first.settings.cache.kv_bits or floats)
-    print_line(f"weights of {_describe_weights(checkpoint, machine)}; {cache}")
+    yield f"weights of {_describe_weights(checkpoint, machine)}; {cache}"
     sources = ", ".join(dict.fromkeys(machine.limit_source for machine in made.machines))
-    print_line(f"limit: {sources}{f'; {note}' if note else ''}")
+    yield f"limit: {sources}{f'; {note}' if note else ''}"
     rank = made.fullest
     spare = made.machines[rank].limit_bytes - made.plans[rank].total
-    if made.fits:
-        print_line(f"fits; rank {rank} is the fullest, with {format_bytes(spare)} to spare")
-    else:
-        print_line(f"does not fit: {format_bytes(-spare)} too much on rank {rank}; {what_fits_ranks(checkpoint, made)}")
-    print_line(f"longest context that fits{_each(first)}:")
     divided = {kind: each for kind, each in longest.items() if not isinstance(each, str)}
+    if made.fits:
+        yield f"fits; rank {rank} is the fullest, with {format_bytes(spare)} to spare"
+    else:
+        ways = what_fits(first, divided[made.parallel])
+        yield f"does not fit: {format_bytes(-spare)} too much on rank {rank}; {ways}"
+    yield f"longest context that fits{_each(first)}:"
     heading = ["", *(f"{bits or floats} bits" for bits in next(iter(divided.values())))]
     rows = [[f"  {kind}", *(f"{one.tokens or 'none'}" for one in each.values())] for kind, each in divided.items()]
-    print_line(_aligned([heading, *rows]))
-    for kind, each in longest.items():
-        if isinstance(each, str):
-            print_line(f"  {kind}: {each}")
+    yield _aligned([heading, *rows])
+    yield from (f"  {kind}: {each}" for kind, each in longest.items() if isinstance(each, str))
 
 
 def _columns(made: RankPlan, names: Sequence[str]) -> str:

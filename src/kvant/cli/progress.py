@@ -2,7 +2,6 @@
 
 import sys
 import threading
-from types import TracebackType
 
 from kvant.cli.terminal import behind
 
@@ -14,8 +13,7 @@ class LateProgress:
 
     def __init__(self, description: str, *, quiet: bool = False) -> None:
         self._timer: threading.Timer | None = None
-        self._shown = not quiet and sys.stderr.isatty()
-        if not self._shown:
+        if quiet or not sys.stderr.isatty():
             return  # importing rich takes longer than the rest of the command's own start
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -23,8 +21,8 @@ class LateProgress:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"))
         console = Console(file=behind(sys.stderr))
         self._bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
-        self._unknown = self._bar.add_task(description, total=None, count="")
-        self._counted = self._bar.add_task(description, visible=False, count="")
+        self._bar.add_task(description, total=None, count="")
+        (self._task,) = self._bar.tasks
         self._timer = threading.Timer(DELAY_S, self._bar.start)
 
     def __enter__(self) -> "LateProgress":
@@ -38,10 +36,10 @@ class LateProgress:
 
         The bar moves without an end before the first part and after the last one, for work goes on there.
         """
-        if self._shown:
+        if self._timer:
             counts = 0 < done < total
-            self._bar.update(self._unknown, visible=not counts)
-            self._bar.update(self._counted, visible=counts, completed=done, total=total, count=f"{done}/{total}")
+            self._task.total = total if counts else None
+            self._bar.update(self._task.id, completed=done, count=f"{done}/{total}" if counts else "")
 
     def stop(self) -> None:
         """Take the bar away, or see to it that none appears."""
@@ -51,7 +49,5 @@ class LateProgress:
             self._bar.stop()
             self._timer = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()

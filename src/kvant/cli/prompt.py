@@ -2,11 +2,11 @@
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from kvant.cli import options, ranks
 from kvant.cli.options import BadValueError
+from kvant.cli.terminal import say
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import ModelError, PromptError
 
@@ -15,13 +15,7 @@ WAIT_S = 1.0  # for piped text, until it is said that something waits
 
 
 def split_arguments(words: Sequence[str], option: str | None, flag: str = "--prompt") -> tuple[str | None, str | None]:
-    """The arguments as (model, prompt): one is the prompt, or beside --prompt the model; two are both.
-
-    Args:
-        words: the arguments.
-        option: the value of --prompt, or of another flag that says where prompts are.
-        flag: that flag.
-    """
+    """The arguments as (model, prompt): one is the prompt, or the model beside ``flag``, whose value is ``option``."""
     if len(words) > 2:
         raise BadValueError(f"{len(words)} arguments are given; expected MODEL and PROMPT, a prompt in quotes")
     if option is not None:
@@ -34,23 +28,22 @@ def split_arguments(words: Sequence[str], option: str | None, flag: str = "--pro
 
 
 def check_first_word(model: str, alone: str | None = None) -> None:
-    """Refuse the first of two arguments, or the only one beside the flag ``alone``, where it is no model."""
+    """Refuse the first of two arguments, or the only one beside the flag ``alone``, if it is no model."""
+    hint = "of two arguments the first is the model; a prompt of several words is quoted"
     try:
         find_model(model)
     except ModelError as error:
-        hint = "of two arguments the first is the model; a prompt of several words is quoted"
-        if alone is not None:
-            hint = f"an argument beside {alone} is the model"
+        hint = hint if alone is None else f"an argument beside {alone} is the model"
         raise type(error)(f"{error}; {hint}") from error
 
 
 def is_a_models_name(text: str) -> bool:
     """Whether it is a name of `kvant models`; a folder or a repository has no such name."""
-    if text == POCKET or not text or text.split() != [text]:
-        return text == POCKET
+    if text.split() != [text]:
+        return False
     from kvant.weights.known import known_models  # imports what pulling takes
 
-    return text in known_models()
+    return text in (POCKET, *known_models())
 
 
 def read_prompt(argument: str | None, option: str | None) -> str:
@@ -79,8 +72,14 @@ def standard_input() -> bytes:
     """All of it. Whoever inherits a pipe that nobody closes waits for ever, and is told so."""
     if not ranks.reads_input():
         raise BadValueError("standard input reaches no rank; expected the prompt as an argument or with --prompt")
-    with _said_if_it_lasts("waiting for the end of standard input; Ctrl-D ends it, `< /dev/null` leaves it out"):
+    line = "waiting for the end of standard input; Ctrl-D ends it, `< /dev/null` leaves it out"
+    timer = threading.Timer(WAIT_S, say, [line])
+    timer.daemon = True
+    timer.start()
+    try:
         data = sys.stdin.buffer.read(MAX_BYTES + 1)
+    finally:
+        timer.cancel()
     if len(data) > MAX_BYTES:
         raise PromptError(f"standard input is longer than {MAX_BYTES} bytes")
     return data
@@ -91,14 +90,3 @@ def _piped_text() -> str:
         return standard_input().decode("utf-8")
     except UnicodeDecodeError as error:
         raise PromptError(f"standard input is not UTF-8: {error}") from error
-
-
-@contextmanager
-def _said_if_it_lasts(line: str) -> Iterator[None]:
-    timer = threading.Timer(WAIT_S, lambda: print(line, file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvant.cache import ModelCache
 from kvant.cache.snapshot import read_header
+from kvant.cli.terminal import say
 from kvant.engine.conversation import Conversation
 from kvant.engine.saved import KEY
 from kvant.errors import SnapshotError
@@ -24,19 +25,14 @@ def check(path: str | None) -> None:
 
 
 def take(path: str | None, cache: ModelCache, ids: Sequence[int], *, quiet: bool) -> list[int]:
-    """Load the file, where there is one, and keep of it what a prompt begins with.
-
-    Returns:
-        the token ids that are still to be fed: at least one.
-    """
+    """Load the file, if there is one, and keep what a prompt begins with. Returns the ids to be fed: at least one."""
     if path is None or not Path(path).exists():
         return list(ids)
     if KEY in read_header(Path(path)).metadata:
         raise SnapshotError(f"{path}: it holds a conversation; kvant chat --prompt-cache-file continues it")
     cache.load(path)
     reused = cache.keep_common(ids)
-    if not quiet:
-        print(f"prompt cache: {reused} of the prompt's {len(ids)} tokens are in {path}", file=sys.stderr)
+    say(f"prompt cache: {reused} of the prompt's {len(ids)} tokens are in {path}", quiet)
     return list(ids[reused:])
 
 
@@ -49,21 +45,16 @@ def tokens_in(path: str | None) -> int:
 def kept(path: str | None, conversation: Conversation, system_prompt: str | None, *, quiet: bool) -> Iterator[None]:
     """Load a conversation before the block, if the file is there, and save it after, however the block ends.
 
-    Args:
-        path: the file; None: nothing is done.
-        system_prompt: in place of the file's, if it is given.
-        quiet: do not say what was found.
+    A ``system_prompt`` goes before the file's. Without a path nothing is done.
     """
     if path is None:
         yield
         return
-    check(path)
     if Path(path).exists():
         conversation.load(path)
         if system_prompt is not None:
             conversation.set_system_prompt(system_prompt)
-        if not quiet:
-            print(f"prompt cache: {len(conversation.messages)} messages of {path}", file=sys.stderr)
+        say(f"prompt cache: {len(conversation.messages)} messages of {path}", quiet)
     try:
         yield
     finally:
@@ -79,11 +70,10 @@ def _save(conversation: Conversation, path: str) -> None:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise
         problem = str(error)
-        while True:
+        while problem:
             print(f"{problem}\nsave the conversation where? (nothing: nowhere) ", end="", file=sys.stderr, flush=True)
             path = os.path.expanduser(sys.stdin.readline().strip())
             if not path:
                 raise
-            if not os.path.lexists(path):
-                return _save(conversation, path)
-            problem = f"{path} is there already"
+            problem = f"{path} is there already" if os.path.lexists(path) else ""
+        return _save(conversation, path)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,37 +17,37 @@ from kvant.text.prompt import Message
 
 KEYS = ("prompt", "messages", "id", "max_tokens", "stop", "logit_bias", *OPTIONS)
 MESSAGE_KEYS = ("role", "content", "reasoning_content")
+# By key: whether its value is right, and what is expected.
+CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "prompt": (lambda text: isinstance(text, str) and bool(text.strip()), "text that is not empty"),
+    "messages": (lambda found: isinstance(found, list) and bool(found), "a list of objects with role and content"),
+    "id": (lambda name: type(name) in (str, int), "text or a whole number"),
+    "max_tokens": (lambda count: type(count) is int and count >= 1, "a whole number, at least 1"),
+    "stop": (
+        lambda found: found != "" and isinstance(found, str | list) and all(isinstance(s, str) and s for s in found),
+        "text or a list of texts, none empty",
+    ),
+}
 _TOKEN = re.compile("0|[1-9][0-9]{0,17}")  # one way to write each: two entries for a token are never taken for one
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A prompt and what its line asks for.
+    """A prompt and what its line asks for."""
 
-    Attributes:
-        where: the file and the number of the line, for messages.
-        id: the line's own, else its number in the file, from 1.
-        prompt: text, or messages of a conversation.
-        max_tokens, stop: None: what the flags say.
-        sampling: the flags' options with the line's over them.
-        has_seed: whether the line has a seed of its own.
-    """
-
-    where: str
-    id: str | int
+    where: str  # the file and the number of the line, for messages
+    id: str | int  # the line's own, else its number in the file, from 1
     prompt: str | list[Message]
-    max_tokens: int | None
+    max_tokens: int | None  # None, of stop too: what the flags say
     stop: list[str] | None
-    sampling: SamplingOptions
-    has_seed: bool
+    sampling: SamplingOptions  # the flags' options with the line's over them
+    has_seed: bool  # of its own
 
 
 def read_lines(path: str, sampling: SamplingOptions) -> list[Line]:
     """All prompts of a file, in order; ``-`` is standard input. Lines with nothing but white space do not count.
 
-    Args:
-        path: the file, in UTF-8.
-        sampling: the flags' options. One that a line's own options leave without effect is dropped for that line.
+    Of the flags' sampling, an option that a line's own leave without effect is dropped for that line.
     """
     if not path:
         raise BadValueError("--prompts-file is empty; expected a file, or - for standard input")
@@ -93,68 +93,42 @@ def _read_line(raw: bytes, where: str, number: int, flags: SamplingOptions) -> L
     if ("prompt" in given) == ("messages" in given):
         count = "both" if "prompt" in given else "neither"
         raise ValueError(f"it has {count} of prompt and messages; expected one of them")
+    for key, (is_right, expected) in CHECKS.items():
+        if key in given:
+            _check(is_right(given[key]), key, given[key], expected)
+    _check_messages(given.get("messages", ()))
     own = {key: given[key] for key in ("logit_bias", *OPTIONS) if key in given}
+    stop = given.get("stop")
     return Line(
         where,
-        _id(given.get("id", number)),
-        _text("prompt", given["prompt"]) if "prompt" in given else _messages(given["messages"]),
-        _max_tokens(given.get("max_tokens")),
-        _stop(given.get("stop")),
+        given.get("id", number),
+        given["prompt"] if "prompt" in given else given["messages"],
+        given.get("max_tokens"),
+        [stop] if isinstance(stop, str) else stop,
         _sampling(flags, own),
         "seed" in own,
     )
 
 
-def _id(value: Any) -> str | int:
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise ValueError(f"id is {shown(value)}; expected text or a whole number")
-    return _unicode("id", value) if isinstance(value, str) else value
-
-
-def _text(name: str, value: Any) -> str:
-    """A text that says something, in Unicode: JSON can name half of a surrogate pair."""
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{name} is {shown(value)}; expected text that is not empty")
-    return _unicode(name, value)
-
-
-def _unicode(name: str, value: str) -> str:
+def _check(is_right: bool, name: str, value: Any, expected: str) -> None:
+    if not is_right:
+        raise ValueError(f"{name} is {shown(value)}; expected {expected}")
     try:
-        value.encode()
-    except UnicodeEncodeError:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # JSON can name half of a surrogate pair
         raise ValueError(f"{name} is {shown(value)}; expected Unicode, without half of a surrogate pair") from None
-    return value
 
 
-def _messages(value: Any) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"messages is {shown(value)}; expected a list of objects with role and content")
-    for number, message in enumerate(value):
+def _check_messages(messages: Sequence[Any]) -> None:
+    for number, message in enumerate(messages):
         name = f"messages[{number}]"
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise ValueError(f"{name} is {shown(message)}; expected an object with role and content")
+        has_both = isinstance(message, dict) and {"role", "content"} <= message.keys()
+        _check(has_both, name, message, "an object with role and content")
         for key, text in message.items():
             if key not in MESSAGE_KEYS:
                 raise ValueError(f"{name} has {shown(key)}; expected {', '.join(MESSAGE_KEYS)}")
             if not isinstance(text, str):
                 raise ValueError(f"{name} has {shown(text)} as its {key}; expected text")
-            _unicode(f"{name}, {key},", text)
-    return value
-
-
-def _max_tokens(value: Any) -> int | None:
-    if value is not None and (type(value) is not int or value < 1):
-        raise ValueError(f"max_tokens is {shown(value)}; expected a whole number, at least 1")
-    return value
-
-
-def _stop(value: Any) -> list[str] | None:
-    if value is None:
-        return None
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
-        raise ValueError(f"stop is {shown(value)}; expected text or a list of texts, none empty")
-    return [_unicode("stop", text) for text in stops]
 
 
 def _sampling(flags: SamplingOptions, own: Mapping[str, Any]) -> SamplingOptions:

@@ -1,6 +1,5 @@
 """``kvant pull``: a model from the hub, verified."""
 
-import sys
 from typing import Annotated
 
 import typer
@@ -8,6 +7,7 @@ import typer
 from kvant import weights
 from kvant.cli import options
 from kvant.cli.options import BadValueError
+from kvant.cli.terminal import say
 from kvant.engine.load import POCKET
 from kvant.errors import WeightsError
 
@@ -31,7 +31,6 @@ def pull(
     A repository without a name is pinned to the commit it resolves to.
     """
     model = options.choose_model(context, model_argument, model)
-    options.check_text(model=model)
     if verify and update:
         raise BadValueError("--verify downloads nothing, --update does")
     if model is None and not verify:
@@ -59,10 +58,6 @@ def check_name(model: str) -> None:
 
 def _verify(model: str | None) -> None:
     """Report on standard error; one line a file that is wrong."""
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     results = weights.verify(model, progress=say)
     wrong = [problem for problem in results if problem is not None]
     for problem in wrong[:-1]:

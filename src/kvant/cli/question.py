@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from kvant.cli.options import BadValueError, RunOptions
 from kvant.cli.prompts_file import Line
 from kvant.cli.session import Session
-from kvant.cli.template import chat_ids
 from kvant.engine.draw import Sampler, for_answer
 from kvant.engine.processors import LogitsProcessor
-from kvant.errors import ArgumentError, ContextError, PromptError
-from kvant.text.prompt import encode_prompt
+from kvant.errors import ArgumentError, ContextError, PromptError, library_errors
+from kvant.text.prompt import Message, encode_prompt, encode_rendered, render_chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +32,9 @@ class Question:
 def prepare(
     session: Session, run: RunOptions, line: Line, drawn: int, *, plain: bool, begun: str | None = None
 ) -> Question:
-    """A line's question.
+    """A line's question, which goes through the chat template unless it is ``plain``.
 
-    Args:
-        drawn: the seed if neither flags nor line have one.
-        plain: continue the prompt as it is, without the chat template.
-        begun: how the answer begins.
+    ``drawn`` is the seed if neither flags nor line have one, and ``begun`` how the answer begins.
     """
     with at(line):
         if plain and not isinstance(line.prompt, str):
@@ -49,10 +45,33 @@ def prepare(
             ids = encode_prompt(session.tokenizer, str(line.prompt), session.model.config.vocab_size)
         else:
             asked = [{"role": "user", "content": line.prompt}] if isinstance(line.prompt, str) else line.prompt
-            ids = chat_ids(session.tokenizer, asked, run.system_prompt, begun, session.template_variables)
+            ids = _chat_ids(session, asked, run.system_prompt, begun)
         sampler, processors = session.sampling(line.sampling, drawn)
     stop = (run.stop or ()) if line.stop is None else line.stop
     return Question(line, ids, sampler, tuple(processors), line.max_tokens or run.max_tokens, stop)
+
+
+def _chat_ids(session: Session, messages: Sequence[Message], system_prompt: str | None, begun: str | None) -> list[int]:
+    """Messages through the chat template, up to where the answer begins, or with what it has ``begun``.
+
+    The system prompt goes before the messages, unless they begin with one of their own.
+    """
+    tokenizer, variables = session.tokenizer, session.template_variables
+    if not tokenizer.has_chat_template:
+        raise PromptError("the model has no chat template; --ignore-chat-template continues the prompt as it is")
+    if system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    if begun is None:
+        rendered = render_chat(tokenizer, messages, variables)
+    else:
+        messages = [*messages, {"role": "assistant", "content": begun}]
+        given = {**variables, "tokenize": False, "continue_final_message": True}
+        with library_errors(PromptError, "the chat template failed"):
+            rendered = str(tokenizer.apply_chat_template(messages, **given))
+    ids = encode_rendered(tokenizer, rendered)
+    if not ids:
+        raise PromptError("the prompt is empty: the chat template renders nothing")
+    return ids
 
 
 @contextmanager

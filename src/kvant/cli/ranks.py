@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from kvant.cli import interrupts
-from kvant.cli.bad_value import BadValueError
+from kvant.cli.defaults import BadValueError
 from kvant.errors import EXIT_INTERRUPTED
 from kvant.ranks.environment import RANK, Place, find_place
 
@@ -94,23 +94,11 @@ def wait_for_first() -> None:
         raise AssertionError("rank 0 has a message for a rank that waits for its end")
 
 
-def refuse(**values: object) -> None:
-    """Refuse flags that have a value and need the whole cache in one process."""
-    for name, value in values.items():
-        if _guard is not None and value:
-            flag = f"--{name.replace('_', '-')}"
-            raise BadValueError(f"{flag} is given; the cache is divided over {_guard.size} ranks and is in no file")
-
-
-def refuse_draft_model(draft_model: str | None) -> None:
-    """Refuse --draft-model on several ranks."""
+def refuse(prompt_cache_file: object, draft_model: str | None) -> None:
+    """Refuse on several ranks what needs the whole cache, or a second model, in one process."""
+    if _guard is not None and prompt_cache_file:
+        raise BadValueError(
+            f"--prompt-cache-file is given; the cache is divided over {_guard.size} ranks and is in no file"
+        )
     if _guard is not None and draft_model is not None:
         raise BadValueError(f"--draft-model is {draft_model!r:.80}; over {_guard.size} ranks expected --draft prompt")
-
-
-def check_parallel(parallel: str | None) -> None:
-    """Refuse --parallel in one process."""
-    if parallel is not None and _guard is None:
-        raise BadValueError(
-            f"--parallel is {parallel!r}, which has no effect in one process; `kvant launch` starts several ranks"
-        )

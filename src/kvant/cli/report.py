@@ -52,7 +52,7 @@ def report(
     model = options.choose_model(context, model_argument, model)
     if tokens < 2:
         raise BadValueError(f"--tokens is {tokens}; expected at least 2")
-    options.check_text(model=model, adapter_path=adapter_path, text=None if text is None else str(text))
+    options.check_text(adapter_path=adapter_path, text=None if text is None else str(text))
     options.check_kernels()
 
     from kvant.tools.drawing import check_plot_path

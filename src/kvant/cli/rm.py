@@ -10,6 +10,7 @@ from kvant import weights
 from kvant.cli import interrupts, options
 from kvant.cli.options import BadValueError
 from kvant.cli.pull import check_name
+from kvant.cli.terminal import say
 from kvant.engine.load import POCKET
 from kvant.errors import WeightsError
 from kvant.sizes import format_bytes
@@ -29,7 +30,6 @@ def rm(
     Files that another model needs stay.
     """
     model = options.choose_model(context, model_argument, model)
-    options.check_text(model=model)
     if not model:
         raise BadValueError("no model; `kvant models` lists those that were pulled")
     if model == POCKET:
@@ -44,8 +44,8 @@ def rm(
             raise BadValueError(f"{names}, {size}: nobody can be asked here; --yes removes it")
         print(f"remove {names}, {size}? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            print("nothing was removed", file=sys.stderr)
+            say("nothing was removed")
             raise typer.Exit(DECLINED)
     with interrupts.patient():
         found.run()
-    print(f"{names}: removed, {found.bytes} bytes are free ({size})", file=sys.stderr)
+    say(f"{names}: removed, {found.bytes} bytes are free ({size})")

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,6 @@ def describe_sampling(
             else:
                 source = FILE if name in of_the_model and of_the_model[name] == value else "default"
             shown.append((words, source))
-    parts = [
-        f"{words} ({source})" if index + 1 == len(shown) or shown[index + 1][1] != source else words
-        for index, (words, source) in enumerate(shown)
-    ]
+    alike = groupby(shown, key=lambda each: each[1])
+    parts = [f"{', '.join(words for words, _ in each)} ({source})" for source, each in alike]
     return f"sampling: {', '.join(parts)}"

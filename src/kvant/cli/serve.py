@@ -1,16 +1,15 @@
 """``kvant serve``: one model over HTTP for many clients at once, as OpenAI's and Anthropic's clients speak."""
 
-import sys
 from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from kvant.cli import options, ranks
+from kvant.cli import options, ranks, terminal
 from kvant.cli.fitting import named_format
-from kvant.cli.follow import follow
 from kvant.cli.options import BadValueError, RunOptions, Without
-from kvant.cli.session import asked_drafts, bound_memory, drafts_beside, load_session
+from kvant.cli.session import asked_drafts, bound_memory, drafts_beside, follow, load_session
 from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import check_drafts
 from kvant.errors import KvantError
@@ -74,13 +73,12 @@ def serve(
     run = replace(run, model=options.choose_model(context, model_argument, run.model))
     options.check_counts(sequences=sequences, max_queue=max_queue)
     if deterministic:
-        options.check_deterministic(run.prefill_step_size, run.draft, run.draft_model)
-    ranks.refuse_draft_model(run.draft_model)
-    if deterministic and prompt_cache_file:
-        raise BadValueError(
-            "--prompt-cache-file: nobody knows in which chunks it was read, so not with --deterministic"
-        )
-    ranks.refuse(prompt_cache_file=prompt_cache_file)
+        options.check_deterministic(run)
+        if prompt_cache_file:
+            raise BadValueError(
+                "--prompt-cache-file: nobody knows in which chunks it was read, so not with --deterministic"
+            )
+    ranks.refuse(prompt_cache_file, run.draft_model)
     follow(run, bounded=True)
     settings = Settings(
         model=run.model,
@@ -97,19 +95,16 @@ def serve(
         allow_origins=tuple(allow_origin or ()),
     )
 
-    def say(line: str) -> None:
-        if not run.quiet:
-            print(line, file=sys.stderr, flush=True)
-
+    say = partial(terminal.say, quiet=run.quiet)
     with bind(settings) as bound:
         wanted = options.kv_size(run.max_kv_size)
-        told: list[MemoryPlan] = []
+        told: set[int] = set()
 
         def tell(planned: MemoryPlan) -> None:
-            """What is known without the weights, and where these say more, what is known with them."""
-            if not told or planned.total != told[-1].total:
+            """What is known without the weights, and if these say more, what is known with them."""
+            if planned.total not in told:
                 say(f"memory: {describe_plan(planned)}")
-            told.append(planned)
+            told.add(planned.total)
 
         session = load_session(
             run, context.obj, max_kv_size=wanted, sequences=sequences, requests=REQUEST_BYTES, tell=tell
@@ -138,17 +133,15 @@ def read_keys(path: str | None) -> tuple[str, ...]:
     if path is None:
         return ()
     options.check_text(api_key_file=path)
-    lines = read_given(path, MAX_KEYS_BYTES).splitlines()
-    keys = [line.strip() for line in lines if line.strip()]
-    if not keys:
+    keys = [line.strip() for line in read_given(path, MAX_KEYS_BYTES).splitlines()]
+    if not any(keys):
         raise BadValueError(f"--api-key-file is {path[:200]!r}, which has no key; expected one a line")
-    for number, line in enumerate(lines, 1):
-        key = line.strip()
+    for number, key in enumerate(keys, 1):
         if len(key) > MAX_KEY or not all(0x21 <= byte <= 0x7E for byte in key):
             raise BadValueError(
                 f"--api-key-file: line {number} is no key; expected up to {MAX_KEY} characters of ASCII without spaces"
             )
-    return tuple(dict.fromkeys(key.decode("ascii") for key in keys))
+    return tuple(dict.fromkeys(key.decode("ascii") for key in keys if key))
 
 
 def describe_plan(planned: MemoryPlan) -> str:

@@ -1,7 +1,6 @@
 """The start of every command that runs a model: its flags, the loaded model, the reserved cache."""
 
 import gc
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from kvant.cli.options import RunOptions as RunOptions  # of kvant bench, too
 from kvant.cli.parts import Arranged, arrange, loader
 from kvant.cli.progress import LateProgress
 from kvant.cli.sampling import describe_sampling, drawn_seed, in_force, model_sampling
-from kvant.cli.template import checked_variables, set_ends
+from kvant.cli.terminal import say
 from kvant.engine.drafting.drafts import Drafts, drafts_of
 from kvant.engine.drafting.same_tokenizer import check_folders
 from kvant.engine.draw import Sampler
@@ -30,57 +29,38 @@ from kvant.engine.processors import LogitsProcessor
 from kvant.engine.sampling import SamplingOptions
 from kvant.machine import Machine, default_device, this_machine
 from kvant.models import LanguageModel
-from kvant.models.checkpoint import Progress
 from kvant.models.identity import identify
+from kvant.ranks.follow import follow as compute
 from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
+from kvant.text.prompt import check_variables
 from kvant.text.tokenizer import Tokenizer
 from kvant.tools.plan import BridgedCheckpoint, Checkpoint, DraftModel, MemoryPlan, Settings, read_folder, split_pairs
 
 
 @dataclass(slots=True)
 class Session:
-    """A loaded model, and its cache once that is reserved.
-
-    Attributes:
-        load_s: seconds that loading took.
-        name: the model as the user named it.
-        folder: its files.
-        checkpoint, settings, machine: what its memory was planned with.
-        template_variables: for the chat template, beside those it always has.
-        origins: of the options that no flag gave, as those of RunOptions.
-        reserved: tokens that a sequence can have.
-        state_bytes: of linear and convolution layers, beside keys and values: mlx-lm allocates them at the first
-            prefill.
-        draft_model: a second model, that drafts; None: there is none.
-        drafts: where drafts come from, a draft model's with its reserved cache; None: there are none.
-        arranged: how the model is divided; None: it is in this process.
-        sampling_line: for a person, what :meth:`sampling` gave last: every option in force and where it comes from.
-    """
+    """A loaded model, and its cache once that is reserved."""
 
     model: LanguageModel
     tokenizer: Tokenizer
-    load_s: float
-    name: str
+    load_s: float  # seconds that loading took
+    name: str  # the model as the user named it
     folder: Path
-    checkpoint: Checkpoint | BridgedCheckpoint
+    checkpoint: Checkpoint | BridgedCheckpoint  # its memory was planned with it, as with the next two
     settings: Settings
     machine: Machine
-    template_variables: Mapping[str, Any] = field(default_factory=dict)
-    origins: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    arranged: Arranged | None = None
-    draft_model: LanguageModel | None = None
-    drafts: Drafts | None = field(default=None, init=False)
-    reserved: int | None = field(default=None, init=False)
+    template_variables: Mapping[str, Any]  # for the chat template, beside those it always has
+    origins: Mapping[str, tuple[Any, str]]  # of the options that no flag gave, as those of RunOptions
+    arranged: Arranged | None  # how the model is divided; None: it is in this process
+    draft_model: LanguageModel | None
+    drafts: Drafts | None = field(default=None, init=False)  # a draft model's with its reserved cache
+    reserved: int | None = field(default=None, init=False)  # tokens that a sequence can have
+    # Of linear and convolution layers, beside keys and values: mlx-lm allocates them at the first prefill.
     state_bytes: int = field(default=0, init=False)
+    # For a person, what sampling() gave last: every option in force and where it comes from.
     sampling_line: str = field(default="", init=False)
-    _cache: ModelCache | None = field(default=None, init=False)
-
-    @property
-    def cache(self) -> ModelCache:
-        """The reserved cache, of :func:`open_session`."""
-        assert self._cache is not None
-        return self._cache
+    cache: ModelCache = field(init=False, repr=False)  # reserved by open_session()
 
     def plan(self, max_kv_size: KvSize) -> MemoryPlan:
         """The memory of a run, with what only the weights say: how much of their biases stays out of the cache."""
@@ -108,11 +88,7 @@ class Session:
     def sampling(self, wanted: SamplingOptions, drawn: int | None = None) -> tuple[Sampler, list[LogitsProcessor]]:
         """The sampler and processors for this model; options that were not given are the model's own.
 
-        The sampler has a seed, drawn where none is given: sampling_line says which, so that a run can be repeated.
-
-        Args:
-            wanted: what was given.
-            drawn: the seed where none is; default: drawn now.
+        The sampler has a seed: ``drawn`` or a new one if none is given. sampling_line says it, to repeat the run.
         """
         of_the_model = model_sampling(self.folder, wanted, self.model.config.vocab_size)
         given, wanted = wanted, in_force(wanted, of_the_model, self.origins)
@@ -154,22 +130,16 @@ def open_session(
     *,
     announce: bool = True,
 ) -> Session:
-    """Plan the memory, load a model and reserve its cache; the reservation is printed before the first token.
-
-    Args:
-        run: the command's flags.
-        process, sampling: as in :func:`load_session`.
-        announce: print the reservation, unless the flags ask for quiet.
-    """
+    """Plan the memory, load a model and reserve its cache; the reservation is printed, unless that is not wanted."""
     session = load_session(run, process, sampling, max_kv_size=options.kv_size(run.max_kv_size))
     planned = session.plan(options.kv_size(run.max_kv_size))
     started = time.perf_counter()
     with named_format(session.settings):
-        session._cache = session.model.make_cache(planned.max_kv_size, **session.settings.cache.fields)
+        session.cache = session.model.make_cache(planned.max_kv_size, **session.settings.cache.fields)
     session.load_s += time.perf_counter() - started
     session.reserved, session.state_bytes = planned.max_kv_size, planned.state
-    if announce and not run.quiet:
-        print("\n  ".join([f"cache: {session.describe_cache()}", *session.describe_layers()]), file=sys.stderr)
+    lines = [f"cache: {session.describe_cache()}", *session.describe_layers()]
+    say("\n  ".join(lines), run.quiet or not announce)
     session.drafts = drafts_beside(session, run, SinglePool(session.cache, run.prefill_step_size), announce=announce)
     return session
 
@@ -195,8 +165,7 @@ def drafts_beside(
     if not isinstance(drafts, ModelDrafts):
         return drafts
     made = drafts.beside(pool)
-    if announce and not run.quiet:
-        print(f"draft model: {run.draft_model}, {made.describe()}", file=sys.stderr)
+    say(f"draft model: {run.draft_model}, {made.describe()}", run.quiet or not announce)
     return made
 
 
@@ -213,12 +182,11 @@ def load_session(
     """Plan the memory and load a model; nothing is reserved yet.
 
     Args:
-        run: the command's flags.
-        process: for the tokenizer, where one was started already.
+        process: for the tokenizer, if one was started already.
         sampling: the flags of sampling, to be refused before the model is loaded.
         max_kv_size: tokens that are going to be reserved, as far as that is known yet.
         sequences: of a pool; None: a conversation's cache.
-        requests: bytes for a server's requests, where they come out of the same memory.
+        requests: bytes for a server's requests, if they come out of the same memory.
         tell: called with the plan, before anything is loaded.
     """
     started = time.perf_counter()
@@ -243,12 +211,17 @@ def load_session(
         model, tokenizer = load_folder(
             folder, progress.update, adapter_path=run.adapter_path, process=process, load_weights=load_weights
         )
-        draft_model = None if draft_folder is None else _load_draft(draft_folder, progress.update)
-    if draft_model is not None and settings.draft_model is not None:
+        draft_model = None if draft_folder is None else load_model(draft_folder, progress.update)
+    if draft_folder is not None and draft_model is not None and settings.draft_model is not None:
+        draft_model.identity = identify(draft_folder)
         pairs = tuple(split_pairs(draft_model))
         settings = replace(settings, draft_model=replace(settings.draft_model, split_pairs=pairs))
-    variables = checked_variables(tokenizer, run.chat_template_config)
-    set_ends(tokenizer, run.extra_eos_token or (), model.config.vocab_size, ignored=run.ignore_eos)
+    variables = options.template_variables(run.chat_template_config)
+    try:
+        check_variables(tokenizer, variables)
+    except ValueError as error:
+        raise BadValueError(f"--chat-template-config {error}") from error
+    _set_ends(tokenizer, run, model.config.vocab_size)
     gc.freeze()  # the loaded objects stay: the collector need not look at them between tokens
     return Session(
         model=model,
@@ -266,35 +239,61 @@ def load_session(
     )
 
 
-def settings_of(run: RunOptions, sequences: int | None = None) -> Settings:
-    """What a plan takes from the flags: of the cache, and of reading the prompt."""
-    return Settings(run.cache, run.prefill_step_size, sequences=sequences)
+def _set_ends(tokenizer: Tokenizer, run: RunOptions, vocab_size: int) -> None:
+    """Let further tokens end a text, or none."""
+    if run.ignore_eos:
+        tokenizer.eos_token_ids = set()
+    for text in run.extra_eos_token or ():
+        try:
+            tokenizer.add_eos_token(text)
+        except ValueError:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            if len(ids) != 1:
+                raise BadValueError(
+                    f"--extra-eos-token is {text!r}, which is {len(ids)} tokens for this model; expected one, or its id"
+                ) from None
+            tokenizer.add_eos_token(str(ids[0]))
+        if text.isdecimal() and int(text) >= vocab_size:
+            raise BadValueError(f"--extra-eos-token is {text}; the model knows 0 to {vocab_size - 1}")
+
+
+def follow(run: RunOptions, *, bounded: bool = False) -> None:
+    """Load a part of the model, compute what rank 0 tells, and exit as it does; on rank 0 do nothing.
+
+    If ``bounded``, MLX is held to the plan, as on rank 0.
+    """
+    guard = ranks.guard()
+    if guard is None or not guard.rank:
+        return
+    folder = find_model(run.model)
+    checkpoint, settings, machine = prepare(run, folder)
+    arranged = arrange(run.shared, folder, checkpoint, settings, None, machine)
+    if run.wired:
+        wire(arranged.total)
+    if bounded:
+        bound_memory(arranged.arrays, arranged.scratch)
+    adapter = None if run.adapter_path is None else find_adapter(run.adapter_path)
+    compute(loader(arranged)(folder, None, adapter), guard)
 
 
 def prepare(
     run: RunOptions, folder: Path, *, sequences: int | None = None, requests: int = 0
 ) -> tuple[Checkpoint | BridgedCheckpoint, Settings, Machine]:
-    """What a plan is made of: what is known of the model in a folder, the settings and this machine.
-
-    Arguments and errors as those of :func:`load_session`.
-    """
-    ranks.check_parallel(run.parallel)
+    """What a plan is made of: what is known of the model in a folder, the settings and this machine."""
+    if run.parallel is not None and ranks.guard() is None:
+        raise BadValueError(
+            f"--parallel is {run.parallel!r}, which has no effect in one process; `kvant launch` starts several ranks"
+        )
     checkpoint = read_folder(folder)
     if run.adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
-    machine, settings = this_machine(), settings_of(run, sequences)
+    machine, settings = this_machine(), Settings(run.cache, run.prefill_step_size, sequences=sequences)
     if run.draft_model is not None:
         settings = replace(settings, draft_model=DraftModel(read_folder(find_model(run.draft_model))))
     if requests and machine.device == "cpu":
         source = f"{machine.limit_source}, less {format_bytes(requests)} for requests"
         machine = replace(machine, limit_bytes=machine.limit_bytes - requests, limit_source=source)
     return checkpoint, settings, machine
-
-
-def _load_draft(folder: Path, progress: Progress) -> LanguageModel:
-    model = load_model(folder, progress)
-    model.identity = identify(folder)
-    return model
 
 
 def wire(count: int) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
     from rich.table import Table
 
 # Control characters of ASCII and Latin-1, but for the ends of lines and tabs.
@@ -20,14 +20,23 @@ def escaped(text: str) -> str:
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def say(text: str, quiet: bool = False) -> None:
+    """Lines for the user, on standard error."""
+    if not quiet:
+        print(text, file=sys.stderr, flush=True)
+
+
 def write_generated(text: str, *, raw: bool) -> None:
     """Generated text to standard output at once: escaped on a terminal unless ``raw``, elsewhere as it is."""
     sys.stdout.write(text if raw or not sys.stdout.isatty() else escaped(text))
     sys.stdout.flush()
 
 
-def console(**settings: Any) -> "Console":
-    """A rich console on standard output that escapes every string it is given; its own styles stay."""
+def show(record: Any, parts: "Iterable[RenderableType]", *, as_json: bool) -> None:
+    """What a command found: the record as JSON, or lines and tables, in which every string is escaped."""
+    if as_json:
+        print(json.dumps(record, indent=2, allow_nan=False))
+        return
     from rich.console import Console
     from rich.text import Text
 
@@ -35,15 +44,7 @@ def console(**settings: Any) -> "Console":
         def render_str(self, text: str, **options: Any) -> Text:
             return super().render_str(escaped(text), **options)
 
-    return EscapingConsole(**settings)
-
-
-def show(record: Any, parts: "Iterable[RenderableType]", *, as_json: bool) -> None:
-    """What a command found: the record as JSON, or lines and tables."""
-    if as_json:
-        print(json.dumps(record, indent=2, allow_nan=False))
-        return
-    screen = console(highlight=False, markup=False, soft_wrap=True)
+    screen = EscapingConsole(highlight=False, markup=False, soft_wrap=True)
     for part in parts:
         screen.print(part, soft_wrap=isinstance(part, str))
 

@@ -7,7 +7,7 @@ import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 import typer
 from typer.exceptions import TyperException
@@ -16,13 +16,11 @@ from kvant.cli import interrupts, options, ranks
 from kvant.cli import prompt_cache_file as cache_file
 from kvant.cli.chat import commands
 from kvant.cli.chat.talk import Talk, View, notice
-from kvant.cli.follow import follow
 from kvant.cli.options import RunOptions
-from kvant.cli.session import open_session
+from kvant.cli.session import follow, open_session
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import KvantError, one_line, printable
 
-FAILURES = (KvantError, ValueError, TyperException, OSError, RuntimeError, MemoryError)  # MLX's are RuntimeErrors
 ENDS = ("exit", "quit")  # typed alone, on a terminal
 
 
@@ -51,24 +49,31 @@ def chat(
     options.check_text(prompt_cache_file=prompt_cache_file)
     cache_file.check(prompt_cache_file)
     run = replace(run, model=options.choose_model(context, model_argument, run.model))
-    ranks.refuse(prompt_cache_file=prompt_cache_file)
-    ranks.refuse_draft_model(run.draft_model)
+    ranks.refuse(prompt_cache_file, run.draft_model)
     follow(run)
     if sys.stdin.isatty():
-        signal.signal(signal.SIGTERM, _end)
+        signal.signal(signal.SIGTERM, interrupts.leave)  # the terminal is put back, the conversation saved
     with _silent():
         session = open_session(run, context.obj, sampling, announce=False)
-    talk = Talk(run, sampling, session, _view(run.raw, markdown), overflow)
-    notice(talk.greeting, run.quiet)
+    unchanged = run.raw or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb"
+    view: View = "unchanged" if unchanged else "markdown" if markdown else "plain"
+    talk = Talk(run, sampling, session, view, overflow)
+    known = (session.name, session.describe_cache(), session.sampling_line, "/help lists the commands")
+    notice(" · ".join(known), run.quiet)
     with (
         cache_file.kept(prompt_cache_file, talk.conversation, run.system_prompt, quiet=run.quiet),
         interrupts.patient(),  # Ctrl-C stops an answer, not the program
     ):
-        _converse(talk, _reader(talk))
+        _converse(talk)
 
 
-def _converse(talk: Talk, read: Callable[[], str]) -> None:
+def _converse(talk: Talk) -> None:
     """Read and answer until the input ends or the user leaves. An error is one line, and the conversation goes on."""
+    read: Callable[[], str] = input
+    if sys.stdin.isatty():  # lines can be edited
+        from kvant.cli.chat.prompt import Prompt
+
+        read = Prompt(talk).read
     while True:
         try:
             line = read().strip()
@@ -80,31 +85,21 @@ def _converse(talk: Talk, read: Callable[[], str]) -> None:
             return
         if sys.stdin.isatty() and line in ENDS:
             return
+        if not line:
+            continue
         try:
             with _silent():
-                _do(talk, line)
-        except commands.Leave:
+                commands.do(talk, line)
+        except EOFError:
             return
         except KeyboardInterrupt:
             notice("stopped")
-        except FAILURES as error:
-            notice(f"error: {_worded(error)}")
-
-
-def _do(talk: Talk, line: str) -> None:
-    command = commands.find(line)
-    if isinstance(command, str):
-        notice(command)
-    elif command is not None:
-        commands.perform(command, talk, line)
-    elif line:
-        talk.send(line[1:] if line.startswith("//") else line)
-
-
-def _worded(error: Exception) -> str:
-    if isinstance(error, TyperException):
-        return printable(error.format_message())
-    return str(error) if isinstance(error, KvantError) else one_line(error)
+        except KvantError as error:
+            notice(f"error: {error}")
+        except TyperException as error:
+            notice(f"error: {printable(error.format_message())}")
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:  # MLX's are RuntimeErrors
+            notice(f"error: {one_line(error)}")
 
 
 @contextmanager
@@ -127,23 +122,3 @@ def _silent() -> Iterator[None]:
             yield
     finally:
         restore()
-
-
-def _end(number: int, frame: object) -> NoReturn:
-    """End by a signal as by a command: the terminal is as it was, and the conversation is saved."""
-    sys.exit(128 + number)
-
-
-def _reader(talk: Talk) -> Callable[[], str]:
-    """Lines from standard input; on a terminal they can be edited."""
-    if not sys.stdin.isatty():
-        return input
-    from kvant.cli.chat.prompt import Prompt
-
-    return Prompt(talk).read
-
-
-def _view(raw: bool, markdown: bool) -> View:
-    if raw or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
-        return "unchanged"
-    return "markdown" if markdown else "plain"

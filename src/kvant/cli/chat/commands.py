@@ -4,6 +4,7 @@ import difflib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,33 +13,20 @@ from kvant.cli.chat.talk import Talk, notice
 from kvant.cli.options import RunOptions
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.sampling import OPTIONS
-from kvant.errors import ArgumentError, SnapshotError
+from kvant.errors import ArgumentError, SnapshotError, did_you_mean
 from kvant.sizes import format_bytes
-
-
-class Leave(Exception):  # noqa: N818, it is no error
-    """The user ends the conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command.
+    """A command."""
 
-    Attributes:
-        names: with the slash; the first is the one that is shown.
-        usage: its argument, in words; empty: it takes none.
-        help: a line.
-        run: called with the argument, stripped.
-        needs: whether it has to have one.
-        completes: what Tab completes there.
-    """
-
-    names: tuple[str, ...]
-    usage: str
+    names: tuple[str, ...]  # with the slash; the first is the one that is shown
+    usage: str  # its argument, in words; empty: it takes none
     help: str
-    run: Callable[[Talk, str], None]
-    needs: bool = False
-    completes: Literal["", "path", "setting"] = ""
+    run: Callable[[Talk, str], None]  # called with the argument, stripped
+    needs: bool = False  # whether it has to have one
+    completes: Literal["", "path", "setting"] = ""  # by Tab
 
 
 def find(line: str) -> Command | str | None:
@@ -60,15 +48,21 @@ def find(line: str) -> Command | str | None:
     return f"{name} is not a command; {meant} // begins a message with a slash"
 
 
-def perform(command: Command, talk: Talk, line: str) -> None:
-    """Run the command of a line."""
+def do(talk: Talk, line: str) -> None:
+    """Run the command of a line, or send it to the model."""
+    command = find(line)
     name, _, argument = line.partition(" ") if " " in line.split("\n")[0] else line.partition("\n")
     argument = argument.strip()
-    if argument and not command.usage:
+    if isinstance(command, str):
+        notice(command)
+    elif command is None:
+        talk.answer(partial(talk.conversation.send, line[1:] if line.startswith("//") else line))
+    elif argument and not command.usage:
         raise ArgumentError(name, f"takes nothing after it, given {argument[:40]!r}")
-    if command.needs and not argument:
+    elif command.needs and not argument:
         raise ArgumentError(name, f"needs {command.usage}")
-    command.run(talk, argument)
+    else:
+        command.run(talk, argument)
 
 
 def _help(talk: Talk, argument: str) -> None:
@@ -81,11 +75,12 @@ def _help(talk: Talk, argument: str) -> None:
 
 
 def _leave(talk: Talk, argument: str) -> None:
-    raise Leave
+    raise EOFError  # as at the input's end
 
 
 def _reset(talk: Talk, argument: str) -> None:
-    talk.forget()
+    talk.conversation.reset()
+    talk.statistics = RunStatistics()
     notice("the conversation is forgotten", talk.run.quiet)
 
 
@@ -107,13 +102,9 @@ def _undo(talk: Talk, argument: str) -> None:
     notice("there is nothing to undo" if question is None else f"undone: {_start(question)}")
 
 
-def _retry(talk: Talk, argument: str) -> None:
-    talk.retry()
-
-
 def _edit(talk: Talk, argument: str) -> None:
     if argument:
-        talk.edit(argument)
+        talk.answer(partial(talk.conversation.edit, argument))
         return
     asked = _questions(talk)
     if not asked:
@@ -182,15 +173,12 @@ def _set(talk: Talk, argument: str) -> None:
     given, _, text = argument.partition(" ")
     name = given.replace("-", "_")
     if name not in SETTINGS:
-        near = difflib.get_close_matches(name, SETTINGS, n=1)
-        raise ArgumentError(
-            f"/set {given}", f"is no option; {f'did you mean {near[0]}?' if near else '/set lists them'}"
-        )
+        raise ArgumentError(f"/set {given}", f"is no option{did_you_mean(name, SETTINGS) or '; /set lists them'}")
     if not text.strip():
         raise ArgumentError(f"/set {given}", "needs a value; default takes it back")
     value = _value(name, text.strip())
     if name == "max_tokens":
-        talk.set_max_tokens(RunOptions().max_tokens if value is None else value)
+        talk.run = replace(talk.run, max_tokens=RunOptions().max_tokens if value is None else value)
     else:
         changed: dict[str, Any] = {name: OPTIONS[name].default if value is None else value}
         talk.set_sampling(replace(talk.wanted, **changed))
@@ -222,7 +210,7 @@ SETTINGS = ("max_tokens", *OPTIONS)
 COMMANDS = (
     Command(("/help", "/?"), "", "lists the commands", _help),
     Command(("/exit", "/quit", "/bye"), "", "ends the conversation", _leave),
-    Command(("/retry",), "", "answers the last question again", _retry),
+    Command(("/retry",), "", "answers the last question again", lambda talk, _: talk.answer(talk.conversation.retry)),
     Command(("/edit",), "[TEXT]", "asks TEXT instead of the last question; without TEXT you edit that", _edit),
     Command(("/undo",), "", "takes the last question and its answer back", _undo),
     Command(("/reset",), "", "forgets every turn; the system prompt stays", _reset),

@@ -5,7 +5,7 @@ So an answer may be longer than the screen, and all of it is in the terminal's h
 
 import os
 import time
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from kvant.cli.chat.markdown import MarkdownText, PlainText, Renderer
 
@@ -13,19 +13,6 @@ EVERY_S = 0.03
 SHARE = 9  # drawing waits this many times as long as it took: a fast model is not slowed down
 STEADY_S = 0.2  # a window that is being dragged has many sizes
 ERASE_BELOW, ERASE_SCREEN = "\x1b[J", "\x1b[H\x1b[2J"
-
-
-class Growing(Protocol):
-    """Text that grows, rendered: :class:`MarkdownText`, :class:`PlainText`."""
-
-    def add(self, text: str) -> None:
-        """Take the next piece."""
-
-    def finished(self, width: int, *, ended: bool = False) -> list[str]:
-        """Lines that are final, each given once."""
-
-    def current(self, width: int) -> list[str]:
-        """The block under way."""
 
 
 class Screen:
@@ -37,7 +24,7 @@ class Screen:
         self._renderer = Renderer(stream)
         self._markdown = markdown
         self._pieces: list[tuple[bool, str]] = []
-        self._text: Growing | None = None
+        self._text: MarkdownText | PlainText | None = None
         self._is_thinking = False
         self._final: list[str] = []  # lines that are not on the screen yet
         self._rows = 1  # of the block under way, on the screen

@@ -5,7 +5,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from typing import Literal
 
 from kvant.cache.single import SinglePool
@@ -28,35 +27,25 @@ View = Literal["markdown", "plain", "unchanged"]
 
 def notice(text: str, quiet: bool = False) -> None:
     """Lines for the user, on standard error; on a terminal with whole words at the margin."""
-    if quiet:
-        return
     if sys.stderr.isatty():
         columns = shutil.get_terminal_size().columns - 1
         text = "\n".join(
             textwrap.fill(line, columns, subsequent_indent="  ", break_on_hyphens=False) for line in text.split("\n")
         )
-    print(text, file=sys.stderr, flush=True)
+    terminal.say(text, quiet)
 
 
 class Talk:
     """One conversation.
 
     Attributes:
-        run: the command's flags; ``/set max_tokens`` replaces its own.
-        wanted: the options of sampling as the user set them.
-        session: the model that is loaded.
-        conversation: its messages and tokens.
+        run, wanted: the command's flags and the options of sampling; ``/set`` replaces them.
         statistics: of the last answer.
         draft: what stands in the next line of input, to be edited.
     """
 
     def __init__(
-        self,
-        run: RunOptions,
-        wanted: SamplingOptions,
-        session: Session,
-        view: View,
-        overflow: Overflow = "forget",
+        self, run: RunOptions, wanted: SamplingOptions, session: Session, view: View, overflow: Overflow
     ) -> None:
         """Begin; ``view`` is how answers are shown, ``overflow`` as in :class:`Conversation`."""
         if not session.tokenizer.has_chat_template:
@@ -84,46 +73,12 @@ class Talk:
         self._sampling = self.session.sampling(wanted)
         self.wanted = wanted
 
-    def set_max_tokens(self, count: int) -> None:
-        """Generate at most so many tokens an answer; an error leaves everything as it is."""
-        self.run = replace(self.run, max_tokens=count)
-
-    def forget(self) -> None:
-        """Forget every turn."""
-        self.conversation.reset()
-        self.statistics = RunStatistics()
-
-    @property
-    def turns(self) -> int:
-        """Questions so far."""
-        return sum(message["role"] == "user" for message in self.conversation.messages)
-
-    def send(self, text: str) -> None:
-        """Ask, and show the answer."""
-        self._answer(lambda **options: self.conversation.send(text, **options))
-
-    def edit(self, text: str) -> None:
-        """Ask in place of the last question, and show the answer."""
-        self._answer(lambda **options: self.conversation.edit(text, **options))
-
-    def retry(self) -> None:
-        """Answer the last question again, and show the answer."""
-        self._answer(self.conversation.retry)
-
-    @property
-    def greeting(self) -> str:
-        """The model, the cache, the sampling in force and the way to help, in a line."""
-        session = self.session
-        return f"{session.name} · {session.describe_cache()} · {session.sampling_line} · /help lists the commands"
-
     def status(self, columns: int) -> str:
         """The model, the context used of the reserved one, the cache, the speed of the last answer; as fits."""
-        reserved = self.conversation.limit
+        reserved, used = self.conversation.limit, str(self.conversation.num_tokens)
         parts = [
             self.session.name.rstrip("/").rsplit("/", 1)[-1],
-            f"{self.conversation.num_tokens}/{reserved} tokens"
-            if reserved
-            else f"{self.conversation.num_tokens} tokens",
+            f"{f'{used}/{reserved}' if reserved else used} tokens",
             f"cache {format_bytes(self.session.cache_bytes)}",
         ]
         last = self.statistics.last
@@ -133,8 +88,11 @@ class Talk:
             parts.pop(2 if len(parts) > 3 else 0)
         return " · ".join(parts)
 
-    def _answer(self, ask: Callable[..., Iterator[GenerationResponse]]) -> None:
-        """Show one answer as it comes. What the model cannot answer is one line, and the conversation goes on."""
+    def answer(self, ask: Callable[..., Iterator[GenerationResponse]]) -> None:
+        """Show the answer as it comes: to ``ask`` of the conversation, such as its send with a text.
+
+        What the model cannot answer is one line, and the conversation goes on.
+        """
         self.statistics = statistics = RunStatistics()
         sampler, processors = self._sampling
         self._answers += 1
@@ -159,11 +117,7 @@ class Talk:
             notice("stopped")
         except ContextError as error:
             notice("; ".join([str(error), *self._more_room()]))
-        self._say_what_was_left_out(statistics)
-
-    def _say_what_was_left_out(self, statistics: RunStatistics) -> None:
-        forgotten = self.conversation.forgotten
-        if forgotten:
+        if forgotten := self.conversation.forgotten:
             notice(f"the oldest {forgotten} messages were forgotten: the context is full")
         reason = None if statistics.last is None else statistics.last.finish_reason
         if reason == "context":
@@ -175,23 +129,21 @@ class Talk:
         """What the user can do about a full context."""
         context, limit = self.session.model.config.max_position_embeddings, self.conversation.limit
         more = ["--max-kv-size reserves more"] if limit is not None and limit != context else []
-        return ["/reset forgets the conversation", *more] if self._overflow == "stop" and self.turns else more
+        return (
+            ["/reset forgets the conversation", *more]
+            if self._overflow == "stop" and self.conversation.messages
+            else more
+        )
 
     @contextmanager
     def _shown(self) -> Iterator[Callable[[str], None]]:
         """A function that shows the next piece of an answer."""
         if self._view == "unchanged":
-            written = False
-
-            def write(text: str) -> None:
-                nonlocal written
-                written = True
-                terminal.write_generated(text, raw=self.run.raw)
-
+            statistics = self.statistics
             try:
-                yield write
+                yield lambda text: terminal.write_generated(text, raw=self.run.raw)
             finally:
-                if written:
+                if statistics.last is not None:
                     print(flush=True)
             return
         from kvant.cli.chat.screen import Screen
