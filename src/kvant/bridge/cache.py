@@ -96,7 +96,7 @@ class BridgedCache(ModelCache, BridgedBatch):
     def used(self) -> CacheBytes:
         """Bytes held now."""
         states = (array for arrays in self.sequence.states for array in arrays if array is not None)
-        return CacheBytes(sum(layer.nbytes for layer in self.pool.layers), sum(array.nbytes for array in states))
+        return CacheBytes(self.keys_values, sum(array.nbytes for array in states))
 
     def takes_back(self, most: int) -> int:
         """As :meth:`ModelCache.takes_back`; a state takes all of a step."""

@@ -135,6 +135,15 @@ class ModelCache(PoolBatch, Sequence[Any]):
         return self.pool.nbytes
 
     @property
+    def keys_values(self) -> int:
+        """Of these, those of keys and values, which never change: all but the states of linear layers."""
+        return sum(layer.nbytes for layer in self.pool.layers)
+
+    def describe(self) -> list[str]:
+        """What its layers are, a line for each kind, where mlx-lm's model says it."""
+        return []
+
+    @property
     def groups(self) -> list[int]:
         """The sizes of the groups that share a scale, each once; none if nothing is quantized."""
         return sorted({layer.format.kv_group_size for layer in self.pool.layers} - {0})

@@ -78,12 +78,7 @@ class Session:
     @property
     def cache_bytes(self) -> int:
         """Bytes reserved for keys and values in all layers; they never change."""
-        if type(self.cache) is ModelCache:
-            return self.cache.nbytes
-        from kvant.bridge.cache import BridgedCache  # there already: its cache is one
-
-        assert isinstance(self.cache, BridgedCache)
-        return self.cache.used.keys_values
+        return self.cache.keys_values
 
     def sampling(self, wanted: SamplingOptions, drawn: int | None = None) -> tuple[Sampler, list[LogitsProcessor]]:
         """The sampler and processors for this model; options that were not given are the model's own.
@@ -114,11 +109,6 @@ class Session:
 
     def describe_layers(self) -> list[str]:
         """Where layers differ, a line for each kind."""
-        if type(self.cache) is ModelCache:
-            return []
-        from kvant.bridge.cache import BridgedCache
-
-        assert isinstance(self.cache, BridgedCache)
         lines = self.cache.describe()
         return lines if len(lines) > 1 else []
 
