@@ -9,8 +9,7 @@ import pytest
 from support.conversations import QUESTIONS, SAY, asking, prompt_ids, text_of
 
 import kvant
-from kvant.engine.conversation import Conversation
-from kvant.engine.saved import KEY, as_metadata, messages_of
+from kvant.engine.conversation import KEY, Conversation, as_metadata, messages_of
 from kvant.errors import SnapshotError
 from kvant.models import Decoder
 from kvant.sample_utils import make_logits_processors

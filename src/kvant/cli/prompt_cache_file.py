@@ -8,8 +8,7 @@ from pathlib import Path
 
 from kvant.cache import ModelCache
 from kvant.cache.snapshot import read_header
-from kvant.engine.conversation import Conversation
-from kvant.engine.saved import KEY
+from kvant.engine.conversation import KEY, Conversation
 from kvant.errors import SnapshotError
 
 

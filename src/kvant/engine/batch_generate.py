@@ -10,12 +10,10 @@ import mlx.core as mx
 from kvant.cache import KVCache, ModelCache
 from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.draw import Sampler, for_a_run, for_answer, greedy
-from kvant.engine.feeding import CHUNK
-from kvant.engine.keywords import CacheWanted
-from kvant.engine.limits import check_count, check_stops, pool_reservation, reservation
+from kvant.engine.limits import CacheWanted, check_count, check_stops, pool_reservation, reservation
 from kvant.engine.model_drafts import ModelDrafts, asked_drafts
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.request import PREFILL_STEP_SIZE, Request, check_drafts
+from kvant.engine.request import CHUNK, PREFILL_STEP_SIZE, Request, check_drafts
 from kvant.engine.response import GenerationResponse
 from kvant.engine.scheduler import Scheduler
 from kvant.engine.stream import Wanted, responses

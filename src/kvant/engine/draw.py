@@ -4,19 +4,39 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 import mlx.core as mx
 
-from kvant.engine.filters import Filters, filtered
+from kvant.engine.filters import (
+    check_at_most,
+    check_special,
+    column,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    leave_out_top_choices,
+    rows_of,
+    with_rows,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class SeededSampler(Filters):
+class SeededSampler:
     """Draws tokens from filtered probabilities. The draw at a position depends on (seed, position) alone.
 
-    MLX's random state is neither read nor changed, unless ``follows_mlx`` and there is no seed.
+    MLX's random state is neither read nor changed, unless ``follows_mlx`` and there is no seed. The other fields are
+    those of :class:`kvant.engine.sampling.SamplingOptions`.
     """
 
+    temp: float
+    top_p: float
+    min_p: float
+    min_tokens_to_keep: int
+    top_k: int
+    xtc_probability: float
+    xtc_threshold: float
+    xtc_special_tokens: tuple[int, ...]
     seed: int | None  # None: every run draws one
     follows_mlx: bool = False  # where a run without a seed takes one: MLX's random state, or the operating system
     _draws: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)  # rows of calls
@@ -34,6 +54,12 @@ class SeededSampler(Filters):
             return mx.random.categorical(filtered(logprobs, samplers, coin))
         keys = draw_keys([for_a_run(self)] * len(samplers), [next(self._draws) for _ in samplers])
         return draw_seeded(logprobs, samplers, keys)
+
+    def check(self, vocab_size: int) -> None:
+        """Refuse an option that a vocabulary is too small for."""
+        check_at_most("top_k", self.top_k, vocab_size - 1)
+        check_at_most("min_tokens_to_keep", self.min_tokens_to_keep if self.min_p else 0, vocab_size)
+        check_special(self.xtc_special_tokens if self.xtc_probability else (), vocab_size)
 
 
 # Log-probabilities (B, vocab) -> tokens (B,).
@@ -88,6 +114,44 @@ def draw_seeded(logprobs: mx.array, samplers: Sequence[SeededSampler], keys: mx.
     # 24 bits of each word, as many as every float32 below 1 has: the first number picks, the second is XTC's coin
     numbers = (keys >> 8).astype(mx.float32) * 2**-24
     return pick(filtered(logprobs, samplers, numbers[:, 1:]), numbers[:, :1])
+
+
+def filtered(logprobs: mx.array, samplers: Sequence[SeededSampler], coins: mx.array) -> mx.array:
+    """What the rows' tokens are drawn from: the logits (B, vocab) after filters and temperature.
+
+    Args:
+        logprobs: (B, vocab).
+        samplers: of each row; a filter takes all its rows at once, those with a count in common where it has one.
+        coins: XTC's, from 0 to 1: (B, 1), or one for all.
+    """
+
+    def each(option: str, rows: Sequence[int]) -> list[float]:
+        return [getattr(samplers[row], option) for row in rows]
+
+    rows = [row for row, sampler in enumerate(samplers) if 0 < sampler.top_p < 1]
+    if rows:
+        logprobs = with_rows(logprobs, rows, keep_top_p(rows_of(logprobs, rows), each("top_p", rows)))
+    for at_least, rows in _alike(samplers, lambda sampler: sampler.min_p and sampler.min_tokens_to_keep):
+        kept = keep_min_p(rows_of(logprobs, rows), each("min_p", rows), at_least)
+        logprobs = with_rows(logprobs, rows, kept)
+    for (threshold, special), rows in _alike(
+        samplers, lambda sampler: sampler.xtc_probability and (sampler.xtc_threshold, sampler.xtc_special_tokens)
+    ):
+        chosen, coin = rows_of(logprobs, rows), rows_of(coins, rows) if coins.ndim else coins
+        kept = leave_out_top_choices(chosen, each("xtc_probability", rows), threshold, special, coin)
+        logprobs = with_rows(logprobs, rows, kept)
+    for top_k, rows in _alike(samplers, lambda sampler: sampler.top_k):
+        logprobs = with_rows(logprobs, rows, keep_top_k(rows_of(logprobs, rows), top_k))
+    return logprobs * column([1 / sampler.temp for sampler in samplers], logprobs.dtype)
+
+
+def _alike(samplers: Sequence[SeededSampler], option: Callable[[SeededSampler], Any]) -> list[tuple[Any, list[int]]]:
+    """The values an option has, where it is not off, and the rows of each."""
+    found: dict[Any, list[int]] = {}
+    for row, sampler in enumerate(samplers):
+        if value := option(sampler):
+            found.setdefault(value, []).append(row)
+    return list(found.items())
 
 
 def pick(logits: mx.array, numbers: mx.array) -> mx.array:

@@ -1,68 +1,17 @@
-"""Filters of a sampler: log-probabilities (B, vocab) in, the same out with -inf for tokens that are left out.
+"""Filters of samplers: log-probabilities (B, vocab) in, the same out with -inf for tokens that are left out.
 
 The tokens left are those mlx-lm leaves, at ties too. Nothing is compiled: on a CPU that would start a C++ compiler.
 An option of type ``PerRow`` is one number for all rows or one for each. What is left of a row depends on it alone.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 from kvant.errors import ArgumentError
 
 PerRow = float | Sequence[float]
-
-
-@dataclass(frozen=True, slots=True)
-class Filters:
-    """What is left out before a token is drawn; the fields of :class:`kvant.engine.sampling.SamplingOptions`."""
-
-    temp: float
-    top_p: float
-    min_p: float
-    min_tokens_to_keep: int
-    top_k: int
-    xtc_probability: float
-    xtc_threshold: float
-    xtc_special_tokens: tuple[int, ...]
-
-    def check(self, vocab_size: int) -> None:
-        """Refuse an option that a vocabulary is too small for."""
-        check_at_most("top_k", self.top_k, vocab_size - 1)
-        check_at_most("min_tokens_to_keep", self.min_tokens_to_keep if self.min_p else 0, vocab_size)
-        check_special(self.xtc_special_tokens if self.xtc_probability else (), vocab_size)
-
-
-def filtered(logprobs: mx.array, samplers: Sequence[Filters], coins: mx.array) -> mx.array:
-    """What the rows' tokens are drawn from: the logits (B, vocab) after filters and temperature.
-
-    Args:
-        logprobs: (B, vocab).
-        samplers: of each row; a filter takes all its rows at once, those with a count in common where it has one.
-        coins: XTC's, from 0 to 1: (B, 1), or one for all.
-    """
-
-    def each(option: str, rows: Sequence[int]) -> list[float]:
-        return [getattr(samplers[row], option) for row in rows]
-
-    rows = [row for row, sampler in enumerate(samplers) if 0 < sampler.top_p < 1]
-    if rows:
-        logprobs = with_rows(logprobs, rows, keep_top_p(rows_of(logprobs, rows), each("top_p", rows)))
-    for at_least, rows in _alike(samplers, lambda sampler: sampler.min_p and sampler.min_tokens_to_keep):
-        kept = keep_min_p(rows_of(logprobs, rows), each("min_p", rows), at_least)
-        logprobs = with_rows(logprobs, rows, kept)
-    for (threshold, special), rows in _alike(
-        samplers, lambda sampler: sampler.xtc_probability and (sampler.xtc_threshold, sampler.xtc_special_tokens)
-    ):
-        chosen, coin = rows_of(logprobs, rows), rows_of(coins, rows) if coins.ndim else coins
-        kept = leave_out_top_choices(chosen, each("xtc_probability", rows), threshold, special, coin)
-        logprobs = with_rows(logprobs, rows, kept)
-    for top_k, rows in _alike(samplers, lambda sampler: sampler.top_k):
-        logprobs = with_rows(logprobs, rows, keep_top_k(rows_of(logprobs, rows), top_k))
-    return logprobs * column([1 / sampler.temp for sampler in samplers], logprobs.dtype)
 
 
 def keep_top_p(logprobs: mx.array, top_p: PerRow) -> mx.array:
@@ -146,15 +95,6 @@ def check_at_most(name: str, count: int, most: int) -> None:
     """Refuse a count that the vocabulary is too small for."""
     if count > most:
         raise ArgumentError(name, f"is {count}; expected at most {most} with this vocabulary")
-
-
-def _alike(samplers: Sequence[Filters], option: Callable[[Filters], Any]) -> list[tuple[Any, list[int]]]:
-    """The values an option has, where it is not off, and the rows of each."""
-    found: dict[Any, list[int]] = {}
-    for row, sampler in enumerate(samplers):
-        if value := option(sampler):
-            found.setdefault(value, []).append(row)
-    return list(found.items())
 
 
 def rows_of(array: mx.array, rows: Sequence[int]) -> mx.array:

@@ -8,8 +8,7 @@ import mlx.core as mx
 
 from kvant.cache import KVCache
 from kvant.engine.draw import Sampler
-from kvant.engine.keywords import CacheWanted, cache_for, check_generate
-from kvant.engine.limits import check_stops
+from kvant.engine.limits import CacheWanted, cache_for, check_generate, check_stops
 from kvant.engine.model_drafts import asked_drafts
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.request import PREFILL_STEP_SIZE, PromptProgress, Request

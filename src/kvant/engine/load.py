@@ -1,20 +1,20 @@
 """A model's name or folder to a decoder and a tokenizer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, overload
 
 from kvant.bridge.config import is_bridged
-from kvant.engine.keywords import check_load, configure, model_config_of, one_path
-from kvant.errors import ModelError, did_you_mean
-from kvant.files import read_json
+from kvant.errors import ArgumentError, ModelError, did_you_mean
+from kvant.files import read_json, read_optional
 from kvant.models import LanguageModel, load_decoder
 from kvant.models.checkpoint import Progress, check_folder
 from kvant.models.identity import identify
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer, begin_loading
 
+TOKENIZER_KEYS = ("eos_token", "chat_template", "trust_remote_code")
 POCKET = "pocket"  # the embedded model's name
 LoadModel = Callable[[Path, Progress | None, Path | None], LanguageModel]
 
@@ -87,6 +87,77 @@ def load(
     model, tokenizer = load_folder(folder, adapter_path=adapter_path)
     configure(tokenizer, tokenizer_config, model.config.eos_token_ids)
     return (model, tokenizer, model_config_of(folder)) if return_config else (model, tokenizer)
+
+
+def one_path(path_or_hf_repo: str | Path | None, path_or_name: str | Path | None) -> str | Path:
+    """The model that was named: by mlx-lm's keyword, or by kvant's."""
+    if path_or_hf_repo is None:
+        if path_or_name is None:
+            raise ArgumentError("path_or_hf_repo", "is missing; expected a folder, a name or 'pocket'")
+        return path_or_name
+    if path_or_name is not None:
+        raise ArgumentError("path_or_hf_repo", "is given beside path_or_name; expected one of them")
+    return path_or_hf_repo
+
+
+def check_load(
+    tokenizer_config: Mapping[str, Any] | None,
+    model_config: Mapping[str, Any] | None,
+    *,
+    lazy: bool,
+    trust_remote_code: bool,
+) -> None:
+    """Refuse what :func:`kvant.load` cannot do."""
+    for name, given in (("tokenizer_config", tokenizer_config), ("model_config", model_config)):
+        if not isinstance(given, Mapping | None):
+            raise ArgumentError(name, f"is a {type(given).__name__}; expected a dict")
+    if model_config:
+        raise ArgumentError("model_config", f"has {_names(model_config)}; a model is as its folder's config.json says")
+    if lazy:
+        raise ArgumentError("lazy", "is True; every weight is read and checked at load, one layer after the other")
+    settings = dict(tokenizer_config or {})
+    for name, value in (
+        ("trust_remote_code", trust_remote_code),
+        ("tokenizer_config['trust_remote_code']", settings.get("trust_remote_code")),
+    ):
+        if value:
+            raise ArgumentError(name, "is True; nothing in a model folder is executed")
+    if unknown := {key: value for key, value in settings.items() if key not in TOKENIZER_KEYS}:
+        raise ArgumentError("tokenizer_config", f"has {_names(unknown)}; expected {', '.join(TOKENIZER_KEYS)}")
+    for key in ("eos_token", "chat_template"):
+        if not isinstance(settings.get(key), str | None):
+            raise ArgumentError(f"tokenizer_config[{key!r}]", f"is {settings[key]!r:.80}; expected text")
+
+
+def configure(tokenizer: Tokenizer, settings: Mapping[str, Any] | None, eos_token_ids: Sequence[int]) -> None:
+    """Apply a ``tokenizer_config`` that :func:`check_load` let pass.
+
+    Args:
+        tokenizer: changed.
+        settings: the tokenizer_config.
+        eos_token_ids: of the model; they end a text beside the tokenizer's own.
+    """
+    settings = settings or {}
+    if (template := settings.get("chat_template")) is not None:
+        tokenizer.chat_template = template
+    if (token := settings.get("eos_token")) is not None:
+        try:
+            tokenizer.replace_eos_token(token)
+        except ValueError as error:
+            raise ArgumentError("tokenizer_config['eos_token']", f"is {token!r:.80}; not in the vocabulary") from error
+        tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *eos_token_ids}
+
+
+def model_config_of(folder: Path) -> dict[str, Any]:
+    """A folder's config.json as mlx-lm's ``load`` returns it: with the end-of-text tokens of generation_config.json."""
+    config = dict(read_json(folder / "config.json"))
+    if eos := read_optional(folder / "generation_config.json").get("eos_token_id"):
+        config["eos_token_id"] = eos
+    return config
+
+
+def _names(settings: Mapping[str, Any]) -> str:
+    return ", ".join(str(key)[:80] for key in settings)
 
 
 def load_folder(

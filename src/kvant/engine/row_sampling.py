@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from kvant.engine.constraint import allowed_only
 from kvant.engine.draw import Sampler, SeededSampler, draw_keys, draw_seeded, greedy
 from kvant.engine.filters import rows_of, with_rows
 from kvant.engine.processors import KINDS, Bias, Change, LogitsProcessor, Tokens, process_rows
@@ -28,6 +27,8 @@ class Row:
         tokens: these tokens, ids of the vocabulary; only looked at if there are processors. In an array they need not
             be known yet.
         mask: the tokens that a grammar allows, :meth:`kvant.text.grammar.Matcher.mask`; None: all.
+        top: how many of the most probable tokens are told.
+        keep: all log-probabilities are, if any row asks for them.
     """
 
     sampler: Sampler
@@ -35,6 +36,8 @@ class Row:
     position: int
     tokens: Tokens
     mask: bytes | None = None
+    top: int = 0
+    keep: bool = False
 
 
 class Picked(NamedTuple):
@@ -95,16 +98,14 @@ def check_options(sampler: Sampler, processors: Sequence[LogitsProcessor], vocab
             raise ValueError(f"{each!r:.80} is no sampler and no logits processor; expected a function")
 
 
-def pick_rows(logits: mx.array, rows: Sequence[Row], tops: Sequence[int], *, keep: bool = False) -> Sampled:
-    """The next token of every row, and of ``tops`` so many of the most probable ones; ``keep``: and all.
-
-    Arguments and errors are those of :func:`sample_rows`.
-    """
+def pick_rows(logits: mx.array, rows: Sequence[Row]) -> Sampled:
+    """The next token of every row; arguments and errors are those of :func:`sample_rows`."""
     tokens, logprobs = sample_rows(logits, rows)
+    keep = any(row.keep for row in rows)
     if not keep and any(not _is_ours(row.sampler) for row in rows):
         check_tokens(tokens.tolist(), logits.shape[-1])  # type: ignore[arg-type]
     chosen = logprobs if keep else mx.take_along_axis(logprobs, tokens[:, None], axis=-1).squeeze(-1)
-    found = [_top(logprobs, number, count) for number, count in enumerate(tops)]
+    found = [_top(logprobs, number, row.top) for number, row in enumerate(rows)]
     return Sampled(rows, tokens, chosen, found)
 
 
@@ -138,9 +139,10 @@ def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.arr
         tokens = [rows[number].tokens for number in processed]
         changed = process_rows(rows_of(logits, processed), tokens, [processors[number] for number in processed])
         logits = with_rows(logits, processed, changed)
-    masks = {number: row.mask for number, row in enumerate(rows) if row.mask is not None}
-    if masks:
-        logits = with_rows(logits, [*masks], allowed_only(rows_of(logits, [*masks]), [*masks.values()]))
+    if masks := {number: row.mask for number, row in enumerate(rows) if row.mask is not None}:
+        masked = rows_of(logits, [*masks])
+        allowed = mx.array(memoryview(b"".join(masks.values()))).reshape(masked.shape)  # type: ignore[arg-type]
+        logits = with_rows(logits, [*masks], mx.where(allowed != 0, masked, -mx.inf))
     logprobs = logits - logsumexp(logits)
     return _draw(logprobs, samplers, [row.position for row in rows]), logprobs
 

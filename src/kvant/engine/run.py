@@ -7,10 +7,10 @@ import mlx.core as mx
 
 from kvant.cache import KVCache
 from kvant.cache.single import SinglePool
+from kvant.engine.decoding import kernel_failures
 from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import Sampler
-from kvant.engine.kernel_failure import kernel_failures
 from kvant.engine.limits import check_count
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.request import PREFILL_STEP_SIZE, CheckedRequest, FinishReason, PromptProgress, Request, Token

@@ -12,12 +12,10 @@ from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.cache.single import SinglePool, SingleSequence
 from kvant.engine.batch_drafts import BatchDrafter, Found, is_drafted
-from kvant.engine.decoding import BatchDecoder, Step, pick
+from kvant.engine.decoding import BatchDecoder, Step, kernel_failures, pick
 from kvant.engine.drafting.choice import DraftCounts
-from kvant.engine.feeding import CHUNK, PromptFeeder
-from kvant.engine.kernel_failure import kernel_failures
 from kvant.engine.limits import check_count
-from kvant.engine.request import CheckedRequest, FinishReason, Request, Token, check_drafts, check_request
+from kvant.engine.request import CHUNK, CheckedRequest, FinishReason, Request, Token, check_drafts, check_request
 from kvant.engine.row_sampling import Picked
 from kvant.engine.work import Answer, Work
 from kvant.errors import ArgumentError, ContextError, QueueFullError
@@ -97,9 +95,8 @@ class Scheduler:
         self._model, self._pool = model, pool
         self._max_batch, self._max_queue = max_batch, max_queue
         self._deterministic = deterministic
-        self._feeder = PromptFeeder(model, pool, deterministic=deterministic)
         self._decoder = BatchDecoder(model, pool, rows=max_batch if deterministic else None)
-        self._drafter = BatchDrafter(model, pool)
+        self._drafter = BatchDrafter(self._decoder, pool, model.config.vocab_size)
         self._under_way: dict[Request, Work] = {}
         self._waiting: deque[Work] = deque()
         self._free_when_full: int | None = None  # the free pages when the first that waits did not fit
@@ -161,7 +158,7 @@ class Scheduler:
             raise QueueFullError(
                 f"{waiting} requests wait, which is all that may, and {len(self._running)} answers run; try again later"
             )
-        work = Work(checked, set(range(checked.request.answers)))
+        work = Work(checked, self._deterministic, set(range(checked.request.answers)))
         self._under_way[checked.request] = work
         self._waiting.append(work)
 
@@ -214,7 +211,7 @@ class Scheduler:
         if len(self._running) + len(work.open) > self._max_batch:
             return
         try:
-            self._feeder.reserve(work)
+            work.reserve(self._pool)
         except ContextError as error:
             if not self._running:  # there is nothing to wait for: the pool serves somebody else too
                 self._end(work, "error", work.open, error)
@@ -246,10 +243,10 @@ class Scheduler:
             with kernel_failures(self._pool):
                 if self._queued is not None:
                     mx.eval(self._queued.logits)  # or MLX would copy the arrays that it reads
-                logits = self._feeder.feed_chunk(work, room)
+                logits = work.feed(self._model, self._pool, room)
             if logits is None:
                 return
-            answers = self._feeder.begin_answers(work)
+            answers = work.begin_answers()
         except Exception as error:
             self._end(work, "error", work.open, error)
             return
@@ -292,7 +289,7 @@ class Scheduler:
         step, self._queued = self._queued, None
         if step is not None and step.error is not None:
             raise step.error
-        drafting = self._drafter.ready(self._running)
+        drafting = [answer for answer in self._running if answer.may_draft()]
         if step is None and drafting:
             step = self._drafter.begin(self._running, drafting)
         if step is None:

@@ -15,8 +15,8 @@ from kvant.cache.snapshot import read_header
 from kvant.engine.batch_engine import BatchEngine, Deliver
 from kvant.engine.drafting.drafts import Drafts, ServedSource, drafts_of
 from kvant.engine.load import find_model
+from kvant.engine.model_drafts import PooledDrafts
 from kvant.engine.model_sampling import read_model_sampling
-from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import Request
 from kvant.errors import ArgumentError, ContextError, EngineError, GrammarError, SnapshotError
 from kvant.models import LanguageModel

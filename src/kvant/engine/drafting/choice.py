@@ -4,13 +4,10 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from kvant.engine.drafting.drafter import Drafter
-
 MOST = 7  # tokens of a draft
 START, LAST = 2, 6  # levels: at level n a draft needs a match of 2^n tokens; at the last one nothing is drafted
 LOSS = 2.0  # steps of one token that drafts may cost before they need a longer match
 RETRY = 128  # steps times 2^level, after which a match half as long is tried again
-READ_AT_ONCE = 2048  # tokens that a drafter reads in a step: a long prompt holds nobody up
 SAMPLES = 9  # of the time of a step, of which the lower quartile counts
 
 
@@ -43,6 +40,27 @@ class DraftCounts:
         share = f", {100 * self.accepted / self.drafted:.0f} %" if self.drafted else ""
         text = f"drafts: {self.accepted} of {self.drafted} tokens accepted{share}"
         return text if self.off is None else f"drafts off: {self.off}{share}"
+
+
+class Drafter:
+    """What an answer drafts with.
+
+    Attributes:
+        is_free: a proposal takes next to no time.
+        match: tokens that the next proposal rests on; a model's drafter: 0.
+        ended: why it proposes nothing any more; None: it may.
+    """
+
+    is_free: bool = True
+    match: int = 0
+    ended: str | None = None
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take tokens of the sequence that are sure: first the prompt's, then the answer's."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Give back what it holds; it drafts no more."""
 
 
 class DraftChoice:
@@ -111,22 +129,6 @@ class DraftChoice:
             self._level, self._steps, self._balance = self._level - 1, 0, 0.0
             if self._level == START:
                 counts.off = None
-
-
-class AnswerDrafts:
-    """What an answer drafts with."""
-
-    def __init__(self, drafter: Drafter, most: int) -> None:
-        """``most``: tokens that it drafts a step."""
-        self.drafter, self.most = drafter, most
-        self._read = 0
-
-    def read(self, tokens: Sequence[int]) -> bool:
-        """Take the sequence's tokens that are new. Returns whether all of them are known now."""
-        new = tokens[self._read : self._read + READ_AT_ONCE]
-        self.drafter.extend(new)
-        self._read += len(new)
-        return self._read == len(tokens)
 
 
 def _quartile(times: Collection[float]) -> float:
