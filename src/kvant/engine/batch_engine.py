@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from queue import SimpleQueue
 from types import TracebackType
 
 import mlx.core as mx
@@ -21,46 +20,6 @@ from kvant.threads import check_process
 
 Deliver = Callable[[Token], object]
 Observe = Callable[[Scheduler, Sequence[Token]], object]
-
-
-class Answers:
-    """The tokens of a request, as they come, of all its answers. One thread iterates it, any thread cancels."""
-
-    def __init__(self, engine: "BatchEngine", request: Request) -> None:
-        self.request = request
-        self._engine = engine
-        self._tokens: SimpleQueue[Token] = SimpleQueue()
-        self._open = request.answers
-
-    def put(self, token: Token) -> None:
-        """Called by the engine."""
-        self._tokens.put(token)
-
-    def __iter__(self) -> "Answers":
-        return self
-
-    def __next__(self) -> Token:
-        """The next token; it waits for it."""
-        if not self._open:
-            raise StopIteration
-        token = self._tokens.get()
-        if token.error is not None:
-            self._open = 0
-            raise token.error
-        self._open -= token.finish_reason is not None
-        return token
-
-    def cancel(self, answer: int | None = None) -> None:
-        """End all its answers, or one. The last token of each says "cancelled", unless it had ended."""
-        self._engine.cancel(self.request, answer)
-
-    def __enter__(self) -> "Answers":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.cancel()
 
 
 class _Client:
@@ -121,14 +80,8 @@ class BatchEngine:
             threading.Thread(target=self._watch, args=(stall_after,), name="kvant-watchdog", daemon=True).start()
         atexit.register(self._stop)  # a thread that computes while the interpreter goes would crash it
 
-    def submit(self, request: Request) -> Answers:
-        """Take a request in. Its tokens are those of the result."""
-        answers = Answers(self, request)
-        self.submit_to(request, answers.put)
-        return answers
-
-    def submit_to(self, request: Request, deliver: Deliver) -> None:
-        """Take a request in, as :meth:`submit`. ``deliver`` is called with each token, in the engine's thread.
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """Take a request in. ``deliver`` is called with each token, in the engine's thread.
 
         It must not wait. An error of it cancels the request.
         """

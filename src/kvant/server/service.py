@@ -150,7 +150,7 @@ class Service:
         """Take a request in; its tokens are counted and go to ``deliver``, in the engine's thread."""
         if self.draining:
             raise EngineError("the server is ending; it takes no further requests")
-        self.engine.submit_to(request, self.metrics.counting(request, deliver))
+        self.engine.submit(request, self.metrics.counting(request, deliver))
 
     def cancel(self, request: Request, answer: int | None = None) -> None:
         """End a request's answers, or one of them. One that has ended is no error."""
