@@ -34,7 +34,7 @@ class BatchDrafter:
         return any(self._count(answer, answer.left - 2, longer=1) > 0 for answer in ready)
 
     def _count(self, answer: Answer, most: int, *, longer: int = 0) -> int:
-        drafts = answer.work.checked.request.drafts
+        drafts = answer.work.request.drafts
         if answer.drafter is None or drafts is None:
             return 0
         return self._choice.count(answer.drafter, min(drafts.most, most), longer=longer)
@@ -47,8 +47,8 @@ class BatchDrafter:
         left = [answer for answer, count in asked.items() if count > 0]
         drafts: dict[Answer, list[int]] = {}
         while left:
-            source = left[0].work.checked.request.drafts
-            own = [answer for answer in left if answer.work.checked.request.drafts is source]
+            source = left[0].work.request.drafts
+            own = [answer for answer in left if answer.work.request.drafts is source]
             left = [answer for answer in left if answer not in own]
             assert source is not None
             made = source.propose([answer.drafter for answer in own], [asked[answer] for answer in own])
@@ -151,5 +151,5 @@ def _one_by_one(step: Step, drafts: Sequence[Sequence[int]]) -> Found:
 
 def _goes_on(answer: Answer, draft: Sequence[int], place: int, picked: Picked | Exception) -> bool:
     """Whether the next position's logits are those of the text with this token."""
-    stops = answer.work.checked.stop_tokens
+    stops = answer.work.stop_tokens
     return isinstance(picked, Picked) and is_drafted(draft, place, picked) and picked.token not in stops

@@ -22,16 +22,6 @@ Deliver = Callable[[Token], object]
 Observe = Callable[[Scheduler, Sequence[Token]], object]
 
 
-class _Client:
-    """Who is told of a request, and the numbers of the answers that have not ended."""
-
-    __slots__ = ("deliver", "open")
-
-    def __init__(self, deliver: Deliver, answers: int) -> None:
-        self.deliver = deliver
-        self.open = set(range(answers))
-
-
 class BatchEngine:
     """A scheduler in a thread of its own, which alone computes. It begins when it is made, and sleeps without work.
 
@@ -66,7 +56,8 @@ class BatchEngine:
         mx.eval(model.arrays)  # a thread cannot compute what another one left undone
         self._observe = observe
         self._changed = threading.Condition()  # held to read or change what follows
-        self._clients: dict[Request, _Client] = {}
+        # Who is told of a request, and the numbers of its answers that have not ended.
+        self._clients: dict[Request, tuple[Deliver, set[int]]] = {}
         self._cancelled: deque[tuple[Request, int | None]] = deque()
         self._closing = self._stopping = False
         self._error: BaseException | None = None
@@ -86,14 +77,14 @@ class BatchEngine:
         It must not wait. An error of it cancels the request.
         """
         check_process()
-        checked = self._scheduler.check(request)
+        work = self._scheduler.check(request)
         with self._changed:
             if self._error is not None:
                 raise self._failure(self._error)
             if self._closing:
                 raise EngineError("the engine was closed; it takes no further requests")
-            self._scheduler.submit(checked)
-            self._clients[request] = _Client(deliver, request.answers)
+            self._scheduler.submit(work)
+            self._clients[request] = deliver, set(range(request.answers))
             self._last_sign = self._last_sign or time.monotonic()
             self._changed.notify_all()
 
@@ -193,12 +184,13 @@ class BatchEngine:
             if (client := self._clients.get(token.request)) is None:
                 self._scheduler.cancel(token.request)  # its thread was interrupted when it submitted it
                 return
+            deliver, left = client
             if token.finish_reason is not None:
-                client.open.discard(token.answer)
-                if not client.open:
+                left.discard(token.answer)
+                if not left:
                     del self._clients[token.request]
         try:
-            client.deliver(token)
+            deliver(token)
         except Exception:
             self.cancel(token.request)
 
@@ -217,11 +209,11 @@ class BatchEngine:
         with self._changed:
             self._error = self._error or error
             clients, self._clients = self._clients, {}
-        for request, client in clients.items():
-            for number in sorted(client.open):
+        for request, (deliver, left) in clients.items():
+            for number in sorted(left):
                 failed = Token(request, number, None, finish_reason="error", error=self._failure(error))
                 with suppress(Exception):
-                    client.deliver(failed)
+                    deliver(failed)
 
     @staticmethod
     def _failure(error: BaseException) -> EngineError:

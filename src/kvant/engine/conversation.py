@@ -88,9 +88,6 @@ class Conversation:
                 stay. Positions change then, and so do the random numbers of a seeded sampler. "stop": refuse the
                 question, or end the answer.
             template_variables: further variables of the chat template, such as ``enable_thinking``.
-
-        Raises:
-            ValueError: another model's cache, or an overflow that is none of these.
         """
         if overflow not in get_args(Overflow):
             raise ValueError(f"overflow is {overflow!r}; expected {' or '.join(map(repr, get_args(Overflow)))}")
@@ -156,10 +153,7 @@ class Conversation:
     def retry(self, **options: Any) -> Iterator[GenerationResponse]:
         """Answer the last question again; options and errors as :meth:`send`.
 
-        The old answer stays until a token of the new one is there.
-
-        Raises:
-            PromptError: nothing was asked yet.
+        The old answer stays until a token of the new one is there. A PromptError: nothing was asked yet.
         """
         self._end_turn()
         return self.edit(self.messages[self._last_question()]["content"], **options)
@@ -170,11 +164,7 @@ class Conversation:
         return self._ask(self.messages[: self._last_question()], text, **options)
 
     def undo(self) -> str | None:
-        """Take the last question and its answer back.
-
-        Returns:
-            the question; None: there was none.
-        """
+        """Take the last question and its answer back. Returns the question; None: there was none."""
         self._end_turn()
         if not questions(self.messages):
             return None
@@ -282,11 +272,7 @@ class Conversation:
         return known
 
     def _fit(self, messages: list[Message], answer: Sequence[int]) -> Prompt:
-        """The prompt of these messages and the answer so far, without the oldest turns where that is allowed.
-
-        Raises:
-            ContextError: it does not fit.
-        """
+        """The prompt of these messages and the answer so far, without the oldest turns where that is allowed."""
 
         def make(messages: list[Message]) -> Prompt:
             text = render_chat(self._tokenizer, messages, self._variables)
@@ -349,11 +335,7 @@ class Conversation:
         self.messages = others if text is None else [{"role": "system", "content": text}, *others]
 
     def _last_question(self) -> int:
-        """Where the last turn begins.
-
-        Raises:
-            PromptError: there is none.
-        """
+        """Where the last turn begins."""
         if found := questions(self.messages):
             return found[-1]
         raise PromptError("nothing was asked yet; expected a question before")

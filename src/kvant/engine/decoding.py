@@ -111,7 +111,7 @@ def pick(logits: mx.array, answers: Sequence[Answer]) -> list[Picked | Exception
             alone, so that an error, or an array that this thread cannot compute, is nobody else's.
     """
     masks = [_mask(answer) for answer in answers]
-    together = sum(not answer.work.checked.calls_out for answer in answers)
+    together = sum(not answer.work.calls_out for answer in answers)
     picked: list[Picked | Exception] = []
     for first, end in [(0, together), *((row, row + 1) for row in range(together, len(answers)))]:
         some = list(zip(answers, masks, strict=True))[first:end]

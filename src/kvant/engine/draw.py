@@ -11,7 +11,6 @@ import mlx.core as mx
 from kvant.engine.filters import (
     check_at_most,
     check_special,
-    column,
     keep_min_p,
     keep_top_k,
     keep_top_p,
@@ -54,6 +53,23 @@ class SeededSampler:
             return mx.random.categorical(filtered(logprobs, samplers, coin))
         keys = draw_keys([for_a_run(self)] * len(samplers), [next(self._draws) for _ in samplers])
         return draw_seeded(logprobs, samplers, keys)
+
+    @property
+    def filters(self) -> tuple[Any, ...]:
+        """The options that say which tokens are left."""
+        xtc = self.xtc_probability, self.xtc_threshold, self.xtc_special_tokens
+        return self.top_p, self.min_p, self.min_tokens_to_keep, self.top_k, xtc
+
+    def left(self, logprobs: mx.array, coins: mx.array) -> mx.array:
+        """The log-probabilities (B, vocab), with -inf for tokens that are left out."""
+        if 0 < self.top_p < 1:
+            logprobs = keep_top_p(logprobs, self.top_p)
+        if self.min_p:
+            logprobs = keep_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
+        if self.xtc_probability:
+            probability, threshold, special = self.xtc_probability, self.xtc_threshold, self.xtc_special_tokens
+            logprobs = leave_out_top_choices(logprobs, probability, threshold, special, coins)
+        return keep_top_k(logprobs, self.top_k) if self.top_k else logprobs
 
     def check(self, vocab_size: int) -> None:
         """Refuse an option that a vocabulary is too small for."""
@@ -121,37 +137,21 @@ def filtered(logprobs: mx.array, samplers: Sequence[SeededSampler], coins: mx.ar
 
     Args:
         logprobs: (B, vocab).
-        samplers: of each row; a filter takes all its rows at once, those with a count in common where it has one.
+        samplers: of each row; those with the same filters take their rows at once.
         coins: XTC's, from 0 to 1: (B, 1), or one for all.
     """
-
-    def each(option: str, rows: Sequence[int]) -> list[float]:
-        return [getattr(samplers[row], option) for row in rows]
-
-    rows = [row for row, sampler in enumerate(samplers) if 0 < sampler.top_p < 1]
-    if rows:
-        logprobs = with_rows(logprobs, rows, keep_top_p(rows_of(logprobs, rows), each("top_p", rows)))
-    for at_least, rows in _alike(samplers, lambda sampler: sampler.min_p and sampler.min_tokens_to_keep):
-        kept = keep_min_p(rows_of(logprobs, rows), each("min_p", rows), at_least)
-        logprobs = with_rows(logprobs, rows, kept)
-    for (threshold, special), rows in _alike(
-        samplers, lambda sampler: sampler.xtc_probability and (sampler.xtc_threshold, sampler.xtc_special_tokens)
-    ):
-        chosen, coin = rows_of(logprobs, rows), rows_of(coins, rows) if coins.ndim else coins
-        kept = leave_out_top_choices(chosen, each("xtc_probability", rows), threshold, special, coin)
-        logprobs = with_rows(logprobs, rows, kept)
-    for top_k, rows in _alike(samplers, lambda sampler: sampler.top_k):
-        logprobs = with_rows(logprobs, rows, keep_top_k(rows_of(logprobs, rows), top_k))
-    return logprobs * column([1 / sampler.temp for sampler in samplers], logprobs.dtype)
-
-
-def _alike(samplers: Sequence[SeededSampler], option: Callable[[SeededSampler], Any]) -> list[tuple[Any, list[int]]]:
-    """The values an option has, where it is not off, and the rows of each."""
-    found: dict[Any, list[int]] = {}
+    alike: dict[tuple[Any, ...], list[int]] = {}
     for row, sampler in enumerate(samplers):
-        if value := option(sampler):
-            found.setdefault(value, []).append(row)
-    return list(found.items())
+        alike.setdefault(sampler.filters, []).append(row)
+    for rows in alike.values():
+        own = rows_of(logprobs, rows)
+        left = samplers[rows[0]].left(own, rows_of(coins, rows) if coins.ndim else coins)
+        if left is not own:
+            logprobs = with_rows(logprobs, rows, left)
+    temps = {sampler.temp for sampler in samplers}
+    if len(temps) == 1:
+        return logprobs * (1 / temps.pop())
+    return logprobs * mx.array([1 / sampler.temp for sampler in samplers], logprobs.dtype)[:, None]
 
 
 def pick(logits: mx.array, numbers: mx.array) -> mx.array:

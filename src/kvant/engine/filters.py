@@ -1,7 +1,7 @@
 """Filters of samplers: log-probabilities (B, vocab) in, the same out with -inf for tokens that are left out.
 
 The tokens left are those mlx-lm leaves, at ties too. Nothing is compiled: on a CPU that would start a C++ compiler.
-An option of type ``PerRow`` is one number for all rows or one for each. What is left of a row depends on it alone.
+What is left of a row depends on it alone.
 """
 
 import math
@@ -11,10 +11,8 @@ import mlx.core as mx
 
 from kvant.errors import ArgumentError
 
-PerRow = float | Sequence[float]
 
-
-def keep_top_p(logprobs: mx.array, top_p: PerRow) -> mx.array:
+def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
     """The likeliest tokens that together have the probability ``top_p`` (Holtzman et al. 2019, arXiv:1904.09751).
 
     A token that is as likely as the last one kept is kept too.
@@ -23,7 +21,7 @@ def keep_top_p(logprobs: mx.array, top_p: PerRow) -> mx.array:
     probs = mx.exp(descending.astype(mx.float32))
     likelier = mx.cumsum(probs, axis=-1, inclusive=False)  # probability of all tokens before each one
     total = likelier[..., -1:] + probs[..., -1:]
-    kept = (likelier < column(top_p, total.dtype) * total).sum(axis=-1, keepdims=True)
+    kept = (likelier < top_p * total).sum(axis=-1, keepdims=True)
     # None is kept where top_p is too small for float32: the likeliest one is kept then.
     least = mx.take_along_axis(descending, mx.maximum(kept, 1) - 1, axis=-1)
     return mx.where(logprobs < least, -math.inf, logprobs)
@@ -42,10 +40,9 @@ def _without_lost(logprobs: mx.array) -> mx.array:
     return mx.where(logprobs < lost, -math.inf, logprobs)
 
 
-def keep_min_p(logprobs: mx.array, min_p: PerRow, min_tokens_to_keep: int) -> mx.array:
+def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int) -> mx.array:
     """Tokens with at least ``min_p`` times the likeliest one's probability (Nguyen et al. 2024, arXiv:2407.01082)."""
-    distance = math.log(min_p) if isinstance(min_p, int | float) else [math.log(share) for share in min_p]
-    unlikely = logprobs < logprobs.max(axis=-1, keepdims=True) + column(distance, logprobs.dtype)
+    unlikely = logprobs < logprobs.max(axis=-1, keepdims=True) + math.log(min_p)
     if min_tokens_to_keep > 1:
         order = mx.argpartition(logprobs, kth=-min_tokens_to_keep, axis=-1)
         unlikely = mx.put_along_axis(unlikely, order[..., -min_tokens_to_keep:], mx.array(False), axis=-1)
@@ -53,7 +50,7 @@ def keep_min_p(logprobs: mx.array, min_p: PerRow, min_tokens_to_keep: int) -> mx
 
 
 def leave_out_top_choices(
-    logprobs: mx.array, probability: PerRow, threshold: float, special_tokens: Sequence[int], coin: mx.array
+    logprobs: mx.array, probability: float, threshold: float, special_tokens: Sequence[int], coin: mx.array
 ) -> mx.array:
     """XTC: with a probability, every token above the threshold but the least likely of them is left out.
 
@@ -68,20 +65,13 @@ def leave_out_top_choices(
     left_out = probs > least
     if special_tokens:
         left_out[..., mx.array(list(special_tokens))] = False
-    return mx.where((coin <= column(probability, coin.dtype)) & left_out, -math.inf, logprobs)
+    return mx.where((coin <= probability) & left_out, -math.inf, logprobs)
 
 
 def keep_top_k(logprobs: mx.array, top_k: int) -> mx.array:
     """The ``top_k`` likeliest tokens, of equally likely ones any (Fan et al. 2018, arXiv:1805.04833)."""
     order = mx.argpartition(-logprobs, kth=top_k - 1, axis=-1)
     return mx.put_along_axis(logprobs, order[..., top_k:], mx.array(-math.inf, logprobs.dtype), axis=-1)
-
-
-def column(values: PerRow, dtype: mx.Dtype) -> float | mx.array:
-    """Numbers to compute rows with: (B, 1), or a number where all are the same."""
-    if isinstance(values, int | float):
-        return values
-    return values[0] if len(set(values)) == 1 else mx.array(list(values), dtype)[:, None]
 
 
 def check_special(special_tokens: Sequence[int], vocab_size: int) -> None:

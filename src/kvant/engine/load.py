@@ -1,6 +1,6 @@
 """A model's name or folder to a decoder and a tokenizer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -81,26 +81,32 @@ def load(
         ValueError: an argument that cannot be applied; known before anything is loaded, but for an ``eos_token`` that
             the vocabulary does not have.
     """
-    name = one_path(path_or_hf_repo, path_or_name)
-    check_load(tokenizer_config, model_config, lazy=lazy, trust_remote_code=trust_remote_code)
+    name = path_or_name if path_or_hf_repo is None else path_or_hf_repo
+    if name is None:
+        raise ArgumentError("path_or_hf_repo", "is missing; expected a folder, a name or 'pocket'")
+    if path_or_hf_repo is not None and path_or_name is not None:
+        raise ArgumentError("path_or_hf_repo", "is given beside path_or_name; expected one of them")
+    _check(tokenizer_config, model_config, lazy=lazy, trust_remote_code=trust_remote_code)
     folder = find_model(name, revision)
     model, tokenizer = load_folder(folder, adapter_path=adapter_path)
-    configure(tokenizer, tokenizer_config, model.config.eos_token_ids)
-    return (model, tokenizer, model_config_of(folder)) if return_config else (model, tokenizer)
+    settings = tokenizer_config or {}
+    if (template := settings.get("chat_template")) is not None:
+        tokenizer.chat_template = template
+    if (token := settings.get("eos_token")) is not None:
+        try:
+            tokenizer.replace_eos_token(token)
+        except ValueError as error:
+            raise ArgumentError("tokenizer_config['eos_token']", f"is {token!r:.80}; not in the vocabulary") from error
+        tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *model.config.eos_token_ids}
+    if not return_config:
+        return model, tokenizer
+    config = dict(read_json(folder / "config.json"))
+    if eos := read_optional(folder / "generation_config.json").get("eos_token_id"):
+        config["eos_token_id"] = eos
+    return model, tokenizer, config
 
 
-def one_path(path_or_hf_repo: str | Path | None, path_or_name: str | Path | None) -> str | Path:
-    """The model that was named: by mlx-lm's keyword, or by kvant's."""
-    if path_or_hf_repo is None:
-        if path_or_name is None:
-            raise ArgumentError("path_or_hf_repo", "is missing; expected a folder, a name or 'pocket'")
-        return path_or_name
-    if path_or_name is not None:
-        raise ArgumentError("path_or_hf_repo", "is given beside path_or_name; expected one of them")
-    return path_or_hf_repo
-
-
-def check_load(
+def _check(
     tokenizer_config: Mapping[str, Any] | None,
     model_config: Mapping[str, Any] | None,
     *,
@@ -127,33 +133,6 @@ def check_load(
     for key in ("eos_token", "chat_template"):
         if not isinstance(settings.get(key), str | None):
             raise ArgumentError(f"tokenizer_config[{key!r}]", f"is {settings[key]!r:.80}; expected text")
-
-
-def configure(tokenizer: Tokenizer, settings: Mapping[str, Any] | None, eos_token_ids: Sequence[int]) -> None:
-    """Apply a ``tokenizer_config`` that :func:`check_load` let pass.
-
-    Args:
-        tokenizer: changed.
-        settings: the tokenizer_config.
-        eos_token_ids: of the model; they end a text beside the tokenizer's own.
-    """
-    settings = settings or {}
-    if (template := settings.get("chat_template")) is not None:
-        tokenizer.chat_template = template
-    if (token := settings.get("eos_token")) is not None:
-        try:
-            tokenizer.replace_eos_token(token)
-        except ValueError as error:
-            raise ArgumentError("tokenizer_config['eos_token']", f"is {token!r:.80}; not in the vocabulary") from error
-        tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *eos_token_ids}
-
-
-def model_config_of(folder: Path) -> dict[str, Any]:
-    """A folder's config.json as mlx-lm's ``load`` returns it: with the end-of-text tokens of generation_config.json."""
-    config = dict(read_json(folder / "config.json"))
-    if eos := read_optional(folder / "generation_config.json").get("eos_token_id"):
-        config["eos_token_id"] = eos
-    return config
 
 
 def _names(settings: Mapping[str, Any]) -> str:
@@ -219,11 +198,7 @@ def check_model(folder: Path) -> None:
 
 
 def is_bridged_folder(folder: Path) -> bool:
-    """Whether mlx-lm's class is to compute a folder's model.
-
-    Raises:
-        ModelError: a config.json that is missing or malformed.
-    """
+    """Whether mlx-lm's class is to compute a folder's model."""
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such model folder")
     return is_bridged(read_json(folder / "config.json"))
@@ -256,11 +231,7 @@ def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:
 
 
 def find_adapter(path: str | Path) -> Path:
-    """An adapter's folder.
-
-    Raises:
-        ModelError: no such folder.
-    """
+    """An adapter's folder."""
     try:
         folder = Path(path).expanduser()
         if str(path) and folder.is_dir():

@@ -13,8 +13,9 @@ from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import Sampler
 from kvant.engine.limits import check_count
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.request import PREFILL_STEP_SIZE, CheckedRequest, FinishReason, PromptProgress, Request, Token
+from kvant.engine.request import PREFILL_STEP_SIZE, FinishReason, PromptProgress, Request, Token
 from kvant.engine.scheduler import Scheduler
+from kvant.engine.work import Work
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
 
@@ -51,7 +52,7 @@ class CacheScheduler(Scheduler):
         ahead = self._cache.ahead
         return self._cache.ids[0][: -ahead or None]
 
-    def submit(self, request: Request | CheckedRequest) -> None:
+    def submit(self, request: Request | Work) -> None:
         cache = self._cache
         with cache.turn:
             super().submit(request)

@@ -121,9 +121,6 @@ class SamplingOptions:
 
         Args:
             of_the_model: options by name, of :func:`kvant.engine.model_sampling.read_model_sampling`.
-
-        Raises:
-            ArgumentError: an option that would have no effect.
         """
         model = of_the_model or {}
         temp = model.get("temp", 0.0) if self.temp is None else self.temp
@@ -141,9 +138,6 @@ class SamplingOptions:
         Args:
             vocab_size: the model's.
             special_tokens: token ids that XTC never leaves out; those the model does not have need no care.
-
-        Raises:
-            ArgumentError: a count or a biased token that the vocabulary does not have.
         """
         assert self.temp is not None and self.top_p is not None and self.min_p is not None  # noqa: PT018
         assert self.top_k is not None
@@ -187,11 +181,7 @@ NEUTRAL = {"temp": 0.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "repetition_pena
 
 
 def check_ranges(**given: object) -> None:
-    """Refuse an option outside its range; None is not given.
-
-    Raises:
-        ArgumentError: there is one.
-    """
+    """Refuse an option outside its range; None is not given."""
     for name, value in given.items():
         option = OPTIONS[name]
         if value is not None and not in_range(name, value):

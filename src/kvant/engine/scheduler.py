@@ -15,9 +15,9 @@ from kvant.engine.batch_drafts import BatchDrafter, Found, is_drafted
 from kvant.engine.decoding import BatchDecoder, Step, kernel_failures, pick
 from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.limits import check_count
-from kvant.engine.request import CHUNK, CheckedRequest, FinishReason, Request, Token, check_drafts, check_request
+from kvant.engine.request import CHUNK, FinishReason, Request, Token, check_drafts
 from kvant.engine.row_sampling import Picked
-from kvant.engine.work import Answer, Work
+from kvant.engine.work import Answer, Work, check_request
 from kvant.errors import ArgumentError, ContextError, QueueFullError
 from kvant.models import LanguageModel
 from kvant.threads import check_process
@@ -135,31 +135,30 @@ class Scheduler:
 
         Another thread must not ask during a step.
         """
-        found = [(answer.work.checked.request, answer.number, answer.sequence) for answer in self._running]
+        found = [(answer.work.request, answer.number, answer.sequence) for answer in self._running]
         if (work := self._prompt) is not None:
-            found += [(work.checked.request, number, each) for number, each in enumerate(work.sequences)]
+            found += [(work.request, number, each) for number, each in enumerate(work.sequences)]
         return found
 
-    def check(self, request: Request) -> CheckedRequest:
-        """See :func:`kvant.engine.request.check_request`; any thread may call it."""
+    def check(self, request: Request) -> Work:
+        """As :func:`kvant.engine.work.check_request`, and of its drafts; any thread may call it."""
         drafts = request.drafts
         check_drafts(drafts, self._pool, deterministic=self._deterministic)
         if drafts is not None and not drafts.side_by_side:
             name, given = drafts.asked
             raise ArgumentError(name, f"{given} for a single sequence; expected what beside makes of it")
-        return check_request(request, self._model, self._pool, self._max_batch)
+        return check_request(request, self._model, self._pool, self._max_batch, is_exact=self._deterministic)
 
-    def submit(self, request: Request | CheckedRequest) -> None:
+    def submit(self, request: Request | Work) -> None:
         """Take a request in."""
-        checked = self.check(request) if isinstance(request, Request) else request
-        if checked.request in self._under_way:
+        work = self.check(request) if isinstance(request, Request) else request
+        if work.request in self._under_way:
             raise ValueError("the request was submitted before and has not ended; expected another one")
         if self._max_queue is not None and (waiting := len(self._waiting)) >= self._max_queue:
             raise QueueFullError(
                 f"{waiting} requests wait, which is all that may, and {len(self._running)} answers run; try again later"
             )
-        work = Work(checked, self._deterministic, set(range(checked.request.answers)))
-        self._under_way[checked.request] = work
+        self._under_way[work.request] = work
         self._waiting.append(work)
 
     def cancel(self, request: Request, answer: int | None = None) -> None:
@@ -250,7 +249,7 @@ class Scheduler:
         except Exception as error:
             self._end(work, "error", work.open, error)
             return
-        self._running = sorted([*self._running, *answers], key=lambda answer: answer.work.checked.calls_out)
+        self._running = sorted([*self._running, *answers], key=lambda answer: answer.work.calls_out)
         self._prompt, work.sequences = None, []
         self._take(pick(mx.broadcast_to(logits, (len(answers), logits.shape[-1])), answers), answers)
 
@@ -339,19 +338,19 @@ class Scheduler:
 
     def _took(self, answer: Answer, picked: Picked, *, from_draft: bool) -> None:
         """Count a token and hand it out; after the last one the answer leaves."""
-        checked = answer.work.checked
+        work = answer.work
         answer.tokens.append(picked.token)
         reason: FinishReason | None = None
-        if picked.token in checked.stop_tokens:
+        if picked.token in work.stop_tokens:
             reason = "stop"
         elif not answer.left:
-            reason = checked.full
+            reason = work.full
         cache = error = None
         if reason is not None:
             cache, error = self._leave(answer)
             reason = reason if error is None else "error"
-        last = Token(checked.request, answer.number, *picked, reason, answer.work.cached, cache, error, from_draft)
-        self._hand_out(answer.work, last)
+        last = Token(work.request, answer.number, *picked, reason, work.cached, cache, error, from_draft)
+        self._hand_out(work, last)
 
     def _hand_out(self, work: Work, token: Token) -> None:
         self._ready.append(token)
@@ -363,9 +362,9 @@ class Scheduler:
     def _leave(self, answer: Answer) -> tuple[ModelCache | None, Exception | None]:
         """Take an answer out of the batch; its pages are free. Returns its cache, where one is wanted, or an error."""
         self._running.remove(answer)
-        sequence, checked = answer.sequence, answer.work.checked
+        sequence, work = answer.sequence, answer.work
         try:
-            if not checked.request.keep_cache:
+            if not work.request.keep_cache:
                 self._share_all(sequence)
                 return None, None
             # mlx-lm's caches hold the last token too.
@@ -376,8 +375,8 @@ class Scheduler:
                 batch.commit(ids=[answer.tokens[-1:]])
             self._share_all(sequence)
             assert isinstance(sequence, PoolSequence)
-            given = None if checked.cache is None else checked.cache.max_seq_len
-            return sequence.to_cache(max(given or self._pool.max_seq_len, checked.reserved)), None
+            given = None if work.cache is None else work.cache.max_seq_len
+            return sequence.to_cache(max(given or self._pool.max_seq_len, work.reserved)), None
         except Exception as error:
             return None, error
         finally:
@@ -402,10 +401,10 @@ class Scheduler:
                 else:
                     self._running.remove(answer)
                     answer.release()
-            ended = Token(work.checked.request, number, None, finish_reason=reason, cached_tokens=work.cached)
+            ended = Token(work.request, number, None, finish_reason=reason, cached_tokens=work.cached)
             self._hand_out(work, replace(ended, cache=cache, error=error))
         if not work.open:
-            self._under_way.pop(work.checked.request, None)
+            self._under_way.pop(work.request, None)
             work.release()
             if work is self._prompt:
                 self._prompt = None
