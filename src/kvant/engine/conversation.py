@@ -38,18 +38,12 @@ ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Messages that end with a question, as the model is given them.
-
-    Attributes:
-        text: the rendered messages.
-        ids: token ids of the text.
-        answer: ids of an answer that was begun; they are fed after the text's.
-    """
+    """Messages that end with a question, as the model is given them."""
 
     messages: list[Message]
-    text: str
-    ids: list[int]
-    answer: list[int]
+    text: str  # the rendered messages
+    ids: list[int]  # token ids of the text
+    answer: list[int]  # ids of an answer that was begun; they are fed after the text's
 
     def __len__(self) -> int:
         return len(self.ids) + len(self.answer)

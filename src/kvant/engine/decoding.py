@@ -20,24 +20,17 @@ from kvant.models import LanguageModel
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """A step that was begun: the last token of each answer is fed.
-
-    Attributes:
-        logits: (rows, vocab), the first rows being the answers', not evaluated.
-        sampled: the next tokens; None where something has to see the tokens before them.
-        is_ahead: it was begun before the tokens that it feeds were read.
-        drafts: what is fed of each answer behind its last token, to be verified; None: nothing of any. Logits are
-            (rows, S, vocab) then, and ``sampled`` has the tokens behind each last one and its draft, answer by answer.
-        error: why it could not be begun.
-    """
+    """A step that was begun: the last token of each answer is fed."""
 
     answers: list[Answer]
     batch: PoolBatch | ModelCache
-    logits: mx.array
-    sampled: Sampled | None
-    is_ahead: bool = False
+    logits: mx.array  # (rows, vocab), the first rows being the answers', not evaluated
+    sampled: Sampled | None  # the next tokens; None where something has to see the tokens before them
+    is_ahead: bool = False  # it was begun before the tokens that it feeds were read
+    # what is fed of each answer behind its last token, to be verified; None: nothing of any. Logits are (rows, S,
+    # vocab) then, and ``sampled`` has the tokens behind each last one and its draft, answer by answer
     drafts: list[list[int]] | None = None
-    error: Exception | None = None
+    error: Exception | None = None  # why it could not be begun
 
 
 class BatchDecoder:

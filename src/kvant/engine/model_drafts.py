@@ -29,22 +29,15 @@ MOST_BEHIND = 8  # tokens of a sequence that are fed with the step that drafts; 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelDrafts(Drafts):
-    """What is asked of a model that drafts; :meth:`beside` makes the drafts.
-
-    Attributes:
-        model: drafts; its tokenizer was compared.
-        vocab_size: of the model that is drafted for. No id is proposed that it does not have.
-        num_draft_tokens: a step, at most.
-        options: of its cache, whose bits and groups are those of the model's.
-    """
+    """What is asked of a model that drafts; :meth:`beside` makes the drafts."""
 
     side_by_side: ClassVar[bool] = False
 
     source: str = "model"
-    model: LanguageModel
-    vocab_size: int
-    num_draft_tokens: int = DEFAULT_DRAFT_TOKENS
-    options: CacheOptions = DEFAULT_OPTIONS
+    model: LanguageModel  # drafts; its tokenizer was compared
+    vocab_size: int  # of the model that is drafted for. No id is proposed that it does not have
+    num_draft_tokens: int = DEFAULT_DRAFT_TOKENS  # a step, at most
+    options: CacheOptions = DEFAULT_OPTIONS  # of its cache, whose bits and groups are those of the model's
 
     @property
     def asked(self) -> tuple[str, str]:
@@ -98,17 +91,13 @@ class ModelDrafts(Drafts):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PooledDrafts(ModelDrafts):
-    """Drafts of a model for the sequences of one scheduler.
-
-    Attributes:
-        pool: the draft model's, of as many sequences as that of the model that is drafted for; nobody else uses it.
-        drafters: of answers that have not ended.
-    """
+    """Drafts of a model for the sequences of one scheduler."""
 
     side_by_side: ClassVar[bool] = True
 
+    # the draft model's, of as many sequences as that of the model that is drafted for; nobody else uses it
     pool: Pool | SinglePool
-    drafters: list["ModelDrafter"] = field(default_factory=list)
+    drafters: list["ModelDrafter"] = field(default_factory=list)  # of answers that have not ended
 
     def beside(self, pool: Pool | SinglePool) -> "PooledDrafts":
         """These, which are beside one already."""

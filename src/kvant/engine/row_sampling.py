@@ -18,26 +18,17 @@ BLOCK = 2**18  # logits that are drawn from at once on a CPU: more leave its cac
 
 @dataclass(slots=True)
 class Row:
-    """What a request brings to a step.
+    """What a request brings to a step."""
 
-    Attributes:
-        sampler: of :func:`kvant.engine.draw.for_a_run`.
-        processors: applied to the logits in order.
-        position: tokens before the one to be sampled.
-        tokens: these tokens, ids of the vocabulary; only looked at if there are processors. In an array they need not
-            be known yet.
-        mask: the tokens that a grammar allows, :meth:`kvant.text.grammar.Matcher.mask`; None: all.
-        top: how many of the most probable tokens are told.
-        keep: all log-probabilities are, if any row asks for them.
-    """
-
-    sampler: Sampler
-    processors: Sequence[Change]
-    position: int
+    sampler: Sampler  # of :func:`kvant.engine.draw.for_a_run`
+    processors: Sequence[Change]  # applied to the logits in order
+    position: int  # tokens before the one to be sampled
+    # these tokens, ids of the vocabulary; only looked at if there are processors. In an array they need not be known
+    # yet
     tokens: Tokens
-    mask: bytes | None = None
-    top: int = 0
-    keep: bool = False
+    mask: bytes | None = None  # the tokens that a grammar allows, :meth:`kvant.text.grammar.Matcher.mask`; None: all
+    top: int = 0  # how many of the most probable tokens are told
+    keep: bool = False  # all log-probabilities are, if any row asks for them
 
 
 class Picked(NamedTuple):
@@ -51,18 +42,12 @@ class Picked(NamedTuple):
 
 @dataclass(slots=True)
 class Sampled:
-    """The next token of every row, not evaluated.
+    """The next token of every row, not evaluated."""
 
-    Attributes:
-        rows: what they were sampled by.
-        tokens: (B,) ids.
-        logprobs: (B,) of these tokens; where they are kept, (B, vocab) of all.
-        tops: of each row the ids (T,) and log-probabilities (T,) of the most probable tokens, or None.
-    """
-
-    rows: Sequence[Row]
-    tokens: mx.array
-    logprobs: mx.array
+    rows: Sequence[Row]  # what they were sampled by
+    tokens: mx.array  # (B,) ids
+    logprobs: mx.array  # (B,) of these tokens; where they are kept, (B, vocab) of all
+    # of each row the ids (T,) and log-probabilities (T,) of the most probable tokens, or None
     tops: Sequence[tuple[mx.array, mx.array] | None]
 
     @property

@@ -154,7 +154,7 @@ class Run:
     """One request on a cache, for whoever wants tokens without text. Iterating it generates.
 
     Attributes:
-        prompt: token ids behind what the cache holds.
+        scheduler: keeps the last token, or ends the run.
         generated: token ids that were handed out.
         from_draft: whether the last one was drafted.
         finish_reason: None while there may be more.
@@ -175,13 +175,12 @@ class Run:
         drafts: Drafts | None = None,
     ) -> None:
         """Check everything; nothing is fed yet. The arguments are those of :class:`Request`."""
-        self._scheduler = scheduler = CacheScheduler(model, cache, prefill_step_size=prefill_step_size)
-        self.prompt = list(prompt)
+        self.scheduler = scheduler = CacheScheduler(model, cache, prefill_step_size=prefill_step_size)
         self.generated: list[int] = []
         self.from_draft = False
         self.finish_reason: FinishReason | None = None
         self._request = request = Request(
-            scheduler.ids + self.prompt if prompt else (),
+            scheduler.ids + list(prompt) if prompt else (),
             max_tokens,
             sampler,
             logits_processors,
@@ -195,15 +194,15 @@ class Run:
     @property
     def drafts(self) -> DraftCounts | None:
         """What drafts did; None: there are none."""
-        return None if self._request.drafts is None else self._scheduler.drafts
+        return None if self._request.drafts is None else self.scheduler.drafts
 
     def __iter__(self) -> "Run":
         return self
 
     def __next__(self) -> tuple[int, mx.array]:
         """The next token and its log-probabilities (vocab,)."""
-        while not self.finish_reason and not self._scheduler.idle:
-            for token in self._scheduler.step():
+        while not self.finish_reason and not self.scheduler.idle:
+            for token in self.scheduler.step():
                 if token.error is not None:
                     raise token.error
                 self.finish_reason, self.from_draft = token.finish_reason, token.from_draft
@@ -211,12 +210,3 @@ class Run:
                     self.generated.append(token.token)
                     return token.token, token.logprobs
         raise StopIteration
-
-    def stop(self) -> None:
-        """End the run after the token that was handed out last."""
-        self._scheduler.close()
-        self.finish_reason = "stop"
-
-    def keep_last(self) -> None:
-        """As :meth:`CacheScheduler.keep_last`."""
-        self._scheduler.keep_last()

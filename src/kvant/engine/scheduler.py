@@ -11,7 +11,7 @@ import mlx.core as mx
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.cache.single import SinglePool, SingleSequence
-from kvant.engine.batch_drafts import BatchDrafter, Found, is_drafted
+from kvant.engine.batch_drafts import BatchDrafter, is_drafted
 from kvant.engine.decoding import BatchDecoder, Step, kernel_failures, pick
 from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.limits import check_count
@@ -26,19 +26,12 @@ BURST = 2  # long chunks of prompts that are fed where nothing ran, before the a
 
 
 class Counts(NamedTuple):
-    """What a scheduler has to do.
+    """What a scheduler has to do."""
 
-    Attributes:
-        waiting: requests that no page is reserved for yet.
-        prefilling: answers whose prompt is being fed.
-        running: answers that get a token every step.
-        free_pages: that requests could have.
-    """
-
-    waiting: int
-    prefilling: int
-    running: int
-    free_pages: int
+    waiting: int  # requests that no page is reserved for yet
+    prefilling: int  # answers whose prompt is being fed
+    running: int  # answers that get a token every step
+    free_pages: int  # that requests could have
 
 
 class Scheduler:
@@ -274,7 +267,10 @@ class Scheduler:
         self.steps += 1
         self._queued = following
         if step.drafts is not None:
-            self._take_drafted(step.answers, step.drafts, self._drafter.commit(step, picked))
+            found = self._drafter.commit(step, picked)
+            for answer, draft, own in zip(step.answers, step.drafts, found, strict=True):
+                for place, each in enumerate(own):
+                    self._take([each], [answer], from_draft=is_drafted(draft, place, each))
         else:
             self._take(pick(step.logits, step.answers) if picked is None else picked, step.answers)
         if not self._running:
@@ -318,12 +314,6 @@ class Scheduler:
         except Exception as error:
             return Step(list(self._running), step.batch, step.logits, None, error=error)
 
-    def _take_drafted(self, answers: Sequence[Answer], drafts: Sequence[Sequence[int]], found: Found) -> None:
-        """Hand out the next tokens of each answer of a step that verified drafts."""
-        for answer, draft, own in zip(answers, drafts, found, strict=True):
-            for place, each in enumerate(own):
-                self._take([each], [answer], from_draft=is_drafted(draft, place, each))
-
     def _take(
         self, picked: Sequence[Picked | Exception], answers: Sequence[Answer], *, from_draft: bool = False
     ) -> None:
@@ -364,16 +354,16 @@ class Scheduler:
         self._running.remove(answer)
         sequence, work = answer.sequence, answer.work
         try:
-            if not work.request.keep_cache:
-                self._share_all(sequence)
-                return None, None
             # mlx-lm's caches hold the last token too.
-            if sequence.length < min(len(answer.tokens), sequence.max_tokens):
+            if work.request.keep_cache and sequence.length < min(len(answer.tokens), sequence.max_tokens):
                 batch = self._pool.batch([sequence])
                 with kernel_failures(self._pool):
                     mx.eval(self._model.feed(mx.array([answer.tokens[-1:]]), batch))
                 batch.commit(ids=[answer.tokens[-1:]])
-            self._share_all(sequence)
+            if not self._deterministic:  # a token at a time is not how chunks compute it
+                sequence.share_prefix(last_page=True)
+            if not work.request.keep_cache:
+                return None, None
             assert isinstance(sequence, PoolSequence)
             given = None if work.cache is None else work.cache.max_seq_len
             return sequence.to_cache(max(given or self._pool.max_seq_len, work.reserved)), None
@@ -381,11 +371,6 @@ class Scheduler:
             return None, error
         finally:
             answer.release()
-
-    def _share_all(self, sequence: PoolSequence | SingleSequence) -> None:
-        """Let later requests begin with a text that has ended. A token at a time is not how chunks compute it."""
-        if not self._deterministic:
-            sequence.share_prefix(last_page=True)
 
     def _end(
         self, work: Work, reason: FinishReason, numbers: Collection[int], error: BaseException | None = None

@@ -17,18 +17,13 @@ from kvant.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request, and what ends the text of its answers.
-
-    Attributes:
-        stop: strings; a text ends before the first of them.
-        stop_sequences: token ids in a row; an answer ends with the first of them.
-        following: called with an answer's tokens when the context is full. It returns what makes the request that goes
-            on with it, which is called when a further token is asked for; None: there is none.
-    """
+    """A request, and what ends the text of its answers."""
 
     request: Request
-    stop: Sequence[str] = ()
-    stop_sequences: Sequence[Sequence[int]] = ()
+    stop: Sequence[str] = ()  # strings; a text ends before the first of them
+    stop_sequences: Sequence[Sequence[int]] = ()  # token ids in a row; an answer ends with the first of them
+    # called with an answer's tokens when the context is full. It returns what makes the request that goes on with it,
+    # which is called when a further token is asked for; None: there is none
     following: Callable[[list[int]], Callable[[], Request] | None] | None = None
 
 

@@ -25,41 +25,27 @@ READ_AT_ONCE = 2048  # tokens that a drafter reads in a step: a long prompt hold
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """A request that a pool can serve, and how far it is.
-
-    Attributes:
-        ids: of the cache's tokens and the prompt's.
-        sampler: with a seed, where it draws.
-        calls_out: sampling calls functions of the caller's.
-        cache: holds the first ``held`` of the ids.
-        limit: tokens of an answer at most.
-        full: why an answer ends there.
-        reserved: tokens that the sequence of each answer has room for.
-        is_exact: chunks end at multiples of 128, and only pages that such chunks computed are shared.
-        open: the numbers of the answers that have not ended.
-        sequences: reserved for its answers until they run; the first is fed.
-        start: tokens at the beginning that a shared prefix had, or the request's own cache.
-        cached: of these, those of the prompt.
-        exact: tokens at the beginning that whole chunks of 128 computed, here or in the request they are shared with.
-    """
+    """A request that a pool can serve, and how far it is."""
 
     request: Request
-    ids: list[int]
-    sampler: Sampler
+    ids: list[int]  # of the cache's tokens and the prompt's
+    sampler: Sampler  # with a seed, where it draws
     processors: tuple[Change, ...]
     grammar: Grammar | None
     stop_tokens: frozenset[int]
-    calls_out: bool
-    cache: ModelCache | None
+    calls_out: bool  # sampling calls functions of the caller's
+    cache: ModelCache | None  # holds the first ``held`` of the ids
     held: int
-    limit: int
-    full: FinishReason
-    reserved: int
-    is_exact: bool
-    open: set[int]
+    limit: int  # tokens of an answer at most
+    full: FinishReason  # why an answer ends there
+    reserved: int  # tokens that the sequence of each answer has room for
+    is_exact: bool  # chunks end at multiples of 128, and only pages that such chunks computed are shared
+    open: set[int]  # the numbers of the answers that have not ended
+    # reserved for its answers until they run; the first is fed
     sequences: list[PoolSequence | SingleSequence] = field(default_factory=list)
-    start: int = 0
-    cached: int = 0
+    start: int = 0  # tokens at the beginning that a shared prefix had, or the request's own cache
+    cached: int = 0  # of these, those of the prompt
+    # tokens at the beginning that whole chunks of 128 computed, here or in the request they are shared with
     exact: int = 0
 
     @property
@@ -153,21 +139,15 @@ class Work:
 
 @dataclass(eq=False, slots=True)
 class Answer:
-    """An answer that gets a token every step.
-
-    Attributes:
-        tokens: of the cache, the prompt and the answer.
-        matcher: where the answer follows a grammar.
-        drafter: where it drafts.
-    """
+    """An answer that gets a token every step."""
 
     work: Work
     number: int
     sampler: Sampler
     sequence: PoolSequence | SingleSequence
-    tokens: list[int]
-    matcher: Matcher | None = None
-    drafter: Drafter | None = None
+    tokens: list[int]  # of the cache, the prompt and the answer
+    matcher: Matcher | None = None  # where the answer follows a grammar
+    drafter: Drafter | None = None  # where it drafts
     _drafter_read: int = 0
     _seen: mx.array | None = None  # the tokens that processors were given last
 

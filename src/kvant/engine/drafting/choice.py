@@ -13,22 +13,15 @@ SAMPLES = 9  # of the time of a step, of which the lower quartile counts
 
 @dataclass(slots=True)
 class DraftCounts:
-    """What drafts did, for one answer or for all of a scheduler.
+    """What drafts did, for one answer or for all of a scheduler."""
 
-    Attributes:
-        steps: of the model whose tokens were handed out; the first token comes from the prompt and needs none. One of
-            several answers counts for each.
-        tokens: that were handed out after the first.
-        drafted: tokens that were drafted.
-        accepted: of these, tokens that are in the text.
-        off: why nothing is drafted any more; None: it is, if it pays.
-    """
-
+    # of the model whose tokens were handed out; the first token comes from the prompt and needs none. One of several
+    # answers counts for each
     steps: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    off: str | None = None
+    tokens: int = 0  # that were handed out after the first
+    drafted: int = 0  # tokens that were drafted
+    accepted: int = 0  # of these, tokens that are in the text
+    off: str | None = None  # why nothing is drafted any more; None: it is, if it pays
 
     @property
     def tokens_a_step(self) -> float:
