@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from kvant.cache.pool import Pool
 from kvant.cache.single import SinglePool
@@ -96,7 +96,7 @@ class BatchDrafter:
                 whoever sees them sees none that was rejected.
         """
         assert step.drafts is not None
-        found = _one_by_one(step, step.drafts) if picked is None else _first(step, step.drafts, picked)
+        found = _found(step, step.drafts, picked)
         fed = [[answer.tokens[-1], *draft] for answer, draft in zip(step.answers, step.drafts, strict=True)]
         counts = [len(own) for own in found]
         step.batch.commit(counts, ids=[ids[:count] for ids, count in zip(fed, counts, strict=True)])
@@ -116,40 +116,29 @@ def is_drafted(draft: Sequence[int], place: int, picked: Picked | Exception) -> 
     return isinstance(picked, Picked) and place < len(draft) and picked.token == draft[place]
 
 
-def _first(step: Step, drafts: Sequence[Sequence[int]], picked: Sequence[Picked | Exception]) -> Found:
-    """Of the tokens that were sampled at all positions those up to the first that was drafted wrongly."""
-    found: Found = []
-    rest = iter(picked)
-    for answer, draft in zip(step.answers, drafts, strict=True):
-        every = [next(rest) for _ in range(len(draft) + 1)]
-        count = next(n for n, each in enumerate(every) if not _goes_on(answer, draft, n, each)) + 1
-        found.append([*every[:count]])
-    return found
-
-
-def _one_by_one(step: Step, drafts: Sequence[Sequence[int]]) -> Found:
-    """As :func:`_first`; a position is sampled when the tokens before it are known."""
-    found: Found = [[] for _ in step.answers]
-    held = [len(answer.tokens) for answer in step.answers]
-    left, place = list(range(len(held))), 0
+def _found(step: Step, drafts: Sequence[Sequence[int]], picked: Sequence[Picked | Exception] | None) -> Found:
+    """The tokens of each answer up to the first that was drafted wrongly."""
+    answers, held = step.answers, [len(answer.tokens) for answer in step.answers]
+    found: Found = [[] for _ in answers]
+    rest = iter(picked or ())
+    known = [[*islice(rest, len(draft) + 1)] for draft in drafts]
+    left, place = list(range(len(answers))), 0
     try:
         while left:
-            sampled = pick(rows_of(step.logits[:, place], left), [step.answers[number] for number in left])
+            if picked is None:
+                sampled = pick(rows_of(step.logits[:, place], left), [answers[number] for number in left])
+            else:
+                sampled = [known[number][place] for number in left]
             numbers, left = left, []
             for number, each in zip(numbers, sampled, strict=True):
-                answer = step.answers[number]
                 found[number].append(each)
-                if isinstance(each, Picked) and _goes_on(answer, drafts[number], place, each):
-                    answer.tokens.append(each.token)
-                    left.append(number)
+                if isinstance(each, Picked) and is_drafted(drafts[number], place, each):
+                    # The next position's logits are those of the text with this token.
+                    answers[number].tokens.append(each.token)
+                    if each.token not in answers[number].work.stop_tokens:
+                        left.append(number)
             place += 1
     finally:  # they are handed out when they are committed
-        for answer, count in zip(step.answers, held, strict=True):
+        for answer, count in zip(answers, held, strict=True):
             del answer.tokens[count:]
     return found
-
-
-def _goes_on(answer: Answer, draft: Sequence[int], place: int, picked: Picked | Exception) -> bool:
-    """Whether the next position's logits are those of the text with this token."""
-    stops = answer.work.stop_tokens
-    return isinstance(picked, Picked) and is_drafted(draft, place, picked) and picked.token not in stops

@@ -218,13 +218,10 @@ def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:
     if name == POCKET:
         folder = Path(str(resources.files("kvant") / POCKET))
     else:
-        try:
-            folder = Path(name).expanduser()
-            found = bool(name) and folder.is_dir()
-        except (OSError, RuntimeError, ValueError):  # a name too long, a user who does not exist, a NUL
-            found = False
-        if not found:
+        found = _folder(name)
+        if found is None:
             return _find_pulled(path_or_name, name, revision)
+        folder = found
     if revision is not None:
         raise ValueError(f"revision is {revision!r}; a folder and the embedded model have none")
     return folder
@@ -232,13 +229,17 @@ def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:
 
 def find_adapter(path: str | Path) -> Path:
     """An adapter's folder."""
-    try:
-        folder = Path(path).expanduser()
-        if str(path) and folder.is_dir():
-            return folder
-    except (OSError, RuntimeError, ValueError):  # a name too long, a user who does not exist, a NUL
-        pass
+    if (folder := _folder(str(path))) is not None:
+        return folder
     raise ModelError(f"adapter {str(path)[:200]!r} is not a folder; expected one as mlx_lm.lora writes it")
+
+
+def _folder(name: str) -> Path | None:
+    try:
+        folder = Path(name).expanduser()
+        return folder if name and folder.is_dir() else None
+    except (OSError, RuntimeError, ValueError):  # a name too long, a user who does not exist, a NUL
+        return None
 
 
 def _find_pulled(path_or_name: str | Path, name: str, revision: str | None) -> Path:

@@ -17,6 +17,8 @@ MIN_TEMP = 1e-3  # logits divided by less leave float32
 
 Range = tuple[str, Callable[[Any], bool]]  # in words, and as a test
 
+TEMP: Range = ("0, or from 0.001 on", lambda value: value == 0 or MIN_TEMP <= value < math.inf)
+SHARE: Range = ("above 0, at most 1", lambda value: 0 < value <= 1)
 FRACTION: Range = ("from 0 to 1", lambda value: 0 <= value <= 1)
 COUNT: Range = ("at least 1", lambda value: value >= 1)
 FINITE: Range = ("a finite number", math.isfinite)
@@ -40,13 +42,11 @@ class SamplingOptions:
     """
 
     temp: float | None = _option(
-        None,
-        ("0, or from 0.001 on", lambda value: value == 0 or MIN_TEMP <= value < math.inf),
-        "Sampling temperature; 0 always picks the likeliest token; default: the model's, else 0.",
+        None, TEMP, "Sampling temperature; 0 always picks the likeliest token; default: the model's, else 0."
     )
     top_p: float | None = _option(
         None,
-        ("above 0, at most 1", lambda value: 0 < value <= 1),
+        SHARE,
         "Sample from the likeliest tokens that together have this probability; default: the model's, else 1.",
         "temp",
     )

@@ -317,30 +317,26 @@ class Scheduler:
     def _take(
         self, picked: Sequence[Picked | Exception], answers: Sequence[Answer], *, from_draft: bool = False
     ) -> None:
-        """Hand out the next token of each answer."""
+        """Hand out the next token of each answer; after the last one it leaves."""
         for answer, each in zip(answers, picked, strict=True):
-            if answer.number not in answer.work.open:
+            work = answer.work
+            if answer.number not in work.open:
                 continue  # it ended: it was cancelled, or another answer of its request failed
             if isinstance(each, Exception):
-                self._end(answer.work, "error", answer.work.open, each)
-            else:
-                self._took(answer, each, from_draft=from_draft)
-
-    def _took(self, answer: Answer, picked: Picked, *, from_draft: bool) -> None:
-        """Count a token and hand it out; after the last one the answer leaves."""
-        work = answer.work
-        answer.tokens.append(picked.token)
-        reason: FinishReason | None = None
-        if picked.token in work.stop_tokens:
-            reason = "stop"
-        elif not answer.left:
-            reason = work.full
-        cache = error = None
-        if reason is not None:
-            cache, error = self._leave(answer)
-            reason = reason if error is None else "error"
-        last = Token(work.request, answer.number, *picked, reason, work.cached, cache, error, from_draft)
-        self._hand_out(work, last)
+                self._end(work, "error", work.open, each)
+                continue
+            answer.tokens.append(each.token)
+            reason: FinishReason | None = None
+            if each.token in work.stop_tokens:
+                reason = "stop"
+            elif not answer.left:
+                reason = work.full
+            cache = error = None
+            if reason is not None:
+                cache, error = self._leave(answer)
+                reason = reason if error is None else "error"
+            token = Token(work.request, answer.number, *each, reason, work.cached, cache, error, from_draft)
+            self._hand_out(work, token)
 
     def _hand_out(self, work: Work, token: Token) -> None:
         self._ready.append(token)
