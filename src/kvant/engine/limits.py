@@ -84,23 +84,6 @@ class CacheWanted(NamedTuple):
             check_count("max_kv_size", self.max_kv_size)
 
 
-def check_generate(
-    wanted: CacheWanted, quantized_kv_start: int | None, *, input_embeddings: object, stream: object
-) -> None:
-    """Refuse what :func:`kvant.stream_generate` cannot do."""
-    for name, value, reason in (
-        ("input_embeddings", input_embeddings, "a prompt is text or token ids"),
-        ("stream", stream, "kvant computes on MLX's default stream"),
-    ):
-        if value is not None:
-            raise ArgumentError(name, f"is a {type(value).__name__}; expected None: {reason}")
-    wanted.check()
-    if quantized_kv_start is not None and quantized_kv_start != 0 and wanted.kv_bits != 0:
-        raise ArgumentError(
-            "quantized_kv_start", f"is {quantized_kv_start!r}; a cache is quantized from the first token: expected 0"
-        )
-
-
 def cache_for(
     model: LanguageModel,
     prompt_tokens: int,
