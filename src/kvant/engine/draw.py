@@ -11,12 +11,12 @@ import mlx.core as mx
 from kvant.engine.filters import (
     check_at_most,
     check_special,
+    in_order,
     keep_min_p,
     keep_top_k,
     keep_top_p,
     leave_out_top_choices,
     rows_of,
-    with_rows,
 )
 
 
@@ -143,11 +143,11 @@ def filtered(logprobs: mx.array, samplers: Sequence[SeededSampler], coins: mx.ar
     alike: dict[tuple[Any, ...], list[int]] = {}
     for row, sampler in enumerate(samplers):
         alike.setdefault(sampler.filters, []).append(row)
-    for rows in alike.values():
-        own = rows_of(logprobs, rows)
-        left = samplers[rows[0]].left(own, rows_of(coins, rows) if coins.ndim else coins)
-        if left is not own:
-            logprobs = with_rows(logprobs, rows, left)
+    parts = [
+        samplers[rows[0]].left(rows_of(logprobs, rows), rows_of(coins, rows) if coins.ndim else coins)
+        for rows in alike.values()
+    ]
+    logprobs = in_order([*alike.values()], parts)
     temps = {sampler.temp for sampler in samplers}
     if len(temps) == 1:
         return logprobs * (1 / temps.pop())

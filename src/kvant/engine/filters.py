@@ -101,3 +101,11 @@ def with_rows(array: mx.array, rows: Sequence[int], values: mx.array) -> mx.arra
     place = {row: number for number, row in enumerate(rows)}
     parts = [values[place[row]][None] if row in place else array[row : row + 1] for row in range(len(array))]
     return mx.concatenate(parts)  # which copies whole rows; an assignment goes number by number
+
+
+def in_order(rows: Sequence[Sequence[int]], parts: Sequence[mx.array]) -> mx.array:
+    """The array whose rows are those of the parts, of which each has some."""
+    if len(parts) == 1:
+        return parts[0]
+    places = [row for some in rows for row in some]
+    return mx.concatenate(list(parts))[mx.array(sorted(range(len(places)), key=places.__getitem__))]

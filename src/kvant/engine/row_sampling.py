@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from kvant.engine.draw import Sampler, SeededSampler, draw_keys, draw_seeded, greedy
-from kvant.engine.filters import rows_of, with_rows
+from kvant.engine.filters import in_order, rows_of, with_rows
 from kvant.engine.processors import KINDS, Bias, Change, LogitsProcessor, Tokens, process_rows
 from kvant.errors import LogitsError
 from kvant.operators.exponential import logsumexp
@@ -136,24 +136,22 @@ def _draw(logprobs: mx.array, samplers: Sequence[Sampler], positions: Sequence[i
     """The tokens (B,) that each row's own sampler picks at its position, as the sampler alone would pick it."""
     seeded = [row for row, sampler in enumerate(samplers) if isinstance(sampler, SeededSampler)]
     likeliest = [row for row, sampler in enumerate(samplers) if sampler is greedy]
-    parts: list[tuple[list[int], mx.array]] = []  # rows and their tokens
+    rows: list[list[int]] = []
+    tokens: list[mx.array] = []
     if seeded:
         keys = draw_keys([samplers[row] for row in seeded], [positions[row] for row in seeded])
         block = len(seeded) if mx.default_device().type == mx.gpu else max(1, BLOCK // logprobs.shape[-1])
         for first in range(0, len(seeded), block):
-            some = seeded[first : first + block]
-            own: list[Any] = [samplers[row] for row in some]
-            parts.append((some, draw_seeded(rows_of(logprobs, some), own, keys[first : first + block])))
+            rows.append(seeded[first : first + block])
+            own: list[Any] = [samplers[row] for row in rows[-1]]
+            tokens.append(draw_seeded(rows_of(logprobs, rows[-1]), own, keys[first : first + block]))
     if likeliest:
-        parts.append((likeliest, greedy(rows_of(logprobs, likeliest))))
-    if len(seeded) + len(likeliest) < len(samplers):
-        foreign = sorted({*range(len(samplers))} - {*seeded, *likeliest})
-        parts += [([row], samplers[row](logprobs[row : row + 1])) for row in foreign]
-    if len(parts) == 1:
-        return parts[0][1]
-    order = [row for rows, _ in parts for row in rows]
-    tokens = mx.concatenate([tokens for _, tokens in parts])
-    return tokens[mx.array(sorted(range(len(order)), key=order.__getitem__))]
+        rows.append(likeliest)
+        tokens.append(greedy(rows_of(logprobs, likeliest)))
+    for row in sorted({*range(len(samplers))} - {*seeded, *likeliest}):
+        rows.append([row])
+        tokens.append(samplers[row](logprobs[row : row + 1]))
+    return in_order(rows, tokens)
 
 
 def _no_token(sampler: Sampler, processors: Sequence[Change], logprob: float) -> LogitsError | None:

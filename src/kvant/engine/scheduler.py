@@ -284,7 +284,7 @@ class Scheduler:
         step, self._queued = self._queued, None
         if step is not None and step.error is not None:
             raise step.error
-        drafting = [answer for answer in self._running if answer.may_draft()]
+        drafting = [answer for answer in self._running if answer.tell_drafter()]
         if step is None and drafting:
             step = self._drafter.begin(self._running, drafting)
         if step is None:

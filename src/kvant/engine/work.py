@@ -178,7 +178,7 @@ class Answer:
         """Tokens of a step that its sequence has room for."""
         return self.sequence.max_tokens - self.sequence.length
 
-    def may_draft(self) -> bool:
+    def tell_drafter(self) -> bool:
         """Tell what it drafts with of its new tokens. Returns whether all of them are known there."""
         if self.drafter is None:
             return False
