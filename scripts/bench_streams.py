@@ -23,9 +23,8 @@ from claims import in_turns  # isort: skip  (before MLX: it loads a faster BLAS)
 
 import mlx.core as mx
 
-from kvant.engine.feeding import CHUNK
 from kvant.engine.load import load_model
-from kvant.engine.request import Request
+from kvant.engine.request import CHUNK, Request
 from kvant.engine.scheduler import Scheduler
 from kvant.machine import environment
 from kvant.models import LanguageModel

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.batches import asked
 from support.metal_host import host_pytest_skip
 from support.pools import tiny_model
 
@@ -27,7 +28,7 @@ def test_an_engine_on_the_kernels_text(tmp_path: Path, launches: list[Any], bits
         assert not launches
         pool = model.make_pool(1024, sequences=3, kv_bits=bits, kv_group_size=16, kernels=kernels)
         engine = BatchEngine(model, pool, max_batch=3)
-        answers = [engine.submit(Request(ids, 3)) for ids in PROMPTS]
+        answers = [asked(engine, Request(ids, 3)) for ids in PROMPTS]
         found.append([[token.token for token in answer] for answer in answers])
         assert engine.close(drain=True, timeout=60)
     assert found[0] == found[1]

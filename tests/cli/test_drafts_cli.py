@@ -16,8 +16,7 @@ from kvant.cache import CacheOptions
 from kvant.cache.pool import Pool
 from kvant.cli.options import RunOptions
 from kvant.cli.session import open_session
-from kvant.engine.model_drafts import ModelDrafts
-from kvant.engine.pooled_drafts import PooledDrafts
+from kvant.engine.model_drafts import ModelDrafts, PooledDrafts
 from kvant.engine.run import Run
 from kvant.tools.plan import DraftModel, Settings, plan, read_folder, split_pairs
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.batches import alone
+from support.batches import alone, asked
 from support.counts import count
 from support.server import SOON, wait
 
@@ -51,7 +51,7 @@ def test_requests_from_many_threads(pocket: Pocket, make: Callable[..., BatchEng
     ]
 
     def answer(request: Request) -> list[int | None]:
-        return [token.token for token in engine.submit(request)]
+        return [token.token for token in asked(engine, request)]
 
     with ThreadPoolExecutor(8) as threads:
         asking = threads.submit(lambda: [engine.counts for _ in range(20_000)])
@@ -70,52 +70,46 @@ def test_arrays_that_another_thread_left_undone(pocket: Pocket, make: Callable[.
     model.feed(mx.array([[5, 6, 7]]), cache)
     cache.commit()
     undone = mx.ones((1,)) * mx.array([2.0])
-    other = engine.submit(Request([4, 5], max_tokens=40))
+    request = Request([4, 5], max_tokens=40)
+    other = asked(engine, request)
     with pytest.raises(RuntimeError, match="Stream"):
-        list(engine.submit(Request([5], max_tokens=4, sampler=lambda logprobs: mx.argmax(logprobs * undone, axis=-1))))
-    from_cache = [token.token for token in engine.submit(Request([8], cache=cache, max_tokens=5))]
+        list(asked(engine, Request([5], 4, lambda logprobs: mx.argmax(logprobs * undone, axis=-1))))
+    from_cache = [token.token for token in asked(engine, Request([8], cache=cache, max_tokens=5))]
     assert from_cache == alone(pocket[0], Request([5, 6, 7, 8], max_tokens=5))
-    assert [token.token for token in other] == alone(pocket[0], other.request)
+    assert [token.token for token in other] == alone(pocket[0], request)
 
 
 def test_cancelling_from_another_thread(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
     engine = make(max_batch=2)
-    running, waiting = (engine.submit(Request([n], max_tokens=900, answers=2)) for n in (5, 6))
+    requests = [Request([n], max_tokens=900, answers=2) for n in (5, 6)]
+    running, waiting = (asked(engine, request) for request in requests)
     tokens = [next(running)]
-    running.cancel(1)
+    engine.cancel(requests[0], 1)
     while tokens[-1].finish_reason is None:
         tokens.append(next(running))
     assert tokens[-1].answer == 1
     tokens.append(next(running))
-    waiting.cancel()
+    engine.cancel(requests[1])
     assert [token.finish_reason for token in waiting] == ["cancelled"] * 2
-    threading.Thread(target=running.cancel).start()
+    threading.Thread(target=engine.cancel, args=requests[:1]).start()
     tokens += running
     assert tokens[-1].finish_reason == "cancelled"
     assert 1 < sum(token.answer == 0 for token in tokens) < 900
-    with engine.submit(Request([7], max_tokens=900)) as left:
-        next(left)
     wait(lambda: engine.counts == (0, 0, 0, PAGES))
-    running.cancel()
+    engine.cancel(requests[0])
 
 
-def test_a_callback_for_every_token(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
-    """For an event loop. One that fails ends its request."""
-    engine = make()
-    told: list[Token] = []
-    request, failing = Request([5], max_tokens=6), Request([6], max_tokens=900)
-    calls = 0
+def test_a_callback_that_fails_ends_its_request(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
+    engine, calls, request = make(), list[Token](), Request([5], max_tokens=6)
 
     def fail(token: Token) -> None:
-        nonlocal calls
-        calls += 1
+        calls.append(token)
         raise RuntimeError("the loop is closed")
 
-    engine.submit_to(failing, fail)
-    engine.submit_to(request, told.append)
-    wait(lambda: engine.counts == (0, 0, 0, PAGES) and bool(told) and told[-1].finish_reason is not None)
-    assert [token.token for token in told] == alone(pocket[0], request)
-    assert calls < 20
+    engine.submit(Request([6], max_tokens=900), fail)
+    assert [token.token for token in asked(engine, request)] == alone(pocket[0], request)
+    wait(lambda: engine.counts == (0, 0, 0, PAGES))
+    assert len(calls) < 20
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), SystemExit(3), KeyboardInterrupt()])
@@ -131,7 +125,7 @@ def test_a_thread_that_fails_tells_everyone_at_once(
 
     monkeypatch.setattr(Scheduler, "step", step)
     engine = make(max_batch=2)
-    answers = [engine.submit(Request([5 + i], max_tokens=900, answers=1 + i % 2)) for i in range(4)]
+    answers = [asked(engine, Request([5 + i], max_tokens=900, answers=1 + i % 2)) for i in range(4)]
     next(answers[0])
     broken.set()
     for each in answers:
@@ -141,7 +135,7 @@ def test_a_thread_that_fails_tells_everyone_at_once(
         assert list(each) == []
     assert not engine.alive
     with pytest.raises(EngineError, match="the engine's thread failed: "):
-        engine.submit(Request([5]))
+        asked(engine, Request([5]))
     assert engine.close(timeout=SOON)
     assert engine.counts == (0, 0, 0, PAGES)
 
@@ -160,7 +154,7 @@ def test_the_watchdog(make: Callable[..., BatchEngine]) -> None:
     time.sleep(0.7)
     assert time.process_time() - before < 0.1
     assert engine.alive  # it sleeps
-    answers = engine.submit(Request([5], max_tokens=5, sampler=hang))
+    answers = asked(engine, Request([5], max_tokens=5, sampler=hang))
     assert busy.wait(SOON)
     time.sleep(0.02)
     assert engine.age > 0.01
@@ -175,13 +169,11 @@ def test_closing(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
     before = threading.enumerate()
     drained, stopped = make(), make()
     expected = alone(pocket[0], Request([5], max_tokens=30))
-    answers = [
-        engine.submit(Request([5], max_tokens=30 if engine is drained else 900)) for engine in (drained, stopped)
-    ]
+    answers = [asked(engine, Request([5], most)) for engine, most in ((drained, 30), (stopped, 900))]
     next(answers[1])
     assert not drained.close(timeout=0)
     with pytest.raises(EngineError, match="the engine was closed; it takes no further requests"):
-        drained.submit(Request([5]))
+        asked(drained, Request([5]))
     assert drained.close(timeout=SOON)
     assert [token.token for token in answers[0]] == expected
     assert stopped.close(drain=False, timeout=SOON)
@@ -203,12 +195,13 @@ def test_many_short_requests_leave_nothing_behind(pocket: Pocket, make: Callable
         for _ in range(number):
             sampler = make_sampler(1.0, seed=rng.randrange(9)) if rng.random() < 0.5 else None
             prompt = [rng.randrange(5, 1000) for _ in range(rng.randint(1, 20))]
-            answers.append(engine.submit(Request(prompt, max_tokens=rng.randint(1, 4), sampler=sampler)))
+            request = Request(prompt, max_tokens=rng.randint(1, 4), sampler=sampler)
+            answers.append((request, asked(engine, request)))
             if rng.random() < 0.1:
-                rng.choice(answers).cancel()
+                engine.cancel(rng.choice(answers)[0])
             if len(answers) > 20:
-                list(answers.pop(0))
-        for each in answers:
+                list(answers.pop(0)[1])
+        for _, each in answers:
             list(each)
         wait(lambda: engine.age == 0.0)
 

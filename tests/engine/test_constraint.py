@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.batches import alone, ids_of, run_all, scheduler_of
+from support.batches import alone, asked, ids_of, run_all, scheduler_of
 from support.counts import count
 from support.pools import tiny_model
 from support.schemas import problem, random_root
@@ -142,18 +142,18 @@ def test_an_answer_that_cannot_go_on_fails_alone(pocket: Pocket, grammars: Gramm
         return mx.array([7])
 
     with BatchEngine(model, model.make_pool(128 * 32, sequences=8, kv_bits=8), max_batch=8) as engine:
-        good = engine.submit(_request(tokenizer, person, sampler=make_sampler(1.0, seed=1)))
-        failing = engine.submit(_request(tokenizer, large, answers=2))
+        good = asked(engine, _request(tokenizer, person, sampler=make_sampler(1.0, seed=1)))
+        failing = asked(engine, _request(tokenizer, large, answers=2))
         told = list(good)
         with pytest.raises(GrammarError, match="max is 2000"):
             list(failing)
-        wrong = engine.submit(_request(tokenizer, person, sampler=disobedient))
+        wrong = asked(engine, _request(tokenizer, person, sampler=disobedient))
         with pytest.raises(GrammarError, match="token 7 does not follow the grammar"):
             list(wrong)
         assert _check(tokenizer, told, PERSON) == 1
         assert engine.alive
         assert engine.counts.free_pages == 32
-        assert _check(tokenizer, list(engine.submit(_request(tokenizer, person))), PERSON) == 1
+        assert _check(tokenizer, list(asked(engine, _request(tokenizer, person))), PERSON) == 1
 
 
 def test_a_grammar_without_the_library(pocket: Pocket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,10 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.conversations import QUESTIONS, asking, check_consistent, count_fed, prompt_ids, text_of
+from support.conversations import QUESTIONS, asking, check_consistent, conversation_of, count_fed, prompt_ids, text_of
 from support.counts import count
 
-from kvant.engine.conversation import Conversation
 from kvant.errors import ContextError
 from kvant.models import Decoder
 from kvant.sample_utils import make_logits_processors, make_sampler
@@ -20,18 +19,13 @@ ANSWERED = {"max_tokens": 25}
 Pocket = tuple[Decoder, Tokenizer]
 
 
-def _make(pocket: Pocket, tokens: int = 1024, kv_bits: int = 8, **options: Any) -> Conversation:
-    model, tokenizer = pocket
-    return Conversation(model, tokenizer, model.make_cache(tokens, kv_bits=kv_bits), **options)
-
-
 def _endless(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"logits_processors": make_logits_processors(dict.fromkeys(tokenizer.eos_token_ids, -1e9))}
 
 
 def test_many_turns_feed_their_own_tokens_only(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
     _, tokenizer = pocket
-    conversation = _make(pocket, 2048)
+    conversation = conversation_of(pocket, 2048, 8)
     fed = count_fed(monkeypatch)
     turns = count(30, 50)
     for turn in range(turns):
@@ -52,7 +46,7 @@ def test_many_turns_feed_their_own_tokens_only(pocket: Pocket, monkeypatch: pyte
 
 def test_memory_stays_through_ten_forgettings(pocket: Pocket) -> None:
     _, tokenizer = pocket
-    conversation = _make(pocket, 96, system_prompt="Be kind.", overflow="forget")
+    conversation = conversation_of(pocket, 96, 8, system_prompt="Be kind.", overflow="forget")
     active, resident, forgettings = [], [], 0
     for turn in range(100):
         # Some answers fill the context themselves.
@@ -75,7 +69,7 @@ def test_memory_stays_through_ten_forgettings(pocket: Pocket) -> None:
 
 
 def test_the_last_question_is_kept_or_refused_in_words(pocket: Pocket) -> None:
-    conversation = _make(pocket, 100, system_prompt="Be kind.", overflow="forget")
+    conversation = conversation_of(pocket, 100, 8, system_prompt="Be kind.", overflow="forget")
     text_of(conversation.send(QUESTIONS[0], max_tokens=25))
     with pytest.raises(ContextError, match=r"the question alone, with the system prompt, has \d+ tokens; 100 are res"):
         conversation.send("fox " * 120)
@@ -92,18 +86,18 @@ def test_the_last_question_is_kept_or_refused_in_words(pocket: Pocket) -> None:
 
 def test_a_limit_that_nobody_can_raise_is_the_models(pocket: Pocket) -> None:
     for overflow, words in (("stop", "the conversation would have"), ("forget", "the question alone has")):
-        conversation = _make(pocket, 2048, overflow=overflow)
+        conversation = conversation_of(pocket, 2048, 8, overflow=overflow)
         with pytest.raises(ContextError, match=f"{words} .* tokens; 2048 are the model's context"):
             conversation.send("fox " * 2100)
         assert conversation.limit == 2048
     with pytest.raises(ValueError, match="overflow is 'drop'; expected 'forget' or 'stop'"):
-        _make(pocket, overflow="drop")
+        conversation_of(pocket, 64, overflow="drop")
 
 
 def test_tries_and_edits_feed_what_changed(pocket: Pocket) -> None:
     """Another try feeds the question's last token once more for the logits."""
     _, tokenizer = pocket
-    conversation = _make(pocket, kv_bits=0)
+    conversation = conversation_of(pocket, 1024)
     text_of(conversation.send(QUESTIONS[0], **ANSWERED))
     before = list(conversation.messages)
     first = text_of(conversation.send("Who helped Pip?", **ANSWERED))
@@ -123,9 +117,9 @@ def test_tries_and_edits_feed_what_changed(pocket: Pocket) -> None:
 
 def test_a_stop_string_at_the_last_token_of_a_full_context(pocket: Pocket) -> None:
     _, tokenizer = pocket
-    conversation = _make(pocket, 90, overflow="forget")
+    conversation = conversation_of(pocket, 90, 8, overflow="forget")
     text_of(conversation.send(QUESTIONS[0], **ANSWERED))
-    copy, fresh = (_make(pocket, 90, overflow="forget") for _ in range(2))
+    copy, fresh = (conversation_of(pocket, 90, 8, overflow="forget") for _ in range(2))
     copy.messages = list(conversation.messages)
     answer = [response.text for response in conversation.send("And then?", max_tokens=60, **_endless(tokenizer))]
     room = 91 - len(prompt_ids(tokenizer, [*copy.messages, asking("And then?")]))

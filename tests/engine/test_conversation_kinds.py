@@ -5,7 +5,16 @@ from functools import partial
 
 import mlx.core as mx
 import pytest
-from support.conversations import SAY, asking, check_consistent, distance, fed_anew, prompt_ids, text_of
+from support.conversations import (
+    SAY,
+    asking,
+    check_consistent,
+    conversation_of,
+    distance,
+    fed_anew,
+    prompt_ids,
+    text_of,
+)
 from support.counts import count
 from support.interruption import Interruption
 from support.kinds import KINDS, Loaded
@@ -27,9 +36,7 @@ def _question(turn: int, words: int = 5) -> str:
 @pytest.mark.parametrize(("loaded", "bits"), CASES, indirect=["loaded"])
 def test_turns_and_forgettings(loaded: Loaded, bits: int) -> None:
     model, tokenizer = loaded
-    conversation = Conversation(
-        model, tokenizer, model.make_cache(64, kv_bits=bits), system_prompt="w6 w7", overflow="forget"
-    )
+    conversation = conversation_of(loaded, 64, bits, system_prompt="w6 w7", overflow="forget")
     start_of_answer = in_answer = 0
     for turn in range(count(7, 40)):
         question = _question(turn, 3 + 8 * (turn % 3))
@@ -66,15 +73,12 @@ def test_turns_and_forgettings(loaded: Loaded, bits: int) -> None:
 @pytest.mark.parametrize("loaded", count(["mistral", "llama4", "qwen3_next"], KINDS), indirect=True)
 def test_interrupted_anywhere(loaded: Loaded) -> None:
     """Ctrl-C at any line of a turn that forgets: the next turn answers as if the messages were fed anew."""
-    model, tokenizer = loaded
 
     def talk(conversation: Conversation, question: int) -> str:
         return text_of(conversation.send(_question(question), max_tokens=12, prefill_step_size=16, **SAY))
 
     def begun() -> Conversation:
-        conversation = Conversation(
-            model, tokenizer, model.make_cache(64, kv_bits=0), system_prompt="w6", overflow="forget"
-        )
+        conversation = conversation_of(loaded, 64, system_prompt="w6", overflow="forget")
         for turn in range(3):
             talk(conversation, turn)
         return conversation
@@ -91,7 +95,7 @@ def test_interrupted_anywhere(loaded: Loaded) -> None:
         check_consistent(conversation)
         messages = list(conversation.messages)
         assert messages == before or messages[-2] == asking(_question(3))
-        fresh = Conversation(model, tokenizer, model.make_cache(64, kv_bits=0), overflow="forget")
+        fresh = conversation_of(loaded, 64, overflow="forget")
         fresh.messages = messages
         assert talk(conversation, 4) == talk(fresh, 4)
         assert conversation.messages == fresh.messages

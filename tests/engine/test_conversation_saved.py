@@ -2,15 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.conversations import QUESTIONS, SAY, asking, prompt_ids, text_of
+from support.conversations import QUESTIONS, SAY, asking, conversation_of, prompt_ids, text_of
 
 import kvant
-from kvant.engine.conversation import Conversation
-from kvant.engine.saved import KEY, as_metadata, messages_of
+from kvant.engine.conversation import KEY, Conversation, as_metadata, messages_of
 from kvant.errors import SnapshotError
 from kvant.models import Decoder
 from kvant.sample_utils import make_logits_processors
@@ -20,13 +18,9 @@ pytestmark = pytest.mark.usefixtures("without_compilation")
 Pocket = tuple[Decoder, Tokenizer]
 
 
-def _make(pocket: Pocket, **options: Any) -> Conversation:
-    return Conversation(*pocket, pocket[0].make_cache(512), **options)
-
-
 def test_a_loaded_conversation_feeds_only_what_is_new(pocket: Pocket, tmp_path: Path) -> None:
     path = tmp_path / "talk.safetensors"
-    conversation = _make(pocket, system_prompt="Be kind.")
+    conversation = conversation_of(pocket, 512, 8, system_prompt="Be kind.")
     for question in QUESTIONS[:2]:
         text_of(conversation.send(question, max_tokens=20))
     suspended = conversation.send(QUESTIONS[2], max_tokens=20)
@@ -34,7 +28,7 @@ def test_a_loaded_conversation_feeds_only_what_is_new(pocket: Pocket, tmp_path: 
     conversation.save(path)
     messages, held = list(conversation.messages), conversation.num_tokens
     assert len(messages) == 7
-    other = _make(pocket)
+    other = conversation_of(pocket, 512, 8)
     text_of(other.send("Hello!", max_tokens=5))
     other.load(path)
     assert (other.messages, other.num_tokens, other.system_prompt) == (messages, held, "Be kind.")
@@ -52,11 +46,11 @@ def test_answers_keep_their_tokens(pocket: Pocket, tmp_path: Path) -> None:
     _, tokenizer = pocket
     letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "cat"]
     script = iter([*letters, 2])
-    conversation = _make(pocket)
+    conversation = conversation_of(pocket, 512, 8)
     assert tokenizer.encode("cat", add_special_tokens=False) != letters
     assert text_of(conversation.send(QUESTIONS[0], sampler=lambda _: mx.array([next(script, 2)]))) == "cat"
     conversation.save(tmp_path / "talk")
-    other = _make(pocket)
+    other = conversation_of(pocket, 512, 8)
     other.load(tmp_path / "talk")
     for each in (conversation, other):
         held = each.num_tokens
@@ -82,7 +76,7 @@ def test_answers_keep_their_tokens(pocket: Pocket, tmp_path: Path) -> None:
 )
 def test_files_that_hold_no_conversation(pocket: Pocket, tmp_path: Path, text: str | None, words: str) -> None:
     path = tmp_path / "talk"
-    conversation = _make(pocket)
+    conversation = conversation_of(pocket, 512, 8)
     text_of(conversation.send(QUESTIONS[0], max_tokens=5))
     messages, held = list(conversation.messages), conversation.num_tokens
     conversation._cache.save(path, {} if text is None else {KEY: text})
@@ -96,11 +90,10 @@ def test_files_that_hold_no_conversation(pocket: Pocket, tmp_path: Path, text: s
 
 
 def test_another_format_is_refused_and_the_conversation_goes_on(pocket: Pocket, tmp_path: Path) -> None:
-    model, tokenizer = pocket
-    saved = _make(pocket)
+    saved = conversation_of(pocket, 512, 8)
     text_of(saved.send(QUESTIONS[0], max_tokens=20))
     saved.save(tmp_path / "talk")
-    other, fresh = (Conversation(model, tokenizer, model.make_cache(512, kv_bits=0)) for _ in range(2))
+    other, fresh = (conversation_of(pocket, 512) for _ in range(2))
     text_of(other.send(QUESTIONS[1], max_tokens=20))
     fresh.messages = list(other.messages)
     with pytest.raises(SnapshotError, match="of another format"):
@@ -112,7 +105,7 @@ def test_another_format_is_refused_and_the_conversation_goes_on(pocket: Pocket, 
 
 
 def test_what_could_not_be_loaded_is_not_saved(pocket: Pocket, tmp_path: Path) -> None:
-    conversation = _make(pocket)
+    conversation = conversation_of(pocket, 512, 8)
     conversation.messages = [{"role": "tool", "content": "a"}]
     with pytest.raises(SnapshotError, match="message 0 has the role 'tool'"):
         conversation.save(tmp_path / "talk")

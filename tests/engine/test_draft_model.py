@@ -17,8 +17,7 @@ from support.pools import check_pages
 from kvant import batch_generate
 from kvant.cache.pool import Pool
 from kvant.cache.single import SinglePool
-from kvant.engine.model_drafts import ModelDrafts
-from kvant.engine.pooled_drafts import PooledDrafts
+from kvant.engine.model_drafts import ModelDrafter, ModelDrafts, PooledDrafts
 from kvant.engine.request import Request
 from kvant.engine.run import CacheScheduler
 from kvant.engine.scheduler import Scheduler
@@ -43,6 +42,13 @@ def _drafts(model: LanguageModel, pool: Pool | SinglePool, vocab_size: int | Non
     return ModelDrafts(model=model, vocab_size=size, num_draft_tokens=7).beside(pool)
 
 
+def _proposed(drafters: list[ModelDrafter], counts: list[int]) -> list[list[int]]:
+    """What they propose, once all have read their texts."""
+    while (found := drafters[0].drafts.propose(drafters, counts)) is None:
+        pass
+    return found
+
+
 def _greedy(model: LanguageModel, text: list[int], count: int) -> list[int]:
     """The continuation of a text, without a cache."""
     found: list[int] = []
@@ -64,11 +70,8 @@ def test_each_sequence_is_continued_greedily(pocket: Pocket, sequences: int) -> 
         assert drafts.pool.num_free == drafts.pool.num_pages  # nothing before a draft is asked for
     for _ in range(count(4, 60)):
         some = rng.sample(range(sequences), rng.randint(1, sequences))
-        for n in some:
-            while drafters[n].is_behind:
-                drafts.feed(drafters[n])
         counts = [rng.choice((1, 3, 5)) for _ in some]
-        for n, wanted, draft in zip(some, counts, drafts.propose([drafters[n] for n in some], counts), strict=True):
+        for n, wanted, draft in zip(some, counts, _proposed([drafters[n] for n in some], counts), strict=True):
             assert draft == _greedy(model, texts[n], wanted)
             new = [*draft[: rng.randint(0, wanted)], rng.randrange(20, 900)]
             drafters[n].extend(new)
@@ -90,12 +93,12 @@ def test_it_feeds_only_what_it_has_not_seen(pocket: Pocket, monkeypatch: pytest.
     drafter = _drafts(model, _pool(model, 1, prefill_step_size=16)).for_answer(b"", 64)
     drafter.extend(PROMPT)
     assert not fed
-    first = drafter.propose(4)
+    [first] = _proposed([drafter], [4])
     assert fed == [16, 16, 8, 1, 1, 1]
     for new, expected in (([*first, 50], [2, 1]), ([60], [1, 1]), ([61, 62, 63], [3, 1])):
         fed.clear()
         drafter.extend(new)
-        drafter.propose(2)
+        _proposed([drafter], [2])
         assert fed == expected
 
 
@@ -106,13 +109,13 @@ def test_no_id_that_the_model_does_not_have(small: LanguageModel) -> None:
     for start in range(12):
         for drafter in drafters:
             drafter.extend([(37 * start + 11 * n) % size for n in range(3)])
-        whole, cut = (drafter.propose(4) for drafter in drafters)
+        whole, cut = (_proposed([drafter], [4])[0] for drafter in drafters)
         known = next((n for n, token in enumerate(whole) if token >= size), 4)
         assert cut == whole[:known]
         beyond += known < 4
     assert 0 < beyond < 12
     drafters[1].extend([small.config.vocab_size])
-    assert drafters[1].propose(3) == []
+    assert _proposed(drafters[1:], [3]) == [[]]
     assert drafters[1].ended == f"token {small.config.vocab_size} is not in the draft model's vocabulary"
 
 
@@ -128,15 +131,15 @@ def test_an_error(pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.Mo
     else:
         scheduler = Scheduler(model, pool, max_batch=sequences)
     drafts = _drafts(model, pool)
-    append, calls = PooledDrafts._append, []
+    feed, calls = PooledDrafts._feed, []
 
     def fails(self: PooledDrafts, *arguments: Any) -> None:
         calls.append(1)
         if len(calls) == 2:
             raise MemoryError("no room on the device")
-        append(self, *arguments)
+        feed(self, *arguments)
 
-    monkeypatch.setattr(PooledDrafts, "_append", fails)
+    monkeypatch.setattr(PooledDrafts, "_feed", fails)
     requests = [Request(heldout_ids[s : s + 60], 20, drafts=drafts) for s in (0, 70)[:sequences]]
     told = run_all(scheduler, requests)
     for request in requests:

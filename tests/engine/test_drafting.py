@@ -11,7 +11,7 @@ from support.drafts import KnownDrafts
 from kvant.engine import batch_drafts
 from kvant.engine.batch_drafts import BatchDrafter
 from kvant.engine.decoding import Step
-from kvant.engine.drafting.choice import LOSS, DraftChoice
+from kvant.engine.drafting.choice import LOSS, DraftChoice, Drafter
 from kvant.engine.drafting.suffix import SuffixDrafter
 from kvant.engine.run import Run
 from kvant.models import Decoder
@@ -75,16 +75,11 @@ def test_one_token_repeated_takes_linear_time() -> None:
     assert drafter.propose(3) == [7, 7, 7]
 
 
-class Proposer:
+class Proposer(Drafter):
     """Proposes nothing: what a choice asks of it."""
 
     def __init__(self, match: int = 0) -> None:
         self.is_free, self.match = match > 0, match
-
-    def extend(self, tokens: Sequence[int]) -> None: ...
-
-    def propose(self, count: int) -> list[int]:
-        return []
 
 
 MODEL = Proposer()

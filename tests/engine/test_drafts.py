@@ -81,7 +81,7 @@ def test_the_same_text_and_cache(pocket: Pocket, small: LanguageModel, kind: str
     if (kind, settings) == ("own", "greedy"):
         assert counts.accepted > 0.9 * counts.drafted
     for each in (run, plain_run):
-        each.keep_last()
+        each.scheduler.keep_last()
     assert cache.ids[0] == plain_cache.ids[0] == PROMPT + answer
     after, expected = (mx.softmax(model(mx.array([[5, 6, 7]]), cache=each)) for each in (cache, plain_cache))
     assert mx.abs(after - expected).max() < {0: 1e-5, 8: 0.01, 4: 0.1}[bits]
@@ -110,7 +110,7 @@ def test_ends(pocket: Pocket) -> None:
             assert [token for token, _ in run] == answer
             assert run.finish_reason == reason
             assert cache.ids[0] == [*PROMPT, *answer[:-1]]
-            run.keep_last()
+            run.scheduler.keep_last()
             assert cache.ids[0] == [*PROMPT, *answer]
         for stopped in (True, False):
             cache, fresh = model.make_cache(128), model.make_cache(128)
@@ -118,7 +118,7 @@ def test_ends(pocket: Pocket) -> None:
             assert [next(run)[0] for _ in answer] == answer
             ahead += cache.ahead
             if stopped:
-                run.stop()
+                run.scheduler.close()
                 assert cache.ids[0] == [*PROMPT, *answer[:-1]]
             list(Run(model, PROMPT, fresh, sampler=sampler, max_tokens=len(answer)))
             most = max(1, cache.ahead - 1)  # so that the cache is as long as it was

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from support.conversations import count_fed, text_of
+from support.conversations import conversation_of, count_fed, text_of
 from support.counts import count
 from support.drafts import draft_by_chance
 from support.kinds import Loaded
@@ -13,7 +13,6 @@ from support.openblas import has_small_products
 from support.schemas import problem
 
 from kvant import batch_generate, stream_generate
-from kvant.engine.conversation import Conversation
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Request
@@ -144,12 +143,9 @@ def test_refused_by_the_model(pocket: Pocket, loaded: Loaded) -> None:
 @pytest.mark.usefixtures("paying")
 def test_a_conversation(pocket: Pocket) -> None:
     """Turns, one of them left suspended, and one that goes on where the context is full."""
-    model, tokenizer = pocket
     said = []
     for draft in ("none", "prompt"):
-        conversation = Conversation(
-            model, tokenizer, model.make_cache(160, kv_bits=0), overflow="forget", template_variables={}
-        )
+        conversation = conversation_of(pocket, 160, overflow="forget", template_variables={})
         options: dict[str, Any] = {"max_tokens": 40, "sampler": make_sampler(0.5, seed=1), "draft": draft}
         list(conversation.send("Say: red ball, red ball, red ball, red ball.", **options))
         left = conversation.send("Say it again: red ball, red ball.", **options)
@@ -167,7 +163,7 @@ def test_a_conversation_keeps_the_draft_models_cache(pocket: Pocket, monkeypatch
     """The second turn's prompt has both; neither model reads more than what is new."""
     fed, said = count_fed(monkeypatch), []
     for options in ({}, {"draft_model": pocket[0], "num_draft_tokens": 2}):
-        conversation = Conversation(*pocket, pocket[0].make_cache(400))
+        conversation = conversation_of(pocket, 400, 8)
         said.append(text_of(conversation.send("Tell me a story about a fox.", max_tokens=40, **options)))
         fed.clear()
         said.append(text_of(conversation.send("And now one about a goat.", max_tokens=20, **options)))

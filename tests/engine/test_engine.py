@@ -1,6 +1,7 @@
-"""The loop: tokens against mlx-lm's, how it ends, what it feeds, and what it leaves in the cache."""
+"""The loop: tokens against mlx-lm's, how it ends, what it feeds and leaves in the cache, and the memory it takes."""
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -8,17 +9,21 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from support.counts import count as scaled
 from support.grammars import spelled
 
 from kvant import batch_generate, generate, stream_generate
 from kvant.cache import FullKVCache, QuantizedKVCache
+from kvant.engine.run import Run
 from kvant.errors import ContextError, PromptError
 from kvant.models import Decoder
 from kvant.text.stream import TextStream
 
 Pocket = tuple[Decoder, Any]
 QUESTION = "Tell me a story about a fox named Pip."
+LONG = [(7 * i) % 1000 for i in range(1900)]
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +163,40 @@ def test_prompts_of_other_kinds(pocket: Pocket) -> None:
     assert len({generate(*pocket, prompt, max_tokens=5) for prompt in given}) == 1
 
 
+def _peak(run: Callable[[], object]) -> int:
+    """Bytes that it takes at most, beside what is there."""
+    mx.synchronize()
+    mx.clear_cache()
+    resting = mx.get_active_memory()
+    mx.reset_peak_memory()
+    run()
+    mx.synchronize()
+    return mx.get_peak_memory() - resting
+
+
+@pytest.mark.parametrize("bits", [8, 0])
+def test_active_memory_does_not_grow(pocket: Pocket, bits: int) -> None:
+    model, tokens, active = pocket[0], scaled(120, 1020), []
+    for _ in Run(model, LONG[:100], model.make_cache(tokens + 100, kv_bits=bits), max_tokens=tokens):
+        mx.synchronize()
+        active.append(mx.get_active_memory())
+    assert len(active) == tokens
+    assert max(active[20:]) - active[20] < 2**16  # a step's own arrays; a cached token takes 4 kB at 0 bits
+
+
+def test_a_long_prefill_peaks_no_higher_than_mlx_lms_with_its_default_cache(
+    pocket: Pocket, pocket_mlx_lm: nn.Module
+) -> None:
+    """Into a quantized cache."""
+
+    def mlx_lm() -> None:
+        options = {"prompt_cache": make_prompt_cache(pocket_mlx_lm), "prefill_step_size": 512}
+        next(generate_step(mx.array(LONG), pocket_mlx_lm, max_tokens=1, **options))
+
+    ours = _peak(lambda: next(Run(pocket[0], LONG, pocket[0].make_cache(len(LONG) + 1, kv_bits=8), max_tokens=1)))
+    assert ours <= _peak(mlx_lm)
+
+
 def test_a_long_prompt_takes_no_more_memory_than_a_short_one(pocket: Pocket) -> None:
     """Chunk by chunk: what a chunk leaves behind is in the cache, which was there before; MLX keeps none of it."""
     model, tokenizer = pocket
@@ -167,14 +206,9 @@ def test_a_long_prompt_takes_no_more_memory_than_a_short_one(pocket: Pocket) -> 
         kept.extend([mx.get_cache_memory()] * (0 < done < total))
 
     def peak(tokens: int) -> int:
-        cache = model.make_cache(2048)
-        mx.synchronize()
-        mx.clear_cache()
-        resting = mx.get_active_memory()
-        mx.reset_peak_memory()
         options: dict[str, Any] = {"prefill_step_size": 128, "prompt_progress_callback": progress}
-        generate(model, tokenizer, [5] * tokens, max_tokens=1, prompt_cache=cache, **options)
-        return mx.get_peak_memory() - resting
+        options |= {"max_tokens": 1, "prompt_cache": model.make_cache(2048)}
+        return _peak(lambda: generate(model, tokenizer, [5] * tokens, **options))
 
     rows = 4 * 2 * 2 * 64 * (1792 - 256)  # one layer's longer past, dequantized: float32 keys and values of 2 heads
     # 8.2 MB measured; 22.6 MB when chunks are not evaluated in turn.

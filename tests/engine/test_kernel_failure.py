@@ -33,7 +33,7 @@ def kernel(request: pytest.FixtureRequest, fused_calls: Any, monkeypatch: pytest
 def _keep_last(model: Decoder, tokenizer: Any) -> None:
     run = Run(model, PROMPT, model.make_cache(512), max_tokens=3)
     assert len(list(run)) == 3
-    run.keep_last()
+    run.scheduler.keep_last()
 
 
 WAYS: dict[str, Callable[[Decoder, Any], object]] = {

@@ -157,7 +157,7 @@ def test_drafts_and_their_interruption(led: tuple[Lead, Loopback], bits: int, mo
         else:
             for _ in range(left if turn % 3 else 20):
                 next(run)
-            run.stop()
+            run.scheduler.close()
         assert run.generated == plain[: len(run.generated)]
         assert cache.ids[0] == [*given, *prompt, *run.generated[:-1]]
         check(own.logits, other)

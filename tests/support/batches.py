@@ -1,12 +1,14 @@
 """Requests through a scheduler, and what a single run makes of each."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import mlx.core as mx
 
 from kvant.cache.pool import Pool
+from kvant.engine.batch_engine import BatchEngine
 from kvant.engine.request import Request, Token
 from kvant.engine.run import Run
 from kvant.engine.scheduler import Scheduler
@@ -61,3 +63,20 @@ def alone(model: Decoder, request: Request, bits: int = 0, reserved: int = 1024)
     options = {name: getattr(request, name) for name in names}
     cache = model.make_cache(reserved, kv_bits=bits)
     return [token for token, _ in Run(model, list(request.prompt), cache, **options)]
+
+
+def asked(engine: BatchEngine, request: Request) -> Iterator[Token]:
+    """Submit a request now. Its tokens of all answers, as they come; an error is raised."""
+    tokens: SimpleQueue[Token] = SimpleQueue()
+    engine.submit(request, tokens.put)
+
+    def told() -> Iterator[Token]:
+        left = request.answers
+        while left:
+            token = tokens.get()
+            if token.error is not None:
+                raise token.error
+            left -= token.finish_reason is not None
+            yield token
+
+    return told()

@@ -25,6 +25,12 @@ QUESTIONS = [
 SAY = {"logits_processors": make_logits_processors({0: -1e9, 1: -1e9, 2: -1e9, 3: -1e9, 4: -1e9, 5: -2.0})}
 
 
+def conversation_of(loaded: Any, tokens: int, kv_bits: int = 0, **options: Any) -> Conversation:
+    """Of a model and its tokenizer, in a cache of so many tokens."""
+    model, tokenizer = loaded
+    return Conversation(model, tokenizer, model.make_cache(tokens, kv_bits=kv_bits), **options)
+
+
 def text_of(responses: Iterator[GenerationResponse]) -> str:
     return "".join(response.text for response in responses)
 

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 
 from kvant.engine.drafting import choice
-from kvant.engine.drafting.drafter import Drafter
 from kvant.engine.drafting.drafts import Drafts
 from support.checkpoints import qwen2_config, reference_model, save_checkpoint
 
 
-class KnownText:
+class KnownText(choice.Drafter):
     """Proposes a text that is known, with mistakes."""
 
-    is_free, match = True, choice.MOST
+    match = choice.MOST
 
     def __init__(self, text: Sequence[int], mistakes: float, rng: random.Random) -> None:
         self._taken = 0
@@ -41,7 +40,7 @@ class KnownDrafts(Drafts):
     mistakes: float = 0.2
     seed: int = 0
 
-    def for_answer(self, salt: bytes, tokens: int) -> Drafter:
+    def for_answer(self, salt: bytes, tokens: int) -> choice.Drafter:
         return KnownText(self.text, self.mistakes, random.Random(self.seed))
 
 

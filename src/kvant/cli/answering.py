@@ -13,9 +13,8 @@ from kvant.cli.options import RunOptions
 from kvant.cli.question import Question, at
 from kvant.cli.session import Session, asked_drafts, drafts_beside
 from kvant.cli.terminal import say
-from kvant.engine.feeding import CHUNK
 from kvant.engine.limits import pool_reservation, reservation
-from kvant.engine.request import Request, check_drafts
+from kvant.engine.request import CHUNK, Request, check_drafts
 from kvant.engine.response import GenerationResponse
 from kvant.engine.scheduler import Scheduler
 from kvant.engine.stream import Wanted, responses

@@ -9,8 +9,7 @@ from pathlib import Path
 from kvant.cache import ModelCache
 from kvant.cache.snapshot import read_header
 from kvant.cli.terminal import say
-from kvant.engine.conversation import Conversation
-from kvant.engine.saved import KEY
+from kvant.engine.conversation import KEY, Conversation
 from kvant.errors import SnapshotError
 
 

@@ -2,19 +2,15 @@
 
 import time
 from collections.abc import Sequence
-
-import mlx.core as mx
+from itertools import islice, takewhile
 
 from kvant.cache.pool import Pool
 from kvant.cache.single import SinglePool
-from kvant.engine.decoding import Step, pick, pick_for
+from kvant.engine.decoding import BatchDecoder, Step, pick
 from kvant.engine.drafting.choice import DraftChoice, DraftCounts
-from kvant.engine.drafting.drafter import known_part
 from kvant.engine.filters import rows_of
-from kvant.engine.pooled_drafts import PooledDrafter
 from kvant.engine.row_sampling import Picked
 from kvant.engine.work import Answer
-from kvant.models import LanguageModel
 
 Found = list[list[Picked | Exception]]  # the next tokens of every answer of a step; an error is the last
 
@@ -22,8 +18,8 @@ Found = list[list[Picked | Exception]]  # the next tokens of every answer of a s
 class BatchDrafter:
     """Begins steps with drafts where they pay, and reads what came of them."""
 
-    def __init__(self, model: LanguageModel, pool: Pool | SinglePool) -> None:
-        self._model, self._pool = model, pool
+    def __init__(self, decoder: BatchDecoder, pool: Pool | SinglePool, vocab_size: int) -> None:
+        self._decoder, self._pool, self._vocab_size = decoder, pool, vocab_size
         self._choice = DraftChoice()
         self._read_at: float | None = None  # when the last step's tokens were read, if nothing else was computed since
         self._seconds: float | None = None  # that the last step took, where that is known
@@ -33,70 +29,41 @@ class BatchDrafter:
         """What drafts did. A step counts once for every answer."""
         return self._choice.counts
 
-    @staticmethod
-    def ready(running: Sequence[Answer]) -> list[Answer]:
-        """Those of the answers that may draft. What they draft from is told of their tokens."""
-        return [answer for answer in running if answer.drafts is not None and answer.drafts.read(answer.tokens)]
-
     def may_draft(self, ready: Sequence[Answer]) -> bool:
         """Whether any of these answers may draft after its next token, whatever that is."""
         return any(self._count(answer, answer.left - 2, longer=1) > 0 for answer in ready)
 
     def _count(self, answer: Answer, most: int, *, longer: int = 0) -> int:
-        own = answer.drafts
-        return 0 if own is None else self._choice.count(own.drafter, min(own.most, most), longer=longer)
+        drafts = answer.work.request.drafts
+        if answer.drafter is None or drafts is None:
+            return 0
+        return self._choice.count(answer.drafter, min(drafts.most, most), longer=longer)
 
     def begin(self, running: Sequence[Answer], ready: Sequence[Answer]) -> Step | None:
         """Begin a step of the last token of each answer and a draft behind it; None: no draft pays."""
         # Every answer has to have room, those that do not draft too. One near its end shortens a few steps.
         most = min(self._pool.prefill_step_size, *(answer.room for answer in running)) - 1
+        asked = {answer: self._count(answer, min(most, answer.left - 1)) for answer in ready}
+        left = [answer for answer, count in asked.items() if count > 0]
         drafts: dict[Answer, list[int]] = {}
-        asked: list[tuple[Answer, PooledDrafter, int]] = []
-        for answer in ready:
-            own, count = answer.drafts, self._count(answer, min(most, answer.left - 1))
-            if own is None or count < 1:
-                continue
-            if isinstance(own.drafter, PooledDrafter):
-                asked.append((answer, own.drafter, count))
-            else:
-                drafts[answer] = known_part(own.drafter.propose(count), self._model.config.vocab_size)
-        if behind := next((drafter for _, drafter, _ in asked if drafter.is_behind), None):
-            # A chunk, between two steps, of whose time it is no part.
-            behind.drafts.feed(behind)
-            self.paused()
-            return None
-        drafts |= self._by_model(asked)
+        while left:
+            source = left[0].work.request.drafts
+            own = [answer for answer in left if answer.work.request.drafts is source]
+            left = [answer for answer in left if answer not in own]
+            assert source is not None
+            made = source.propose([answer.drafter for answer in own], [asked[answer] for answer in own])
+            if made is None:  # a step was made between two steps, of whose time it is no part
+                self.paused()
+                return None
+            for answer, draft in zip(own, made, strict=True):
+                # up to the first token that the model does not have: a prompt's file may hold such
+                drafts[answer] = [*takewhile(lambda token: 0 <= token < self._vocab_size, draft)]
+                if answer.drafter is not None and answer.drafter.ended is not None:
+                    self.counts.off = answer.drafter.ended
+                    answer.end_drafts()
         if not any(drafts.values()):
             return None
-        return self._begin(list(running), [drafts.get(answer, []) for answer in running])
-
-    def _by_model(self, asked: Sequence[tuple[Answer, PooledDrafter, int]]) -> dict[Answer, list[int]]:
-        """What models draft for these answers, as many tokens as they may have each."""
-        found: dict[Answer, list[int]] = {}
-        for drafts in dict.fromkeys(drafter.drafts for _, drafter, _ in asked):
-            own = [each for each in asked if each[1].drafts is drafts]
-            made = drafts.propose([drafter for _, drafter, _ in own], [count for _, _, count in own])
-            found |= {answer: draft for (answer, _, _), draft in zip(own, made, strict=True)}
-        for answer, drafter, _ in asked:
-            if drafter.ended is not None:
-                self.counts.off = drafter.ended
-                answer.end_drafts()
-        return found
-
-    def _begin(self, answers: list[Answer], drafts: list[list[int]]) -> Step:
-        num_tokens = 1 + max(map(len, drafts))
-        rows = [[answer.tokens[-1], *draft] for answer, draft in zip(answers, drafts, strict=True)]
-        batch = self._pool.batch([answer.sequence for answer in answers])
-        padded = mx.array([row + row[-1:] * (num_tokens - len(row)) for row in rows])
-        logits = self._model.every_logits(padded, batch)
-        sampled = None
-        if not any(answer.sees_tokens for answer in answers):
-            places = [(number, place) for number, row in enumerate(rows) for place in range(len(row))]
-            # (rows, S, vocab) -> (positions, vocab), without the padding
-            each = rows_of(logits.flatten(0, 1), [number * num_tokens + place for number, place in places])
-            asked = [answers[number].row(drafts[number][:place]) for number, place in places]
-            sampled = pick_for(each, asked, [answers[number] for number, _ in places])
-        return Step(answers, batch, logits, sampled, drafts=drafts)
+        return self._decoder.begin_drafted(running, [drafts.get(answer, []) for answer in running])
 
     def paused(self) -> None:
         """Something else is computed before the next step: the time until then is not the step's."""
@@ -129,7 +96,7 @@ class BatchDrafter:
                 whoever sees them sees none that was rejected.
         """
         assert step.drafts is not None
-        found = _one_by_one(step, step.drafts) if picked is None else _first(step, step.drafts, picked)
+        found = _found(step, step.drafts, picked)
         fed = [[answer.tokens[-1], *draft] for answer, draft in zip(step.answers, step.drafts, strict=True)]
         counts = [len(own) for own in found]
         step.batch.commit(counts, ids=[ids[:count] for ids, count in zip(fed, counts, strict=True)])
@@ -149,40 +116,29 @@ def is_drafted(draft: Sequence[int], place: int, picked: Picked | Exception) -> 
     return isinstance(picked, Picked) and place < len(draft) and picked.token == draft[place]
 
 
-def _first(step: Step, drafts: Sequence[Sequence[int]], picked: Sequence[Picked | Exception]) -> Found:
-    """Of the tokens that were sampled at all positions those up to the first that was drafted wrongly."""
-    found: Found = []
-    rest = iter(picked)
-    for answer, draft in zip(step.answers, drafts, strict=True):
-        every = [next(rest) for _ in range(len(draft) + 1)]
-        count = next(n for n, each in enumerate(every) if not _goes_on(answer, draft, n, each)) + 1
-        found.append([*every[:count]])
-    return found
-
-
-def _one_by_one(step: Step, drafts: Sequence[Sequence[int]]) -> Found:
-    """As :func:`_first`; a position is sampled when the tokens before it are known."""
-    found: Found = [[] for _ in step.answers]
-    held = [len(answer.tokens) for answer in step.answers]
-    left, place = list(range(len(held))), 0
+def _found(step: Step, drafts: Sequence[Sequence[int]], picked: Sequence[Picked | Exception] | None) -> Found:
+    """The tokens of each answer up to the first that was drafted wrongly."""
+    answers, held = step.answers, [len(answer.tokens) for answer in step.answers]
+    found: Found = [[] for _ in answers]
+    rest = iter(picked or ())
+    known = [[*islice(rest, len(draft) + 1)] for draft in drafts]
+    left, place = list(range(len(answers))), 0
     try:
         while left:
-            sampled = pick(rows_of(step.logits[:, place], left), [step.answers[number] for number in left])
+            if picked is None:
+                sampled = pick(rows_of(step.logits[:, place], left), [answers[number] for number in left])
+            else:
+                sampled = [known[number][place] for number in left]
             numbers, left = left, []
             for number, each in zip(numbers, sampled, strict=True):
-                answer = step.answers[number]
                 found[number].append(each)
-                if isinstance(each, Picked) and _goes_on(answer, drafts[number], place, each):
-                    answer.tokens.append(each.token)
-                    left.append(number)
+                if isinstance(each, Picked) and is_drafted(drafts[number], place, each):
+                    # The next position's logits are those of the text with this token.
+                    answers[number].tokens.append(each.token)
+                    if each.token not in answers[number].work.stop_tokens:
+                        left.append(number)
             place += 1
     finally:  # they are handed out when they are committed
-        for answer, count in zip(step.answers, held, strict=True):
+        for answer, count in zip(answers, held, strict=True):
             del answer.tokens[count:]
     return found
-
-
-def _goes_on(answer: Answer, draft: Sequence[int], place: int, picked: Picked | Exception) -> bool:
-    """Whether the next position's logits are those of the text with this token."""
-    stops = answer.work.checked.stop_tokens
-    return isinstance(picked, Picked) and is_drafted(draft, place, picked) and picked.token not in stops

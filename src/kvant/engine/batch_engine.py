@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from queue import SimpleQueue
 from types import TracebackType
 
 import mlx.core as mx
@@ -21,56 +20,6 @@ from kvant.threads import check_process
 
 Deliver = Callable[[Token], object]
 Observe = Callable[[Scheduler, Sequence[Token]], object]
-
-
-class Answers:
-    """The tokens of a request, as they come, of all its answers. One thread iterates it, any thread cancels."""
-
-    def __init__(self, engine: "BatchEngine", request: Request) -> None:
-        self.request = request
-        self._engine = engine
-        self._tokens: SimpleQueue[Token] = SimpleQueue()
-        self._open = request.answers
-
-    def put(self, token: Token) -> None:
-        """Called by the engine."""
-        self._tokens.put(token)
-
-    def __iter__(self) -> "Answers":
-        return self
-
-    def __next__(self) -> Token:
-        """The next token; it waits for it."""
-        if not self._open:
-            raise StopIteration
-        token = self._tokens.get()
-        if token.error is not None:
-            self._open = 0
-            raise token.error
-        self._open -= token.finish_reason is not None
-        return token
-
-    def cancel(self, answer: int | None = None) -> None:
-        """End all its answers, or one. The last token of each says "cancelled", unless it had ended."""
-        self._engine.cancel(self.request, answer)
-
-    def __enter__(self) -> "Answers":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-
-class _Client:
-    """Who is told of a request, and the numbers of the answers that have not ended."""
-
-    __slots__ = ("deliver", "open")
-
-    def __init__(self, deliver: Deliver, answers: int) -> None:
-        self.deliver = deliver
-        self.open = set(range(answers))
 
 
 class BatchEngine:
@@ -107,7 +56,8 @@ class BatchEngine:
         mx.eval(model.arrays)  # a thread cannot compute what another one left undone
         self._observe = observe
         self._changed = threading.Condition()  # held to read or change what follows
-        self._clients: dict[Request, _Client] = {}
+        # Who is told of a request, and the numbers of its answers that have not ended.
+        self._clients: dict[Request, tuple[Deliver, set[int]]] = {}
         self._cancelled: deque[tuple[Request, int | None]] = deque()
         self._closing = self._stopping = False
         self._error: BaseException | None = None
@@ -121,26 +71,20 @@ class BatchEngine:
             threading.Thread(target=self._watch, args=(stall_after,), name="kvant-watchdog", daemon=True).start()
         atexit.register(self._stop)  # a thread that computes while the interpreter goes would crash it
 
-    def submit(self, request: Request) -> Answers:
-        """Take a request in. Its tokens are those of the result."""
-        answers = Answers(self, request)
-        self.submit_to(request, answers.put)
-        return answers
-
-    def submit_to(self, request: Request, deliver: Deliver) -> None:
-        """Take a request in, as :meth:`submit`. ``deliver`` is called with each token, in the engine's thread.
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """Take a request in. ``deliver`` is called with each token, in the engine's thread.
 
         It must not wait. An error of it cancels the request.
         """
         check_process()
-        checked = self._scheduler.check(request)
+        work = self._scheduler.check(request)
         with self._changed:
             if self._error is not None:
                 raise self._failure(self._error)
             if self._closing:
                 raise EngineError("the engine was closed; it takes no further requests")
-            self._scheduler.submit(checked)
-            self._clients[request] = _Client(deliver, request.answers)
+            self._scheduler.submit(work)
+            self._clients[request] = deliver, set(range(request.answers))
             self._last_sign = self._last_sign or time.monotonic()
             self._changed.notify_all()
 
@@ -240,12 +184,13 @@ class BatchEngine:
             if (client := self._clients.get(token.request)) is None:
                 self._scheduler.cancel(token.request)  # its thread was interrupted when it submitted it
                 return
+            deliver, left = client
             if token.finish_reason is not None:
-                client.open.discard(token.answer)
-                if not client.open:
+                left.discard(token.answer)
+                if not left:
                     del self._clients[token.request]
         try:
-            client.deliver(token)
+            deliver(token)
         except Exception:
             self.cancel(token.request)
 
@@ -264,11 +209,11 @@ class BatchEngine:
         with self._changed:
             self._error = self._error or error
             clients, self._clients = self._clients, {}
-        for request, client in clients.items():
-            for number in sorted(client.open):
+        for request, (deliver, left) in clients.items():
+            for number in sorted(left):
                 failed = Token(request, number, None, finish_reason="error", error=self._failure(error))
                 with suppress(Exception):
-                    client.deliver(failed)
+                    deliver(failed)
 
     @staticmethod
     def _failure(error: BaseException) -> EngineError:

@@ -3,20 +3,17 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
 from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.draw import Sampler, for_a_run, for_answer, greedy
-from kvant.engine.feeding import CHUNK
-from kvant.engine.keywords import CacheWanted
-from kvant.engine.limits import check_count, check_stops, pool_reservation, reservation
+from kvant.engine.limits import CacheWanted, check_count, check_stops, pool_reservation, reservation
 from kvant.engine.model_drafts import ModelDrafts, asked_drafts
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.request import PREFILL_STEP_SIZE, Request, check_drafts
-from kvant.engine.response import GenerationResponse
+from kvant.engine.request import CHUNK, PREFILL_STEP_SIZE, Request, check_drafts
 from kvant.engine.scheduler import Scheduler
 from kvant.engine.stream import Wanted, responses
 from kvant.errors import ArgumentError, ContextError, PromptError
@@ -162,7 +159,13 @@ def batch_generate(
     """
     if stream is not None:
         raise ArgumentError("stream", f"is a {type(stream).__name__}; expected None: MLX's default stream computes")
-    _check_each(len(prompts), prompt_caches=prompt_caches, max_tokens=max_tokens, samplers=samplers)
+    for name, given in (("prompt_caches", prompt_caches), ("max_tokens", max_tokens), ("samplers", samplers)):
+        if isinstance(given, Sequence) and len(given) != len(prompts):
+            raise ArgumentError(name, f"has {len(given)} entries; expected {len(prompts)}, one for each prompt")
+    ends = [[token] for token in tokenizer.eos_token_ids] if stop_tokens is None else stop_tokens
+    for row in ends:
+        if not isinstance(row, Sequence) or not row or any(type(token) is not int for token in row):
+            raise ArgumentError("stop_tokens", f"has {row!r:.80}; expected rows of token ids, such as [[2], [13, 13]]")
     check_count("completion_batch_size", completion_batch_size)
     check_count("prefill_batch_size", prefill_batch_size)
     step_size = prefill_step_size
@@ -178,7 +181,7 @@ def batch_generate(
     drafts = asked_drafts(draft, draft_model, num_draft_tokens, model, tokenizer)
     stored = CacheWanted(kv_bits, kv_group_size, max_kv_size)
     stored.check()
-    stops, ends = check_stops(stop), _ends(stop_tokens, tokenizer)
+    stops = check_stops(stop)
     shared = for_a_run(sampler or greedy)
     wanted: list[Wanted] = []
     needs: list[int] = []
@@ -202,7 +205,8 @@ def batch_generate(
         )
         wanted.append(Wanted(request, stops, [end for end in ends if len(end) > 1]))
     stats = BatchStats()
-    answers: list[_Answer] = []
+    caches: list[ModelCache | None] = [None] * len(wanted)
+    texts, tokens, logprobs = [""] * len(wanted), [list[int]() for _ in wanted], [list[float]() for _ in wanted]
     if wanted:
         pool = model.make_pool(
             pool_reservation(needs, at_once),
@@ -221,7 +225,25 @@ def batch_generate(
         if verbose:
             print(f"[batch_generate] Reserved: {format_bytes(reserved)} for {pool.max_sequences} sequences at once")
         scheduler = Scheduler(model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
-        stats, answers = _answer(scheduler, wanted, tokenizer, verbose)
+        finished, started = 0, time.perf_counter()
+        for piece in responses(scheduler, wanted, tokenizer):
+            number = piece.number
+            texts[number] += piece.text
+            caches[number] = piece.cache
+            if piece.finish_reason != "stop":  # mlx-lm does not count the token that ends a text
+                tokens[number].append(piece.token)
+                logprobs[number].append(piece.logprob)
+            stats.generation_tokens += 1
+            if piece.generation_tokens == 1:
+                stats.prompt_tokens += piece.prompt_tokens
+            finished += piece.finish_reason is not None
+            if verbose and piece.finish_reason is not None:
+                end = "\n" if finished == len(wanted) else " ...\r"
+                print(f"[batch_generate] Finished processing {finished}/{len(wanted)}", end=end)
+        stats.wall_time = time.perf_counter() - started
+        stats.prompt_time, stats.decode_time = scheduler.feeding_s, scheduler.decoding_s
+        stats.generation_steps = scheduler.steps
+        stats.peak_memory = mx.get_peak_memory() / 1e9
         stats.reserved_bytes = reserved
         stats.drafts = None if drafts is None else scheduler.drafts
     if verbose:
@@ -233,51 +255,12 @@ def batch_generate(
             print(f"[batch_generate] {stats.drafts.describe().capitalize()}")
         print(f"[batch_generate] Peak memory: {stats.peak_memory:.3f} GB")
     return BatchResponse(
-        texts=["".join(answer.text) for answer in answers],
+        texts=texts,
         stats=stats,
-        caches=[answer.cache for answer in answers] if return_prompt_caches else None,
-        token_ids=[answer.tokens for answer in answers] if return_token_ids else None,
-        logprobs=[answer.logprobs for answer in answers] if return_logprobs else None,
+        caches=caches if return_prompt_caches else None,
+        token_ids=tokens if return_token_ids else None,
+        logprobs=logprobs if return_logprobs else None,
     )
-
-
-@dataclass(slots=True)
-class _Answer:
-    """A prompt's answer so far, without the token that ends its text, as mlx-lm counts them."""
-
-    text: list[str] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    cache: ModelCache | None = None
-
-    def take(self, piece: GenerationResponse) -> None:
-        self.text.append(piece.text)
-        self.cache = piece.cache
-        if piece.finish_reason != "stop":
-            self.tokens.append(piece.token)
-            self.logprobs.append(piece.logprob)
-
-
-def _answer(
-    scheduler: Scheduler, wanted: Sequence[Wanted], tokenizer: Tokenizer, verbose: bool
-) -> tuple[BatchStats, list[_Answer]]:
-    """Every answer, and what they took."""
-    answers = [_Answer() for _ in wanted]
-    stats, finished, started = BatchStats(), 0, time.perf_counter()
-    for piece in responses(scheduler, wanted, tokenizer):
-        answers[piece.number].take(piece)
-        stats.generation_tokens += 1
-        if piece.generation_tokens == 1:
-            stats.prompt_tokens += piece.prompt_tokens
-        finished += piece.finish_reason is not None
-        if verbose and piece.finish_reason is not None:
-            end = "\n" if finished == len(wanted) else " ...\r"
-            print(f"[batch_generate] Finished processing {finished}/{len(wanted)}", end=end)
-    stats.wall_time = time.perf_counter() - started
-    stats.prompt_time, stats.decode_time = scheduler.feeding_s, scheduler.decoding_s
-    stats.generation_steps = scheduler.steps
-    stats.peak_memory = mx.get_peak_memory() / 1e9
-    return stats, answers
 
 
 @contextmanager
@@ -287,28 +270,3 @@ def _named(number: int) -> Iterator[None]:
         yield
     except (ContextError, PromptError) as error:
         raise type(error)(f"prompts[{number}]: {error}") from error
-
-
-def _check_each(count: int, **given: object) -> None:
-    """Refuse a list that has not one entry for each prompt.
-
-    Raises:
-        ArgumentError: there is one.
-    """
-    for name, values in given.items():
-        if isinstance(values, Sequence) and len(values) != count:
-            raise ArgumentError(name, f"has {len(values)} entries; expected {count}, one for each prompt")
-
-
-def _ends(stop_tokens: Sequence[Sequence[int]] | None, tokenizer: Tokenizer) -> list[list[int]]:
-    """Rows of token ids that end an answer.
-
-    Raises:
-        ArgumentError: an entry that is no row of ids, or an empty one.
-    """
-    if stop_tokens is None:
-        return [[token] for token in tokenizer.eos_token_ids]
-    for row in stop_tokens:
-        if not isinstance(row, Sequence) or not row or any(type(token) is not int for token in row):
-            raise ArgumentError("stop_tokens", f"has {row!r:.80}; expected rows of token ids, such as [[2], [13, 13]]")
-    return [list(row) for row in stop_tokens]

@@ -3,11 +3,13 @@
 Where a window or a state of the cache cannot go back to where a turn differs from what is held, the turn feeds all.
 """
 
+import json
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from kvant.cache import KVCache
 from kvant.cache.single import SinglePool
@@ -15,21 +17,36 @@ from kvant.cache.snapshot import read_header
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import Sampler
 from kvant.engine.limits import check_stops, limit_in_words
-from kvant.engine.model_drafts import ModelDrafts, asked_drafts
-from kvant.engine.overflow import Overflow, Prompt, newest_turns, questions
-from kvant.engine.pooled_drafts import PooledDrafts
+from kvant.engine.model_drafts import ModelDrafts, PooledDrafts, asked_drafts
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.request import PREFILL_STEP_SIZE, PromptProgress, Request
 from kvant.engine.response import GenerationResponse
 from kvant.engine.run import CacheScheduler
-from kvant.engine.saved import as_metadata, messages_of
 from kvant.engine.stream import Wanted, responses
-from kvant.errors import ContextError, PromptError
+from kvant.errors import ContextError, PromptError, SnapshotError
+from kvant.files import unique_keys
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
 from kvant.text.prompt import KnownText, Message, render_chat
 from kvant.text.thinking import Thinking
 from kvant.text.tokenizer import Tokenizer
+
+Overflow = Literal["forget", "stop"]
+KEY = "conversation"  # of the messages, in the metadata of a cache's snapshot
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Messages that end with a question, as the model is given them."""
+
+    messages: list[Message]
+    text: str  # the rendered messages
+    ids: list[int]  # token ids of the text
+    answer: list[int]  # ids of an answer that was begun; they are fed after the text's
+
+    def __len__(self) -> int:
+        return len(self.ids) + len(self.answer)
 
 
 class Conversation:
@@ -65,9 +82,6 @@ class Conversation:
                 stay. Positions change then, and so do the random numbers of a seeded sampler. "stop": refuse the
                 question, or end the answer.
             template_variables: further variables of the chat template, such as ``enable_thinking``.
-
-        Raises:
-            ValueError: another model's cache, or an overflow that is none of these.
         """
         if overflow not in get_args(Overflow):
             raise ValueError(f"overflow is {overflow!r}; expected {' or '.join(map(repr, get_args(Overflow)))}")
@@ -133,10 +147,7 @@ class Conversation:
     def retry(self, **options: Any) -> Iterator[GenerationResponse]:
         """Answer the last question again; options and errors as :meth:`send`.
 
-        The old answer stays until a token of the new one is there.
-
-        Raises:
-            PromptError: nothing was asked yet.
+        The old answer stays until a token of the new one is there. A PromptError: nothing was asked yet.
         """
         self._end_turn()
         return self.edit(self.messages[self._last_question()]["content"], **options)
@@ -147,11 +158,7 @@ class Conversation:
         return self._ask(self.messages[: self._last_question()], text, **options)
 
     def undo(self) -> str | None:
-        """Take the last question and its answer back.
-
-        Returns:
-            the question; None: there was none.
-        """
+        """Take the last question and its answer back. Returns the question; None: there was none."""
         self._end_turn()
         if not questions(self.messages):
             return None
@@ -259,11 +266,7 @@ class Conversation:
         return known
 
     def _fit(self, messages: list[Message], answer: Sequence[int]) -> Prompt:
-        """The prompt of these messages and the answer so far, without the oldest turns where that is allowed.
-
-        Raises:
-            ContextError: it does not fit.
-        """
+        """The prompt of these messages and the answer so far, without the oldest turns where that is allowed."""
 
         def make(messages: list[Message]) -> Prompt:
             text = render_chat(self._tokenizer, messages, self._variables)
@@ -326,11 +329,7 @@ class Conversation:
         self.messages = others if text is None else [{"role": "system", "content": text}, *others]
 
     def _last_question(self) -> int:
-        """Where the last turn begins.
-
-        Raises:
-            PromptError: there is none.
-        """
+        """Where the last turn begins."""
         if found := questions(self.messages):
             return found[-1]
         raise PromptError("nothing was asked yet; expected a question before")
@@ -342,3 +341,67 @@ class _Turn:
 
     prompt: Prompt
     generated: list[int] = field(default_factory=list)
+
+
+def questions(messages: Sequence[Message]) -> list[int]:
+    """Where turns begin. A turn is a question and what follows until the next."""
+    return [place for place, message in enumerate(messages) if message["role"] == "user"]
+
+
+def newest_turns(messages: Sequence[Message], make: Callable[[list[Message]], Prompt], limit: int) -> Prompt:
+    """The prompt of the newest turns, where all of them do not fit; what comes before the first turn stays.
+
+    Half of what the last question leaves free is kept free. Every turn would forget something otherwise, and feed
+    all others again.
+
+    Args:
+        messages: they end with a question.
+        make: messages to their prompt.
+        limit: tokens that fit.
+
+    Returns:
+        the prompt; of the last question alone where no more fits, and longer than ``limit`` where that does not fit.
+    """
+    starts = questions(messages)
+    head = messages[: starts[0]]
+
+    def without(turns: int) -> Prompt:
+        return make([*head, *messages[starts[turns] :]])
+
+    shortest = without(len(starts) - 1)
+    wanted = (limit + len(shortest)) // 2
+    if len(starts) < 3 or len(shortest) > limit:
+        return shortest
+    drops = range(1, len(starts) - 1)
+    place = bisect_left(drops, True, key=lambda turns: len(without(turns)) <= wanted)
+    return without(drops[place]) if place < len(drops) else shortest
+
+
+def as_metadata(messages: Sequence[Message]) -> dict[str, str]:
+    """Messages as text by its name."""
+    return {KEY: json.dumps([dict(message) for message in messages])}
+
+
+def messages_of(path: str | Path, metadata: Mapping[str, str]) -> list[Message]:
+    """The messages that a snapshot was saved with."""
+    if KEY not in metadata:
+        raise SnapshotError(f"{path}: it holds no conversation; expected a file that a conversation was saved to")
+    try:
+        raw = json.loads(metadata[KEY], object_pairs_hook=unique_keys)
+        if not isinstance(raw, list):
+            raise ValueError(f"a JSON {type(raw).__name__}; expected a list")
+        return [_message(number, entry) for number, entry in enumerate(raw)]
+    except (ValueError, RecursionError) as error:
+        raise SnapshotError(f"{path}: its conversation is malformed: {error}") from error
+
+
+def _message(number: int, raw: Any) -> Message:
+    if not isinstance(raw, dict) or not {"role", "content"} <= raw.keys() <= {"role", "content", "reasoning_content"}:
+        raise ValueError(f"message {number} is no object of a role, a content and perhaps a reasoning_content")
+    if not all(isinstance(value, str) for value in raw.values()):
+        raise ValueError(f"message {number} has a value that is no text")
+    if raw["role"] not in ROLES or (raw["role"] == "system" and number):
+        raise ValueError(f"message {number} has the role {raw['role'][:20]!r}; expected user or assistant")
+    for value in raw.values():
+        value.encode()  # half of a character is a UnicodeEncodeError, which is a ValueError
+    return raw

@@ -1,40 +1,36 @@
 """Steps of decoding: the last token of every answer is fed together, and the next ones are sampled."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.cache import ModelCache
+from kvant.cache import ModelCache, QuantizedKVCache
+from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.single import SinglePool
-from kvant.engine.row_sampling import Picked, Row, Sampled, pick_rows
+from kvant.engine.filters import rows_of
+from kvant.engine.row_sampling import Picked, Sampled, pick_rows
 from kvant.engine.work import Answer
-from kvant.errors import GrammarError
+from kvant.errors import GrammarError, KernelError, one_line
 from kvant.models import LanguageModel
 
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """A step that was begun: the last token of each answer is fed.
-
-    Attributes:
-        logits: (rows, vocab), the first rows being the answers', not evaluated.
-        sampled: the next tokens; None where something has to see the tokens before them.
-        is_ahead: it was begun before the tokens that it feeds were read.
-        drafts: what is fed of each answer behind its last token, to be verified; None: nothing of any. Logits are
-            (rows, S, vocab) then, and ``sampled`` has the tokens behind each last one and its draft, answer by answer.
-        error: why it could not be begun.
-    """
+    """A step that was begun: the last token of each answer is fed."""
 
     answers: list[Answer]
     batch: PoolBatch | ModelCache
-    logits: mx.array
-    sampled: Sampled | None
-    is_ahead: bool = False
+    logits: mx.array  # (rows, vocab), the first rows being the answers', not evaluated
+    sampled: Sampled | None  # the next tokens; None where something has to see the tokens before them
+    is_ahead: bool = False  # it was begun before the tokens that it feeds were read
+    # what is fed of each answer behind its last token, to be verified; None: nothing of any. Logits are (rows, S,
+    # vocab) then, and ``sampled`` has the tokens behind each last one and its draft, answer by answer
     drafts: list[list[int]] | None = None
-    error: Exception | None = None
+    error: Exception | None = None  # why it could not be begun
 
 
 class BatchDecoder:
@@ -62,7 +58,7 @@ class BatchDecoder:
                 answer.row(ids[number : number + 1] if answer in unread else ())
                 for number, answer in enumerate(answers)
             ]
-            sampled = pick_for(logits, each, answers)
+            sampled = pick_rows(logits, each)
         return Step(list(answers), batch, logits, sampled, is_ahead=bool(unread))
 
     def begin_after(self, step: Step, running: Sequence[Answer]) -> Step | None:
@@ -84,6 +80,20 @@ class BatchDecoder:
             ids = ids[mx.array(order)]
         return self.begin(answers, ids, unread)
 
+    def begin_drafted(self, answers: Sequence[Answer], drafts: list[list[int]]) -> Step:
+        """Begin a step that verifies drafts: of the last token of each answer and a draft behind it."""
+        num_tokens = 1 + max(map(len, drafts))
+        fed = [[answer.tokens[-1], *draft] for answer, draft in zip(answers, drafts, strict=True)]
+        batch = self._pool.batch([answer.sequence for answer in answers])
+        logits = self._model.every_logits(mx.array([ids + ids[-1:] * (num_tokens - len(ids)) for ids in fed]), batch)
+        sampled = None
+        if not any(answer.sees_tokens for answer in answers):
+            places = [(number, place) for number, ids in enumerate(fed) for place in range(len(ids))]
+            # (rows, S, vocab) -> (positions, vocab), without the padding
+            each = rows_of(logits.flatten(0, 1), [number * num_tokens + place for number, place in places])
+            sampled = pick_rows(each, [answers[number].row(drafts[number][:place]) for number, place in places])
+        return Step(list(answers), batch, logits, sampled, drafts=drafts)
+
 
 def pick(logits: mx.array, answers: Sequence[Answer]) -> list[Picked | Exception]:
     """Sample the next token of every answer, or say why it has none.
@@ -94,26 +104,19 @@ def pick(logits: mx.array, answers: Sequence[Answer]) -> list[Picked | Exception
             alone, so that an error, or an array that this thread cannot compute, is nobody else's.
     """
     masks = [_mask(answer) for answer in answers]
-    together = sum(not answer.work.checked.calls_out for answer in answers)
+    together = sum(not answer.work.calls_out for answer in answers)
     picked: list[Picked | Exception] = []
     for first, end in [(0, together), *((row, row + 1) for row in range(together, len(answers)))]:
         some = list(zip(answers, masks, strict=True))[first:end]
         rows = [answer.row(mask=mask if isinstance(mask, bytes) else None) for answer, mask in some]
         try:
-            picked += pick_for(logits[first:], rows, answers[first:end]).read() if some else []
+            picked += pick_rows(logits[first:], rows).read() if some else []
         except Exception as error:
             picked += [error] * (end - first)
     return [
         mask if isinstance(mask, GrammarError) else _followed(answer, each)
         for answer, mask, each in zip(answers, masks, picked, strict=True)
     ]
-
-
-def pick_for(logits: mx.array, rows: Sequence[Row], answers: Sequence[Answer]) -> Sampled:
-    """Sample rows, each for one of the answers."""
-    asked = [answer.work.checked.request for answer in answers]
-    keep = any(request.keep_logprobs for request in asked)
-    return pick_rows(logits, rows, [request.top_logprobs for request in asked], keep=keep)
 
 
 def _mask(answer: Answer) -> bytes | GrammarError | None:
@@ -132,3 +135,21 @@ def _followed(answer: Answer, picked: Picked | Exception) -> Picked | Exception:
     except GrammarError as error:
         return error
     return picked
+
+
+@contextmanager
+def kernel_failures(cache: ModelCache | Pool | SinglePool) -> Iterator[None]:
+    """Raise what MLX raises of a step as a KernelError, if the cache uses the fused kernel.
+
+    MLX's errors are a RuntimeError or a ValueError itself, whatever failed. Arrays that the step changed may be lost.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        layers = [each for each in cache.layers if isinstance(each, QuantizedKVCache | PoolLayer)]
+        if type(error) not in (RuntimeError, ValueError) or all(layer.backend is None for layer in layers):
+            raise
+        raise KernelError(
+            f"a step failed: {one_line(error)}; if that is the fused kernel, --kernels unfused (KVANT_KERNELS=unfused) "
+            "computes without it"
+        ) from error

@@ -4,19 +4,38 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 import mlx.core as mx
 
-from kvant.engine.filters import Filters, filtered
+from kvant.engine.filters import (
+    check_at_most,
+    check_special,
+    in_order,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    leave_out_top_choices,
+    rows_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class SeededSampler(Filters):
+class SeededSampler:
     """Draws tokens from filtered probabilities. The draw at a position depends on (seed, position) alone.
 
-    MLX's random state is neither read nor changed, unless ``follows_mlx`` and there is no seed.
+    MLX's random state is neither read nor changed, unless ``follows_mlx`` and there is no seed. The other fields are
+    those of :class:`kvant.engine.sampling.SamplingOptions`.
     """
 
+    temp: float
+    top_p: float
+    min_p: float
+    min_tokens_to_keep: int
+    top_k: int
+    xtc_probability: float
+    xtc_threshold: float
+    xtc_special_tokens: tuple[int, ...]
     seed: int | None  # None: every run draws one
     follows_mlx: bool = False  # where a run without a seed takes one: MLX's random state, or the operating system
     _draws: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)  # rows of calls
@@ -34,6 +53,29 @@ class SeededSampler(Filters):
             return mx.random.categorical(filtered(logprobs, samplers, coin))
         keys = draw_keys([for_a_run(self)] * len(samplers), [next(self._draws) for _ in samplers])
         return draw_seeded(logprobs, samplers, keys)
+
+    @property
+    def filters(self) -> tuple[Any, ...]:
+        """The options that say which tokens are left."""
+        xtc = self.xtc_probability, self.xtc_threshold, self.xtc_special_tokens
+        return self.top_p, self.min_p, self.min_tokens_to_keep, self.top_k, xtc
+
+    def left(self, logprobs: mx.array, coins: mx.array) -> mx.array:
+        """The log-probabilities (B, vocab), with -inf for tokens that are left out."""
+        if 0 < self.top_p < 1:
+            logprobs = keep_top_p(logprobs, self.top_p)
+        if self.min_p:
+            logprobs = keep_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
+        if self.xtc_probability:
+            probability, threshold, special = self.xtc_probability, self.xtc_threshold, self.xtc_special_tokens
+            logprobs = leave_out_top_choices(logprobs, probability, threshold, special, coins)
+        return keep_top_k(logprobs, self.top_k) if self.top_k else logprobs
+
+    def check(self, vocab_size: int) -> None:
+        """Refuse an option that a vocabulary is too small for."""
+        check_at_most("top_k", self.top_k, vocab_size - 1)
+        check_at_most("min_tokens_to_keep", self.min_tokens_to_keep if self.min_p else 0, vocab_size)
+        check_special(self.xtc_special_tokens if self.xtc_probability else (), vocab_size)
 
 
 # Log-probabilities (B, vocab) -> tokens (B,).
@@ -88,6 +130,28 @@ def draw_seeded(logprobs: mx.array, samplers: Sequence[SeededSampler], keys: mx.
     # 24 bits of each word, as many as every float32 below 1 has: the first number picks, the second is XTC's coin
     numbers = (keys >> 8).astype(mx.float32) * 2**-24
     return pick(filtered(logprobs, samplers, numbers[:, 1:]), numbers[:, :1])
+
+
+def filtered(logprobs: mx.array, samplers: Sequence[SeededSampler], coins: mx.array) -> mx.array:
+    """What the rows' tokens are drawn from: the logits (B, vocab) after filters and temperature.
+
+    Args:
+        logprobs: (B, vocab).
+        samplers: of each row; those with the same filters take their rows at once.
+        coins: XTC's, from 0 to 1: (B, 1), or one for all.
+    """
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for row, sampler in enumerate(samplers):
+        alike.setdefault(sampler.filters, []).append(row)
+    parts = [
+        samplers[rows[0]].left(rows_of(logprobs, rows), rows_of(coins, rows) if coins.ndim else coins)
+        for rows in alike.values()
+    ]
+    logprobs = in_order([*alike.values()], parts)
+    temps = {sampler.temp for sampler in samplers}
+    if len(temps) == 1:
+        return logprobs * (1 / temps.pop())
+    return logprobs * mx.array([1 / sampler.temp for sampler in samplers], logprobs.dtype)[:, None]
 
 
 def pick(logits: mx.array, numbers: mx.array) -> mx.array:

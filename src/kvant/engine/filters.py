@@ -1,71 +1,18 @@
-"""Filters of a sampler: log-probabilities (B, vocab) in, the same out with -inf for tokens that are left out.
+"""Filters of samplers: log-probabilities (B, vocab) in, the same out with -inf for tokens that are left out.
 
 The tokens left are those mlx-lm leaves, at ties too. Nothing is compiled: on a CPU that would start a C++ compiler.
-An option of type ``PerRow`` is one number for all rows or one for each. What is left of a row depends on it alone.
+What is left of a row depends on it alone.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 from kvant.errors import ArgumentError
 
-PerRow = float | Sequence[float]
 
-
-@dataclass(frozen=True, slots=True)
-class Filters:
-    """What is left out before a token is drawn; the fields of :class:`kvant.engine.sampling.SamplingOptions`."""
-
-    temp: float
-    top_p: float
-    min_p: float
-    min_tokens_to_keep: int
-    top_k: int
-    xtc_probability: float
-    xtc_threshold: float
-    xtc_special_tokens: tuple[int, ...]
-
-    def check(self, vocab_size: int) -> None:
-        """Refuse an option that a vocabulary is too small for."""
-        check_at_most("top_k", self.top_k, vocab_size - 1)
-        check_at_most("min_tokens_to_keep", self.min_tokens_to_keep if self.min_p else 0, vocab_size)
-        check_special(self.xtc_special_tokens if self.xtc_probability else (), vocab_size)
-
-
-def filtered(logprobs: mx.array, samplers: Sequence[Filters], coins: mx.array) -> mx.array:
-    """What the rows' tokens are drawn from: the logits (B, vocab) after filters and temperature.
-
-    Args:
-        logprobs: (B, vocab).
-        samplers: of each row; a filter takes all its rows at once, those with a count in common where it has one.
-        coins: XTC's, from 0 to 1: (B, 1), or one for all.
-    """
-
-    def each(option: str, rows: Sequence[int]) -> list[float]:
-        return [getattr(samplers[row], option) for row in rows]
-
-    rows = [row for row, sampler in enumerate(samplers) if 0 < sampler.top_p < 1]
-    if rows:
-        logprobs = with_rows(logprobs, rows, keep_top_p(rows_of(logprobs, rows), each("top_p", rows)))
-    for at_least, rows in _alike(samplers, lambda sampler: sampler.min_p and sampler.min_tokens_to_keep):
-        kept = keep_min_p(rows_of(logprobs, rows), each("min_p", rows), at_least)
-        logprobs = with_rows(logprobs, rows, kept)
-    for (threshold, special), rows in _alike(
-        samplers, lambda sampler: sampler.xtc_probability and (sampler.xtc_threshold, sampler.xtc_special_tokens)
-    ):
-        chosen, coin = rows_of(logprobs, rows), rows_of(coins, rows) if coins.ndim else coins
-        kept = leave_out_top_choices(chosen, each("xtc_probability", rows), threshold, special, coin)
-        logprobs = with_rows(logprobs, rows, kept)
-    for top_k, rows in _alike(samplers, lambda sampler: sampler.top_k):
-        logprobs = with_rows(logprobs, rows, keep_top_k(rows_of(logprobs, rows), top_k))
-    return logprobs * column([1 / sampler.temp for sampler in samplers], logprobs.dtype)
-
-
-def keep_top_p(logprobs: mx.array, top_p: PerRow) -> mx.array:
+def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
     """The likeliest tokens that together have the probability ``top_p`` (Holtzman et al. 2019, arXiv:1904.09751).
 
     A token that is as likely as the last one kept is kept too.
@@ -74,7 +21,7 @@ def keep_top_p(logprobs: mx.array, top_p: PerRow) -> mx.array:
     probs = mx.exp(descending.astype(mx.float32))
     likelier = mx.cumsum(probs, axis=-1, inclusive=False)  # probability of all tokens before each one
     total = likelier[..., -1:] + probs[..., -1:]
-    kept = (likelier < column(top_p, total.dtype) * total).sum(axis=-1, keepdims=True)
+    kept = (likelier < top_p * total).sum(axis=-1, keepdims=True)
     # None is kept where top_p is too small for float32: the likeliest one is kept then.
     least = mx.take_along_axis(descending, mx.maximum(kept, 1) - 1, axis=-1)
     return mx.where(logprobs < least, -math.inf, logprobs)
@@ -93,10 +40,9 @@ def _without_lost(logprobs: mx.array) -> mx.array:
     return mx.where(logprobs < lost, -math.inf, logprobs)
 
 
-def keep_min_p(logprobs: mx.array, min_p: PerRow, min_tokens_to_keep: int) -> mx.array:
+def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int) -> mx.array:
     """Tokens with at least ``min_p`` times the likeliest one's probability (Nguyen et al. 2024, arXiv:2407.01082)."""
-    distance = math.log(min_p) if isinstance(min_p, int | float) else [math.log(share) for share in min_p]
-    unlikely = logprobs < logprobs.max(axis=-1, keepdims=True) + column(distance, logprobs.dtype)
+    unlikely = logprobs < logprobs.max(axis=-1, keepdims=True) + math.log(min_p)
     if min_tokens_to_keep > 1:
         order = mx.argpartition(logprobs, kth=-min_tokens_to_keep, axis=-1)
         unlikely = mx.put_along_axis(unlikely, order[..., -min_tokens_to_keep:], mx.array(False), axis=-1)
@@ -104,7 +50,7 @@ def keep_min_p(logprobs: mx.array, min_p: PerRow, min_tokens_to_keep: int) -> mx
 
 
 def leave_out_top_choices(
-    logprobs: mx.array, probability: PerRow, threshold: float, special_tokens: Sequence[int], coin: mx.array
+    logprobs: mx.array, probability: float, threshold: float, special_tokens: Sequence[int], coin: mx.array
 ) -> mx.array:
     """XTC: with a probability, every token above the threshold but the least likely of them is left out.
 
@@ -119,20 +65,13 @@ def leave_out_top_choices(
     left_out = probs > least
     if special_tokens:
         left_out[..., mx.array(list(special_tokens))] = False
-    return mx.where((coin <= column(probability, coin.dtype)) & left_out, -math.inf, logprobs)
+    return mx.where((coin <= probability) & left_out, -math.inf, logprobs)
 
 
 def keep_top_k(logprobs: mx.array, top_k: int) -> mx.array:
     """The ``top_k`` likeliest tokens, of equally likely ones any (Fan et al. 2018, arXiv:1805.04833)."""
     order = mx.argpartition(-logprobs, kth=top_k - 1, axis=-1)
     return mx.put_along_axis(logprobs, order[..., top_k:], mx.array(-math.inf, logprobs.dtype), axis=-1)
-
-
-def column(values: PerRow, dtype: mx.Dtype) -> float | mx.array:
-    """Numbers to compute rows with: (B, 1), or a number where all are the same."""
-    if isinstance(values, int | float):
-        return values
-    return values[0] if len(set(values)) == 1 else mx.array(list(values), dtype)[:, None]
 
 
 def check_special(special_tokens: Sequence[int], vocab_size: int) -> None:
@@ -146,15 +85,6 @@ def check_at_most(name: str, count: int, most: int) -> None:
     """Refuse a count that the vocabulary is too small for."""
     if count > most:
         raise ArgumentError(name, f"is {count}; expected at most {most} with this vocabulary")
-
-
-def _alike(samplers: Sequence[Filters], option: Callable[[Filters], Any]) -> list[tuple[Any, list[int]]]:
-    """The values an option has, where it is not off, and the rows of each."""
-    found: dict[Any, list[int]] = {}
-    for row, sampler in enumerate(samplers):
-        if value := option(sampler):
-            found.setdefault(value, []).append(row)
-    return list(found.items())
 
 
 def rows_of(array: mx.array, rows: Sequence[int]) -> mx.array:
@@ -171,3 +101,11 @@ def with_rows(array: mx.array, rows: Sequence[int], values: mx.array) -> mx.arra
     place = {row: number for number, row in enumerate(rows)}
     parts = [values[place[row]][None] if row in place else array[row : row + 1] for row in range(len(array))]
     return mx.concatenate(parts)  # which copies whole rows; an assignment goes number by number
+
+
+def in_order(rows: Sequence[Sequence[int]], parts: Sequence[mx.array]) -> mx.array:
+    """The array whose rows are those of the parts, of which each has some."""
+    if len(parts) == 1:
+        return parts[0]
+    places = [row for some in rows for row in some]
+    return mx.concatenate(list(parts))[mx.array(sorted(range(len(places)), key=places.__getitem__))]

@@ -8,14 +8,14 @@ import mlx.core as mx
 
 from kvant.cache import KVCache
 from kvant.engine.draw import Sampler
-from kvant.engine.keywords import CacheWanted, cache_for, check_generate
-from kvant.engine.limits import check_stops
+from kvant.engine.limits import CacheWanted, cache_for, check_stops
 from kvant.engine.model_drafts import asked_drafts
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.request import PREFILL_STEP_SIZE, PromptProgress, Request
 from kvant.engine.response import GenerationResponse
 from kvant.engine.run import CacheScheduler
 from kvant.engine.stream import Wanted, responses
+from kvant.errors import ArgumentError
 from kvant.models import LanguageModel
 from kvant.text.prompt import encode_prompt
 from kvant.text.tokenizer import Tokenizer
@@ -87,7 +87,16 @@ def stream_generate(
     """
     started = time.perf_counter()
     wanted = CacheWanted(kv_bits, kv_group_size, max_kv_size)
-    check_generate(wanted, quantized_kv_start, input_embeddings=input_embeddings, stream=stream)
+    for name, given, reason in (
+        ("input_embeddings", input_embeddings, "a prompt is text or token ids"),
+        ("stream", stream, "kvant computes on MLX's default stream"),
+    ):
+        if given is not None:
+            raise ArgumentError(name, f"is a {type(given).__name__}; expected None: {reason}")
+    wanted.check()
+    if quantized_kv_start is not None and quantized_kv_start != 0 and kv_bits != 0:
+        words = f"is {quantized_kv_start!r}; a cache is quantized from the first token: expected 0"
+        raise ArgumentError("quantized_kv_start", words)
     stops = check_stops(stop)
     drafts = asked_drafts(draft, draft_model, num_draft_tokens, model, tokenizer)
     ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from kvant.bridge.config import is_bridged
-from kvant.engine.keywords import check_load, configure, model_config_of, one_path
-from kvant.errors import ModelError, did_you_mean
-from kvant.files import read_json
+from kvant.errors import ArgumentError, ModelError, did_you_mean
+from kvant.files import read_json, read_optional
 from kvant.models import LanguageModel, load_decoder
 from kvant.models.checkpoint import Progress, check_folder
 from kvant.models.identity import identify
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer, begin_loading
 
+TOKENIZER_KEYS = ("eos_token", "chat_template", "trust_remote_code")
 POCKET = "pocket"  # the embedded model's name
 LoadModel = Callable[[Path, Progress | None, Path | None], LanguageModel]
 
@@ -81,12 +81,62 @@ def load(
         ValueError: an argument that cannot be applied; known before anything is loaded, but for an ``eos_token`` that
             the vocabulary does not have.
     """
-    name = one_path(path_or_hf_repo, path_or_name)
-    check_load(tokenizer_config, model_config, lazy=lazy, trust_remote_code=trust_remote_code)
+    name = path_or_name if path_or_hf_repo is None else path_or_hf_repo
+    if name is None:
+        raise ArgumentError("path_or_hf_repo", "is missing; expected a folder, a name or 'pocket'")
+    if path_or_hf_repo is not None and path_or_name is not None:
+        raise ArgumentError("path_or_hf_repo", "is given beside path_or_name; expected one of them")
+    _check(tokenizer_config, model_config, lazy=lazy, trust_remote_code=trust_remote_code)
     folder = find_model(name, revision)
     model, tokenizer = load_folder(folder, adapter_path=adapter_path)
-    configure(tokenizer, tokenizer_config, model.config.eos_token_ids)
-    return (model, tokenizer, model_config_of(folder)) if return_config else (model, tokenizer)
+    settings = tokenizer_config or {}
+    if (template := settings.get("chat_template")) is not None:
+        tokenizer.chat_template = template
+    if (token := settings.get("eos_token")) is not None:
+        try:
+            tokenizer.replace_eos_token(token)
+        except ValueError as error:
+            raise ArgumentError("tokenizer_config['eos_token']", f"is {token!r:.80}; not in the vocabulary") from error
+        tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *model.config.eos_token_ids}
+    if not return_config:
+        return model, tokenizer
+    config = dict(read_json(folder / "config.json"))
+    if eos := read_optional(folder / "generation_config.json").get("eos_token_id"):
+        config["eos_token_id"] = eos
+    return model, tokenizer, config
+
+
+def _check(
+    tokenizer_config: Mapping[str, Any] | None,
+    model_config: Mapping[str, Any] | None,
+    *,
+    lazy: bool,
+    trust_remote_code: bool,
+) -> None:
+    """Refuse what :func:`kvant.load` cannot do."""
+    for name, given in (("tokenizer_config", tokenizer_config), ("model_config", model_config)):
+        if not isinstance(given, Mapping | None):
+            raise ArgumentError(name, f"is a {type(given).__name__}; expected a dict")
+    if model_config:
+        raise ArgumentError("model_config", f"has {_names(model_config)}; a model is as its folder's config.json says")
+    if lazy:
+        raise ArgumentError("lazy", "is True; every weight is read and checked at load, one layer after the other")
+    settings = dict(tokenizer_config or {})
+    for name, value in (
+        ("trust_remote_code", trust_remote_code),
+        ("tokenizer_config['trust_remote_code']", settings.get("trust_remote_code")),
+    ):
+        if value:
+            raise ArgumentError(name, "is True; nothing in a model folder is executed")
+    if unknown := {key: value for key, value in settings.items() if key not in TOKENIZER_KEYS}:
+        raise ArgumentError("tokenizer_config", f"has {_names(unknown)}; expected {', '.join(TOKENIZER_KEYS)}")
+    for key in ("eos_token", "chat_template"):
+        if not isinstance(settings.get(key), str | None):
+            raise ArgumentError(f"tokenizer_config[{key!r}]", f"is {settings[key]!r:.80}; expected text")
+
+
+def _names(settings: Mapping[str, Any]) -> str:
+    return ", ".join(str(key)[:80] for key in settings)
 
 
 def load_folder(
@@ -148,11 +198,7 @@ def check_model(folder: Path) -> None:
 
 
 def is_bridged_folder(folder: Path) -> bool:
-    """Whether mlx-lm's class is to compute a folder's model.
-
-    Raises:
-        ModelError: a config.json that is missing or malformed.
-    """
+    """Whether mlx-lm's class is to compute a folder's model."""
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such model folder")
     return is_bridged(read_json(folder / "config.json"))
@@ -172,31 +218,28 @@ def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:
     if name == POCKET:
         folder = Path(str(resources.files("kvant") / POCKET))
     else:
-        try:
-            folder = Path(name).expanduser()
-            found = bool(name) and folder.is_dir()
-        except (OSError, RuntimeError, ValueError):  # a name too long, a user who does not exist, a NUL
-            found = False
-        if not found:
+        found = _folder(name)
+        if found is None:
             return _find_pulled(path_or_name, name, revision)
+        folder = found
     if revision is not None:
         raise ValueError(f"revision is {revision!r}; a folder and the embedded model have none")
     return folder
 
 
 def find_adapter(path: str | Path) -> Path:
-    """An adapter's folder.
-
-    Raises:
-        ModelError: no such folder.
-    """
-    try:
-        folder = Path(path).expanduser()
-        if str(path) and folder.is_dir():
-            return folder
-    except (OSError, RuntimeError, ValueError):  # a name too long, a user who does not exist, a NUL
-        pass
+    """An adapter's folder."""
+    if (folder := _folder(str(path))) is not None:
+        return folder
     raise ModelError(f"adapter {str(path)[:200]!r} is not a folder; expected one as mlx_lm.lora writes it")
+
+
+def _folder(name: str) -> Path | None:
+    try:
+        folder = Path(name).expanduser()
+        return folder if name and folder.is_dir() else None
+    except (OSError, RuntimeError, ValueError):  # a name too long, a user who does not exist, a NUL
+        return None
 
 
 def _find_pulled(path_or_name: str | Path, name: str, revision: str | None) -> Path:

@@ -1,47 +1,43 @@
-"""What a request asks of drafts, a draft model among them."""
+"""Drafts of a model: a pool of its own beside that of the other model, and a step of all sequences a drafted token."""
 
 import math
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, cast
 
 import mlx.core as mx
 
 from kvant.cache.options import DEFAULT_KV_GROUP_SIZE, DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pages import PAGE_SIZE, pages_for
-from kvant.cache.pool import Pool
-from kvant.cache.single import SinglePool
-from kvant.engine.drafting.choice import MOST
+from kvant.cache.pool import Pool, PoolSequence
+from kvant.cache.single import SinglePool, SingleSequence
+from kvant.engine.drafting.choice import MOST, Drafter
 from kvant.engine.drafting.drafts import Drafts, drafts_of
 from kvant.engine.drafting.same_tokenizer import check_draft_model
-from kvant.engine.pooled_drafts import PooledDrafts
-from kvant.engine.request import check_drafts
-from kvant.errors import ArgumentError
+from kvant.engine.request import CHUNK, check_drafts
+from kvant.errors import ArgumentError, ContextError, one_line
 from kvant.models import LanguageModel
 from kvant.models.caches import default_reservation
 from kvant.models.language_model import context_limit
+from kvant.sizes import format_bytes
 from kvant.text.tokenizer import Tokenizer
 
 DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 3, MOST
+MOST_BEHIND = 8  # tokens of a sequence that are fed with the step that drafts; more are fed before, in chunks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelDrafts(Drafts):
-    """What is asked of a model that drafts; :meth:`beside` makes the drafts.
-
-    Attributes:
-        model: drafts; its tokenizer was compared.
-        vocab_size: of the model that is drafted for.
-        num_draft_tokens: a step, at most.
-        options: of its cache, whose bits and groups are those of the model's.
-    """
+    """What is asked of a model that drafts; :meth:`beside` makes the drafts."""
 
     side_by_side: ClassVar[bool] = False
 
     source: str = "model"
-    model: LanguageModel
-    vocab_size: int
-    num_draft_tokens: int = DEFAULT_DRAFT_TOKENS
-    options: CacheOptions = DEFAULT_OPTIONS
+    model: LanguageModel  # drafts; its tokenizer was compared
+    vocab_size: int  # of the model that is drafted for. No id is proposed that it does not have
+    num_draft_tokens: int = DEFAULT_DRAFT_TOKENS  # a step, at most
+    options: CacheOptions = DEFAULT_OPTIONS  # of its cache, whose bits and groups are those of the model's
 
     @property
     def asked(self) -> tuple[str, str]:
@@ -53,7 +49,7 @@ class ModelDrafts(Drafts):
         """Tokens that are drafted a step, at most."""
         return self.num_draft_tokens
 
-    def beside(self, pool: Pool | SinglePool) -> PooledDrafts:
+    def beside(self, pool: Pool | SinglePool) -> "PooledDrafts":
         """These drafts for the sequences of a pool: as many are reserved for the draft model, in the same format.
 
         Each has as many tokens as one of the pool's, at most the draft model's own context.
@@ -69,16 +65,14 @@ class ModelDrafts(Drafts):
             ),
         )
         made: Pool | SinglePool
+        refused = f"has {config.model_type}'s layers; "
         if isinstance(pool, SinglePool):
             tokens = context_limit(self.model, pool.cache.max_seq_len) or default_reservation(config)
             made = SinglePool(self.model.make_cache(tokens, **chosen.fields), pool.prefill_step_size)
             if (back := made.takes_back(self.num_draft_tokens)) < self.num_draft_tokens:
-                which = "states cannot" if not back else f"windows take back {back}"
-                raise ArgumentError(
-                    "draft_model",
-                    f"has {config.model_type}'s layers; rejected drafts of {self.num_draft_tokens} tokens are taken "
-                    f"back from its cache, and its {which}",
-                )
+                which = f"windows take back {back}" if back else "states cannot"
+                refused += f"rejected drafts of {self.num_draft_tokens} tokens are taken back from its cache, and its "
+                raise ArgumentError("draft_model", refused + which)
         else:
             tokens = context_limit(self.model, pool.max_seq_len) or pool.max_seq_len
             made = self.model.make_pool(
@@ -89,14 +83,187 @@ class ModelDrafts(Drafts):
                 **chosen.fields,
             )
             if not made.takes_back:
-                raise ArgumentError(
-                    "draft_model",
-                    f"has {config.model_type}'s layers; side by side expected a model that kvant computes without "
-                    "mlx-lm",
-                )
+                refused += "side by side expected a model that kvant computes without mlx-lm"
+                raise ArgumentError("draft_model", refused)
         mx.eval(self.model.arrays)  # a thread cannot compute what another one left undone
-        most = self.num_draft_tokens
-        return PooledDrafts(model=self.model, pool=made, vocab_size=self.vocab_size, num_draft_tokens=most)
+        return PooledDrafts(**{own.name: getattr(self, own.name) for own in fields(ModelDrafts)}, pool=made)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PooledDrafts(ModelDrafts):
+    """Drafts of a model for the sequences of one scheduler."""
+
+    side_by_side: ClassVar[bool] = True
+
+    # the draft model's, of as many sequences as that of the model that is drafted for; nobody else uses it
+    pool: Pool | SinglePool
+    drafters: list["ModelDrafter"] = field(default_factory=list)  # of answers that have not ended
+
+    def beside(self, pool: Pool | SinglePool) -> "PooledDrafts":
+        """These, which are beside one already."""
+        return self
+
+    def describe(self) -> str:
+        """The reservation of :attr:`pool` in a line."""
+        pool = self.pool
+        tokens = pool.max_seq_len if isinstance(pool, SinglePool) else pool.num_pages * pool.page_size
+        return f"{tokens} tokens reserved, {format_bytes(pool.nbytes)}"
+
+    def for_answer(self, salt: bytes, tokens: int) -> "ModelDrafter":
+        """A drafter for an answer, of so many tokens at most, to a request of this salt. It must be released."""
+        made = ModelDrafter(self, salt, min(tokens, self.pool.max_seq_len))
+        self.drafters.append(made)
+        return made
+
+    def propose(self, drafters: Sequence["ModelDrafter"], counts: Sequence[int]) -> list[list[int]] | None:
+        """At most ``counts`` tokens that may follow each sequence; None: a chunk of what one is behind was fed.
+
+        Where it fails, no answer under way drafts any more.
+        """
+        able = {each: count for each, count in zip(drafters, counts, strict=True) if each.opened()}
+        found: dict[ModelDrafter, list[int]] = {}
+        try:
+            for each in able:
+                if len(each.rest) > min(MOST_BEHIND, self.pool.prefill_step_size):
+                    self._feed(each)
+                    return None
+            found = self._draft(able)
+        except Exception as error:
+            for each in [*self.drafters]:
+                each.ended = f"the draft model failed: {one_line(error)}"
+                each.release(failed=True)
+        return [found.get(each, []) for each in drafters]
+
+    def _feed(self, drafter: "ModelDrafter") -> None:
+        ids = drafter.rest[:-1][: min(CHUNK, self.pool.prefill_step_size)]
+        batch = self.pool.batch([drafter.sequence])
+        mx.eval(self.model.feed(mx.array([ids]), batch))
+        mx.clear_cache()  # as of a prompt's chunks
+        batch.commit(ids=[ids])
+        drafter.has_fed(len(ids))
+
+    def _draft(self, counts: dict["ModelDrafter", int]) -> dict["ModelDrafter", list[int]]:
+        found: dict[ModelDrafter, list[int]] = {each: [] for each in counts}
+        rows = {each: each.rest for each in counts}
+        widest = max(map(len, rows.values()), default=1)
+        # Every sequence has to have room for as many; one near its end drafts no more.
+        left = [each for each in counts if each.room >= widest]
+        while left:
+            fed = [rows[each] for each in left]
+            batch = self.pool.batch([each.sequence for each in left])
+            if widest == 1:
+                logits = self.model.next_logits(mx.array(fed), batch)
+            else:
+                logits = self.model.every_logits(mx.array([row + row[-1:] * (widest - len(row)) for row in fed]), batch)
+                ends = mx.array([len(row) - 1 for row in fed])[:, None, None]
+                # (B, S, vocab) -> (B, vocab), the last of each row's own
+                logits = mx.take_along_axis(logits, ends, axis=1).squeeze(1)
+            guesses = cast(list[int], mx.argmax(logits, axis=-1).tolist())
+            batch.commit([len(row) for row in fed], ids=fed)
+            for each, guess in zip(left, guesses, strict=True):
+                rows[each] = [guess]
+                if guess < self.vocab_size:
+                    found[each].append(guess)
+            known = [each for each in left if rows[each][0] < self.vocab_size]
+            left = [each for each in known if len(found[each]) < counts[each] and each.room]
+            widest = 1
+        for each, draft in found.items():
+            if draft:
+                each.has_drafted(draft)
+        return found
+
+
+class ModelDrafter(Drafter):
+    """The sequence of an answer in the pool of a draft model.
+
+    Nothing is computed, and no page taken, before a draft is asked for. What was drafted and is not in the text is
+    taken back.
+
+    Attributes:
+        drafts: that it is of.
+    """
+
+    is_free = False
+
+    def __init__(self, drafts: PooledDrafts, salt: bytes, reserved: int) -> None:
+        """``salt``: prompts are shared with sequences of the same one. ``reserved``: tokens that it can have."""
+        self.drafts, self._salt, self._reserved = drafts, salt, reserved
+        self._tokens: list[int] = []
+        self._held = 0  # of these, the first that the sequence has
+        self._ahead: deque[int] = deque()  # what it has behind them, while that is what came
+        self._sequence: PoolSequence | SingleSequence | None = None
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if token >= self.drafts.model.config.vocab_size:
+                self.ended = f"token {token} is not in the draft model's vocabulary"
+            if self._held == len(self._tokens) and self._ahead and self._ahead[0] == token:
+                self._ahead.popleft()
+                self._held += 1
+            else:
+                self._ahead.clear()
+            self._tokens.append(token)
+
+    @property
+    def sequence(self) -> PoolSequence | SingleSequence:
+        """Of the draft model's pool, once it was opened."""
+        assert self._sequence is not None
+        return self._sequence
+
+    @property
+    def room(self) -> int:
+        """Tokens that its sequence has room for."""
+        return self.sequence.max_tokens - self.sequence.length
+
+    @property
+    def rest(self) -> list[int]:
+        """Tokens that are to be fed."""
+        return self._tokens[self._held :]
+
+    def opened(self) -> bool:
+        """Take pages, or take back what was drafted and did not come. Returns whether anything can be drafted."""
+        if self.ended is None and len(self._tokens) > self._reserved:
+            self.ended = f"the draft model's context, {self._reserved} tokens, is full"
+        if self.ended is not None:
+            return False
+        if self._sequence is None:
+            try:
+                self._sequence = self.drafts.pool.sequence(
+                    self._reserved, self._tokens, salt=self._salt, whole_pages=False
+                )
+            except ContextError as error:
+                self.ended = str(error)
+                return False
+            self._held = self._sequence.length
+        sequence = self._sequence
+        self._ahead.clear()
+        self._held = min(self._held, sequence.length, len(self._tokens) - 1)  # one has to be fed for there to be logits
+        if not sequence.can_trim_to(self._held):
+            self._held = 0
+        sequence.trim_to(self._held)
+        return True
+
+    def has_fed(self, count: int) -> None:
+        """So many more of its tokens were committed."""
+        self._held += count
+        if self._held + 1 == len(self._tokens):
+            self.sequence.share_prefix()
+
+    def has_drafted(self, draft: Sequence[int]) -> None:
+        """This was drafted behind its tokens, all of which were fed; the last one drafted was not."""
+        self._held = len(self._tokens)
+        self._ahead.extend(draft[: self.sequence.length - self._held])
+
+    def release(self, *, failed: bool = False) -> None:
+        """Give its pages back, once; later sequences may begin with what it has, unless that failed."""
+        if self in self.drafts.drafters:
+            self.drafts.drafters.remove(self)
+        sequence, self._sequence = self._sequence, None
+        self.ended = self.ended or "the answer has ended"
+        if sequence is not None:
+            if not failed:
+                sequence.share_prefix(last_page=True)
+            sequence.release()
 
 
 def draft_format(config: Any, options: CacheOptions) -> CacheOptions:

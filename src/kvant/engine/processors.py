@@ -59,11 +59,6 @@ class _Penalty:
         """The token ids that are changed, one that occurs twice twice, and the penalty for all."""
         return tokens[max(self.first, len(tokens) - self.context_size) :], self.penalty
 
-    @staticmethod
-    def change(logits: mx.array, at: tuple[Any, mx.array], penalty: float | mx.array) -> mx.array:
-        """The logits with the penalty at the places of an index."""
-        raise NotImplementedError
-
 
 class Repetition(_Penalty):
     """Divide a recent token's logit by the penalty; multiply a negative one (Keskar et al. 2019, arXiv:1909.05858)."""

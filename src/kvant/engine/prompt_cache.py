@@ -6,8 +6,7 @@ from typing import Any
 
 from kvant.cache import ModelCache
 from kvant.cache.prompt_file import PromptCacheFile
-from kvant.engine.keywords import CacheWanted
-from kvant.engine.limits import check_count
+from kvant.engine.limits import CacheWanted, check_count
 from kvant.models.caches import DEFAULT_RESERVATION
 from kvant.threads import check_process
 

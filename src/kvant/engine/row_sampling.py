@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from kvant.engine.constraint import allowed_only
 from kvant.engine.draw import Sampler, SeededSampler, draw_keys, draw_seeded, greedy
-from kvant.engine.filters import rows_of, with_rows
+from kvant.engine.filters import in_order, rows_of, with_rows
 from kvant.engine.processors import KINDS, Bias, Change, LogitsProcessor, Tokens, process_rows
 from kvant.errors import LogitsError
 from kvant.operators.exponential import logsumexp
@@ -19,22 +18,17 @@ BLOCK = 2**18  # logits that are drawn from at once on a CPU: more leave its cac
 
 @dataclass(slots=True)
 class Row:
-    """What a request brings to a step.
+    """What a request brings to a step."""
 
-    Attributes:
-        sampler: of :func:`kvant.engine.draw.for_a_run`.
-        processors: applied to the logits in order.
-        position: tokens before the one to be sampled.
-        tokens: these tokens, ids of the vocabulary; only looked at if there are processors. In an array they need not
-            be known yet.
-        mask: the tokens that a grammar allows, :meth:`kvant.text.grammar.Matcher.mask`; None: all.
-    """
-
-    sampler: Sampler
-    processors: Sequence[Change]
-    position: int
+    sampler: Sampler  # of :func:`kvant.engine.draw.for_a_run`
+    processors: Sequence[Change]  # applied to the logits in order
+    position: int  # tokens before the one to be sampled
+    # these tokens, ids of the vocabulary; only looked at if there are processors. In an array they need not be known
+    # yet
     tokens: Tokens
-    mask: bytes | None = None
+    mask: bytes | None = None  # the tokens that a grammar allows, :meth:`kvant.text.grammar.Matcher.mask`; None: all
+    top: int = 0  # how many of the most probable tokens are told
+    keep: bool = False  # all log-probabilities are, if any row asks for them
 
 
 class Picked(NamedTuple):
@@ -48,18 +42,12 @@ class Picked(NamedTuple):
 
 @dataclass(slots=True)
 class Sampled:
-    """The next token of every row, not evaluated.
+    """The next token of every row, not evaluated."""
 
-    Attributes:
-        rows: what they were sampled by.
-        tokens: (B,) ids.
-        logprobs: (B,) of these tokens; where they are kept, (B, vocab) of all.
-        tops: of each row the ids (T,) and log-probabilities (T,) of the most probable tokens, or None.
-    """
-
-    rows: Sequence[Row]
-    tokens: mx.array
-    logprobs: mx.array
+    rows: Sequence[Row]  # what they were sampled by
+    tokens: mx.array  # (B,) ids
+    logprobs: mx.array  # (B,) of these tokens; where they are kept, (B, vocab) of all
+    # of each row the ids (T,) and log-probabilities (T,) of the most probable tokens, or None
     tops: Sequence[tuple[mx.array, mx.array] | None]
 
     @property
@@ -95,16 +83,14 @@ def check_options(sampler: Sampler, processors: Sequence[LogitsProcessor], vocab
             raise ValueError(f"{each!r:.80} is no sampler and no logits processor; expected a function")
 
 
-def pick_rows(logits: mx.array, rows: Sequence[Row], tops: Sequence[int], *, keep: bool = False) -> Sampled:
-    """The next token of every row, and of ``tops`` so many of the most probable ones; ``keep``: and all.
-
-    Arguments and errors are those of :func:`sample_rows`.
-    """
+def pick_rows(logits: mx.array, rows: Sequence[Row]) -> Sampled:
+    """The next token of every row; arguments and errors are those of :func:`sample_rows`."""
     tokens, logprobs = sample_rows(logits, rows)
+    keep = any(row.keep for row in rows)
     if not keep and any(not _is_ours(row.sampler) for row in rows):
         check_tokens(tokens.tolist(), logits.shape[-1])  # type: ignore[arg-type]
     chosen = logprobs if keep else mx.take_along_axis(logprobs, tokens[:, None], axis=-1).squeeze(-1)
-    found = [_top(logprobs, number, count) for number, count in enumerate(tops)]
+    found = [_top(logprobs, number, row.top) for number, row in enumerate(rows)]
     return Sampled(rows, tokens, chosen, found)
 
 
@@ -138,9 +124,10 @@ def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.arr
         tokens = [rows[number].tokens for number in processed]
         changed = process_rows(rows_of(logits, processed), tokens, [processors[number] for number in processed])
         logits = with_rows(logits, processed, changed)
-    masks = {number: row.mask for number, row in enumerate(rows) if row.mask is not None}
-    if masks:
-        logits = with_rows(logits, [*masks], allowed_only(rows_of(logits, [*masks]), [*masks.values()]))
+    if masks := {number: row.mask for number, row in enumerate(rows) if row.mask is not None}:
+        masked = rows_of(logits, [*masks])
+        allowed = mx.array(memoryview(b"".join(masks.values()))).reshape(masked.shape)  # type: ignore[arg-type]
+        logits = with_rows(logits, [*masks], mx.where(allowed != 0, masked, -mx.inf))
     logprobs = logits - logsumexp(logits)
     return _draw(logprobs, samplers, [row.position for row in rows]), logprobs
 
@@ -149,24 +136,22 @@ def _draw(logprobs: mx.array, samplers: Sequence[Sampler], positions: Sequence[i
     """The tokens (B,) that each row's own sampler picks at its position, as the sampler alone would pick it."""
     seeded = [row for row, sampler in enumerate(samplers) if isinstance(sampler, SeededSampler)]
     likeliest = [row for row, sampler in enumerate(samplers) if sampler is greedy]
-    parts: list[tuple[list[int], mx.array]] = []  # rows and their tokens
+    rows: list[list[int]] = []
+    tokens: list[mx.array] = []
     if seeded:
         keys = draw_keys([samplers[row] for row in seeded], [positions[row] for row in seeded])
         block = len(seeded) if mx.default_device().type == mx.gpu else max(1, BLOCK // logprobs.shape[-1])
         for first in range(0, len(seeded), block):
-            some = seeded[first : first + block]
-            own: list[Any] = [samplers[row] for row in some]
-            parts.append((some, draw_seeded(rows_of(logprobs, some), own, keys[first : first + block])))
+            rows.append(seeded[first : first + block])
+            own: list[Any] = [samplers[row] for row in rows[-1]]
+            tokens.append(draw_seeded(rows_of(logprobs, rows[-1]), own, keys[first : first + block]))
     if likeliest:
-        parts.append((likeliest, greedy(rows_of(logprobs, likeliest))))
-    if len(seeded) + len(likeliest) < len(samplers):
-        foreign = sorted({*range(len(samplers))} - {*seeded, *likeliest})
-        parts += [([row], samplers[row](logprobs[row : row + 1])) for row in foreign]
-    if len(parts) == 1:
-        return parts[0][1]
-    order = [row for rows, _ in parts for row in rows]
-    tokens = mx.concatenate([tokens for _, tokens in parts])
-    return tokens[mx.array(sorted(range(len(order)), key=order.__getitem__))]
+        rows.append(likeliest)
+        tokens.append(greedy(rows_of(logprobs, likeliest)))
+    for row in sorted({*range(len(samplers))} - {*seeded, *likeliest}):
+        rows.append([row])
+        tokens.append(samplers[row](logprobs[row : row + 1]))
+    return in_order(rows, tokens)
 
 
 def _no_token(sampler: Sampler, processors: Sequence[Change], logprob: float) -> LogitsError | None:

@@ -7,14 +7,15 @@ import mlx.core as mx
 
 from kvant.cache import KVCache
 from kvant.cache.single import SinglePool
+from kvant.engine.decoding import kernel_failures
 from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import Sampler
-from kvant.engine.kernel_failure import kernel_failures
 from kvant.engine.limits import check_count
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.request import PREFILL_STEP_SIZE, CheckedRequest, FinishReason, PromptProgress, Request, Token
+from kvant.engine.request import PREFILL_STEP_SIZE, FinishReason, PromptProgress, Request, Token
 from kvant.engine.scheduler import Scheduler
+from kvant.engine.work import Work
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
 
@@ -51,7 +52,7 @@ class CacheScheduler(Scheduler):
         ahead = self._cache.ahead
         return self._cache.ids[0][: -ahead or None]
 
-    def submit(self, request: Request | CheckedRequest) -> None:
+    def submit(self, request: Request | Work) -> None:
         cache = self._cache
         with cache.turn:
             super().submit(request)
@@ -153,7 +154,7 @@ class Run:
     """One request on a cache, for whoever wants tokens without text. Iterating it generates.
 
     Attributes:
-        prompt: token ids behind what the cache holds.
+        scheduler: keeps the last token, or ends the run.
         generated: token ids that were handed out.
         from_draft: whether the last one was drafted.
         finish_reason: None while there may be more.
@@ -174,13 +175,12 @@ class Run:
         drafts: Drafts | None = None,
     ) -> None:
         """Check everything; nothing is fed yet. The arguments are those of :class:`Request`."""
-        self._scheduler = scheduler = CacheScheduler(model, cache, prefill_step_size=prefill_step_size)
-        self.prompt = list(prompt)
+        self.scheduler = scheduler = CacheScheduler(model, cache, prefill_step_size=prefill_step_size)
         self.generated: list[int] = []
         self.from_draft = False
         self.finish_reason: FinishReason | None = None
         self._request = request = Request(
-            scheduler.ids + self.prompt if prompt else (),
+            scheduler.ids + list(prompt) if prompt else (),
             max_tokens,
             sampler,
             logits_processors,
@@ -194,15 +194,15 @@ class Run:
     @property
     def drafts(self) -> DraftCounts | None:
         """What drafts did; None: there are none."""
-        return None if self._request.drafts is None else self._scheduler.drafts
+        return None if self._request.drafts is None else self.scheduler.drafts
 
     def __iter__(self) -> "Run":
         return self
 
     def __next__(self) -> tuple[int, mx.array]:
         """The next token and its log-probabilities (vocab,)."""
-        while not self.finish_reason and not self._scheduler.idle:
-            for token in self._scheduler.step():
+        while not self.finish_reason and not self.scheduler.idle:
+            for token in self.scheduler.step():
                 if token.error is not None:
                     raise token.error
                 self.finish_reason, self.from_draft = token.finish_reason, token.from_draft
@@ -210,12 +210,3 @@ class Run:
                     self.generated.append(token.token)
                     return token.token, token.logprobs
         raise StopIteration
-
-    def stop(self) -> None:
-        """End the run after the token that was handed out last."""
-        self._scheduler.close()
-        self.finish_reason = "stop"
-
-    def keep_last(self) -> None:
-        """As :meth:`CacheScheduler.keep_last`."""
-        self._scheduler.keep_last()

@@ -17,6 +17,8 @@ MIN_TEMP = 1e-3  # logits divided by less leave float32
 
 Range = tuple[str, Callable[[Any], bool]]  # in words, and as a test
 
+TEMP: Range = ("0, or from 0.001 on", lambda value: value == 0 or MIN_TEMP <= value < math.inf)
+SHARE: Range = ("above 0, at most 1", lambda value: 0 < value <= 1)
 FRACTION: Range = ("from 0 to 1", lambda value: 0 <= value <= 1)
 COUNT: Range = ("at least 1", lambda value: value >= 1)
 FINITE: Range = ("a finite number", math.isfinite)
@@ -40,13 +42,11 @@ class SamplingOptions:
     """
 
     temp: float | None = _option(
-        None,
-        ("0, or from 0.001 on", lambda value: value == 0 or MIN_TEMP <= value < math.inf),
-        "Sampling temperature; 0 always picks the likeliest token; default: the model's, else 0.",
+        None, TEMP, "Sampling temperature; 0 always picks the likeliest token; default: the model's, else 0."
     )
     top_p: float | None = _option(
         None,
-        ("above 0, at most 1", lambda value: 0 < value <= 1),
+        SHARE,
         "Sample from the likeliest tokens that together have this probability; default: the model's, else 1.",
         "temp",
     )
@@ -121,9 +121,6 @@ class SamplingOptions:
 
         Args:
             of_the_model: options by name, of :func:`kvant.engine.model_sampling.read_model_sampling`.
-
-        Raises:
-            ArgumentError: an option that would have no effect.
         """
         model = of_the_model or {}
         temp = model.get("temp", 0.0) if self.temp is None else self.temp
@@ -141,9 +138,6 @@ class SamplingOptions:
         Args:
             vocab_size: the model's.
             special_tokens: token ids that XTC never leaves out; those the model does not have need no care.
-
-        Raises:
-            ArgumentError: a count or a biased token that the vocabulary does not have.
         """
         assert self.temp is not None and self.top_p is not None and self.min_p is not None  # noqa: PT018
         assert self.top_k is not None
@@ -187,11 +181,7 @@ NEUTRAL = {"temp": 0.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "repetition_pena
 
 
 def check_ranges(**given: object) -> None:
-    """Refuse an option outside its range; None is not given.
-
-    Raises:
-        ArgumentError: there is one.
-    """
+    """Refuse an option outside its range; None is not given."""
     for name, value in given.items():
         option = OPTIONS[name]
         if value is not None and not in_range(name, value):

@@ -11,15 +11,13 @@ import mlx.core as mx
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.cache.single import SinglePool, SingleSequence
-from kvant.engine.batch_drafts import BatchDrafter, Found, is_drafted
-from kvant.engine.decoding import BatchDecoder, Step, pick
+from kvant.engine.batch_drafts import BatchDrafter, is_drafted
+from kvant.engine.decoding import BatchDecoder, Step, kernel_failures, pick
 from kvant.engine.drafting.choice import DraftCounts
-from kvant.engine.feeding import CHUNK, PromptFeeder
-from kvant.engine.kernel_failure import kernel_failures
 from kvant.engine.limits import check_count
-from kvant.engine.request import CheckedRequest, FinishReason, Request, Token, check_drafts, check_request
+from kvant.engine.request import CHUNK, FinishReason, Request, Token, check_drafts
 from kvant.engine.row_sampling import Picked
-from kvant.engine.work import Answer, Work
+from kvant.engine.work import Answer, Work, check_request
 from kvant.errors import ArgumentError, ContextError, QueueFullError
 from kvant.models import LanguageModel
 from kvant.threads import check_process
@@ -28,19 +26,12 @@ BURST = 2  # long chunks of prompts that are fed where nothing ran, before the a
 
 
 class Counts(NamedTuple):
-    """What a scheduler has to do.
+    """What a scheduler has to do."""
 
-    Attributes:
-        waiting: requests that no page is reserved for yet.
-        prefilling: answers whose prompt is being fed.
-        running: answers that get a token every step.
-        free_pages: that requests could have.
-    """
-
-    waiting: int
-    prefilling: int
-    running: int
-    free_pages: int
+    waiting: int  # requests that no page is reserved for yet
+    prefilling: int  # answers whose prompt is being fed
+    running: int  # answers that get a token every step
+    free_pages: int  # that requests could have
 
 
 class Scheduler:
@@ -97,9 +88,8 @@ class Scheduler:
         self._model, self._pool = model, pool
         self._max_batch, self._max_queue = max_batch, max_queue
         self._deterministic = deterministic
-        self._feeder = PromptFeeder(model, pool, deterministic=deterministic)
         self._decoder = BatchDecoder(model, pool, rows=max_batch if deterministic else None)
-        self._drafter = BatchDrafter(model, pool)
+        self._drafter = BatchDrafter(self._decoder, pool, model.config.vocab_size)
         self._under_way: dict[Request, Work] = {}
         self._waiting: deque[Work] = deque()
         self._free_when_full: int | None = None  # the free pages when the first that waits did not fit
@@ -138,31 +128,30 @@ class Scheduler:
 
         Another thread must not ask during a step.
         """
-        found = [(answer.work.checked.request, answer.number, answer.sequence) for answer in self._running]
+        found = [(answer.work.request, answer.number, answer.sequence) for answer in self._running]
         if (work := self._prompt) is not None:
-            found += [(work.checked.request, number, each) for number, each in enumerate(work.sequences)]
+            found += [(work.request, number, each) for number, each in enumerate(work.sequences)]
         return found
 
-    def check(self, request: Request) -> CheckedRequest:
-        """See :func:`kvant.engine.request.check_request`; any thread may call it."""
+    def check(self, request: Request) -> Work:
+        """As :func:`kvant.engine.work.check_request`, and of its drafts; any thread may call it."""
         drafts = request.drafts
         check_drafts(drafts, self._pool, deterministic=self._deterministic)
         if drafts is not None and not drafts.side_by_side:
             name, given = drafts.asked
             raise ArgumentError(name, f"{given} for a single sequence; expected what beside makes of it")
-        return check_request(request, self._model, self._pool, self._max_batch)
+        return check_request(request, self._model, self._pool, self._max_batch, is_exact=self._deterministic)
 
-    def submit(self, request: Request | CheckedRequest) -> None:
+    def submit(self, request: Request | Work) -> None:
         """Take a request in."""
-        checked = self.check(request) if isinstance(request, Request) else request
-        if checked.request in self._under_way:
+        work = self.check(request) if isinstance(request, Request) else request
+        if work.request in self._under_way:
             raise ValueError("the request was submitted before and has not ended; expected another one")
         if self._max_queue is not None and (waiting := len(self._waiting)) >= self._max_queue:
             raise QueueFullError(
                 f"{waiting} requests wait, which is all that may, and {len(self._running)} answers run; try again later"
             )
-        work = Work(checked, set(range(checked.request.answers)))
-        self._under_way[checked.request] = work
+        self._under_way[work.request] = work
         self._waiting.append(work)
 
     def cancel(self, request: Request, answer: int | None = None) -> None:
@@ -214,7 +203,7 @@ class Scheduler:
         if len(self._running) + len(work.open) > self._max_batch:
             return
         try:
-            self._feeder.reserve(work)
+            work.reserve(self._pool)
         except ContextError as error:
             if not self._running:  # there is nothing to wait for: the pool serves somebody else too
                 self._end(work, "error", work.open, error)
@@ -246,14 +235,14 @@ class Scheduler:
             with kernel_failures(self._pool):
                 if self._queued is not None:
                     mx.eval(self._queued.logits)  # or MLX would copy the arrays that it reads
-                logits = self._feeder.feed_chunk(work, room)
+                logits = work.feed(self._model, self._pool, room)
             if logits is None:
                 return
-            answers = self._feeder.begin_answers(work)
+            answers = work.begin_answers()
         except Exception as error:
             self._end(work, "error", work.open, error)
             return
-        self._running = sorted([*self._running, *answers], key=lambda answer: answer.work.checked.calls_out)
+        self._running = sorted([*self._running, *answers], key=lambda answer: answer.work.calls_out)
         self._prompt, work.sequences = None, []
         self._take(pick(mx.broadcast_to(logits, (len(answers), logits.shape[-1])), answers), answers)
 
@@ -278,7 +267,10 @@ class Scheduler:
         self.steps += 1
         self._queued = following
         if step.drafts is not None:
-            self._take_drafted(step.answers, step.drafts, self._drafter.commit(step, picked))
+            found = self._drafter.commit(step, picked)
+            for answer, draft, own in zip(step.answers, step.drafts, found, strict=True):
+                for place, each in enumerate(own):
+                    self._take([each], [answer], from_draft=is_drafted(draft, place, each))
         else:
             self._take(pick(step.logits, step.answers) if picked is None else picked, step.answers)
         if not self._running:
@@ -292,7 +284,7 @@ class Scheduler:
         step, self._queued = self._queued, None
         if step is not None and step.error is not None:
             raise step.error
-        drafting = self._drafter.ready(self._running)
+        drafting = [answer for answer in self._running if answer.tell_drafter()]
         if step is None and drafting:
             step = self._drafter.begin(self._running, drafting)
         if step is None:
@@ -322,39 +314,29 @@ class Scheduler:
         except Exception as error:
             return Step(list(self._running), step.batch, step.logits, None, error=error)
 
-    def _take_drafted(self, answers: Sequence[Answer], drafts: Sequence[Sequence[int]], found: Found) -> None:
-        """Hand out the next tokens of each answer of a step that verified drafts."""
-        for answer, draft, own in zip(answers, drafts, found, strict=True):
-            for place, each in enumerate(own):
-                self._take([each], [answer], from_draft=is_drafted(draft, place, each))
-
     def _take(
         self, picked: Sequence[Picked | Exception], answers: Sequence[Answer], *, from_draft: bool = False
     ) -> None:
-        """Hand out the next token of each answer."""
+        """Hand out the next token of each answer; after the last one it leaves."""
         for answer, each in zip(answers, picked, strict=True):
-            if answer.number not in answer.work.open:
+            work = answer.work
+            if answer.number not in work.open:
                 continue  # it ended: it was cancelled, or another answer of its request failed
             if isinstance(each, Exception):
-                self._end(answer.work, "error", answer.work.open, each)
-            else:
-                self._took(answer, each, from_draft=from_draft)
-
-    def _took(self, answer: Answer, picked: Picked, *, from_draft: bool) -> None:
-        """Count a token and hand it out; after the last one the answer leaves."""
-        checked = answer.work.checked
-        answer.tokens.append(picked.token)
-        reason: FinishReason | None = None
-        if picked.token in checked.stop_tokens:
-            reason = "stop"
-        elif not answer.left:
-            reason = checked.full
-        cache = error = None
-        if reason is not None:
-            cache, error = self._leave(answer)
-            reason = reason if error is None else "error"
-        last = Token(checked.request, answer.number, *picked, reason, answer.work.cached, cache, error, from_draft)
-        self._hand_out(answer.work, last)
+                self._end(work, "error", work.open, each)
+                continue
+            answer.tokens.append(each.token)
+            reason: FinishReason | None = None
+            if each.token in work.stop_tokens:
+                reason = "stop"
+            elif not answer.left:
+                reason = work.full
+            cache = error = None
+            if reason is not None:
+                cache, error = self._leave(answer)
+                reason = reason if error is None else "error"
+            token = Token(work.request, answer.number, *each, reason, work.cached, cache, error, from_draft)
+            self._hand_out(work, token)
 
     def _hand_out(self, work: Work, token: Token) -> None:
         self._ready.append(token)
@@ -366,33 +348,28 @@ class Scheduler:
     def _leave(self, answer: Answer) -> tuple[ModelCache | None, Exception | None]:
         """Take an answer out of the batch; its pages are free. Returns its cache, where one is wanted, or an error."""
         self._running.remove(answer)
-        sequence, checked = answer.sequence, answer.work.checked
+        sequence, work = answer.sequence, answer.work
         try:
-            if not checked.request.keep_cache:
-                self._share_all(sequence)
-                return None, None
             # mlx-lm's caches hold the last token too.
-            if sequence.length < min(len(answer.tokens), sequence.max_tokens):
+            if work.request.keep_cache and sequence.length < min(len(answer.tokens), sequence.max_tokens):
                 batch = self._pool.batch([sequence])
                 with kernel_failures(self._pool):
                     mx.eval(self._model.feed(mx.array([answer.tokens[-1:]]), batch))
                 batch.commit(ids=[answer.tokens[-1:]])
-            self._share_all(sequence)
+            if not self._deterministic:  # a token at a time is not how chunks compute it
+                sequence.share_prefix(last_page=True)
+            if not work.request.keep_cache:
+                return None, None
             assert isinstance(sequence, PoolSequence)
             assert isinstance(self._pool, Pool)
-            given = None if checked.cache is None else checked.cache.max_seq_len
-            made: ModelCache = self._pool.make_cache(max(given or self._pool.max_seq_len, checked.reserved))
+            given = None if work.cache is None else work.cache.max_seq_len
+            made: ModelCache = self._pool.make_cache(max(given or self._pool.max_seq_len, work.reserved))
             made.sequence.load(sequence)
             return made, None
         except Exception as error:
             return None, error
         finally:
             answer.release()
-
-    def _share_all(self, sequence: PoolSequence | SingleSequence) -> None:
-        """Let later requests begin with a text that has ended. A token at a time is not how chunks compute it."""
-        if not self._deterministic:
-            sequence.share_prefix(last_page=True)
 
     def _end(
         self, work: Work, reason: FinishReason, numbers: Collection[int], error: BaseException | None = None
@@ -408,10 +385,10 @@ class Scheduler:
                 else:
                     self._running.remove(answer)
                     answer.release()
-            ended = Token(work.checked.request, number, None, finish_reason=reason, cached_tokens=work.cached)
+            ended = Token(work.request, number, None, finish_reason=reason, cached_tokens=work.cached)
             self._hand_out(work, replace(ended, cache=cache, error=error))
         if not work.open:
-            self._under_way.pop(work.checked.request, None)
+            self._under_way.pop(work.request, None)
             work.release()
             if work is self._prompt:
                 self._prompt = None

@@ -5,38 +5,130 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from kvant.cache.pool import PoolSequence
-from kvant.cache.single import SingleSequence
-from kvant.engine.drafting.choice import AnswerDrafts
-from kvant.engine.draw import Sampler
-from kvant.engine.request import CheckedRequest
-from kvant.engine.row_sampling import Row
-from kvant.text.grammar import Matcher
+from kvant.cache import ModelCache
+from kvant.cache.pool import Pool, PoolSequence
+from kvant.cache.single import SinglePool, SingleSequence
+from kvant.engine.drafting.choice import Drafter
+from kvant.engine.draw import Sampler, SeededSampler, for_a_run, for_answer, greedy
+from kvant.engine.limits import check_count, limit_in_words
+from kvant.engine.processors import KINDS, Change
+from kvant.engine.request import CHUNK, FinishReason, Request
+from kvant.engine.row_sampling import Row, check_options
+from kvant.errors import ContextError
+from kvant.models import LanguageModel
+from kvant.models.language_model import context_limit
+from kvant.text.grammar import Grammar, Matcher
+from kvant.text.prompt import token_ids
+
+READ_AT_ONCE = 2048  # tokens that a drafter reads in a step: a long prompt holds nobody up
 
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """A request under way.
+    """A request that a pool can serve, and how far it is."""
 
-    Attributes:
-        open: the numbers of the answers that have not ended.
-        sequences: reserved for its answers until they run; the first is fed.
-        start: tokens at the beginning that a shared prefix had, or the request's own cache.
-        cached: of these, those of the prompt.
-        exact: tokens at the beginning that whole chunks of 128 computed, here or in the request they are shared with.
-    """
-
-    checked: CheckedRequest
-    open: set[int]
+    request: Request
+    ids: list[int]  # of the cache's tokens and the prompt's
+    sampler: Sampler  # with a seed, where it draws
+    processors: tuple[Change, ...]
+    grammar: Grammar | None
+    stop_tokens: frozenset[int]
+    calls_out: bool  # sampling calls functions of the caller's
+    cache: ModelCache | None  # holds the first ``held`` of the ids
+    held: int
+    limit: int  # tokens of an answer at most
+    full: FinishReason  # why an answer ends there
+    reserved: int  # tokens that the sequence of each answer has room for
+    is_exact: bool  # chunks end at multiples of 128, and only pages that such chunks computed are shared
+    open: set[int]  # the numbers of the answers that have not ended
+    # reserved for its answers until they run; the first is fed
     sequences: list[PoolSequence | SingleSequence] = field(default_factory=list)
-    start: int = 0
-    cached: int = 0
+    start: int = 0  # tokens at the beginning that a shared prefix had, or the request's own cache
+    cached: int = 0  # of these, those of the prompt
+    # tokens at the beginning that whole chunks of 128 computed, here or in the request they are shared with
     exact: int = 0
 
     @property
     def left(self) -> int:
         """Tokens of the prompt that are to be fed."""
-        return len(self.checked.ids) - self.sequences[0].length
+        return len(self.ids) - self.sequences[0].length
+
+    def reserve(self, pool: Pool | SinglePool) -> None:
+        """Open its sequences, with the beginning that others have fed."""
+        ids, sequences, reserved = self.ids, self.sequences, self.reserved
+        known = () if self.cache is not None else ids
+        try:
+            whole_pages = self.is_exact  # chunks begin at their ends then
+            sequences.append(pool.sequence(reserved, known, salt=self.request.salt, whole_pages=whole_pages))
+            for _ in range(len(self.open) - 1):  # places that are kept for forks
+                sequences.append(pool.sequence(own_tokens(len(ids), reserved, pool)))
+            first = sequences[0]
+            if self.cache is None:
+                self.start = self.cached = self.exact = first.length
+                return
+            assert isinstance(first, PoolSequence)
+            first.load(self.cache)
+            self.start = self.held
+            if first.ids != ids[: self.held]:
+                raise ValueError("the request's cache was changed after it was submitted")
+        except BaseException:
+            self.release()
+            raise
+
+    def feed(self, model: LanguageModel, pool: Pool | SinglePool, room: int) -> mx.array | None:
+        """Feed a chunk, of ``room`` tokens at most. The logits (1, vocab) of the prompt's end, or None before."""
+        ids, sequence = self.ids, self.sequences[0]
+        start = sequence.length
+        chunk_end = start + min(room, pool.prefill_step_size)
+        end = min((start // CHUNK + 1) * CHUNK if self.is_exact else chunk_end, len(ids))
+        if end == len(ids) and model.last_token_alone:
+            end = max(end - 1, start + 1)
+        chunk, logits = ids[start:end], None
+        tell = self.request.progress
+        if tell is not None and start == self.start:
+            tell(0, len(ids) - start)
+        batch = pool.batch([sequence])
+        if end == len(ids):
+            logits = model.next_logits(mx.array([chunk]), batch)
+            mx.eval(logits)
+        else:
+            mx.eval(model.feed(mx.array([chunk]), batch))
+            mx.clear_cache()  # a chunk's activations; without it MLX kept four times as much (measured)
+        batch.commit(ids=[chunk])
+        if self.exact == start and len(chunk) == CHUNK:
+            self.exact = end
+        if tell is not None:
+            tell(end - self.start, len(ids) - self.start)
+        if pool.has_windows:  # its pages are given back as it moves on
+            self._share()
+        return logits
+
+    def begin_answers(self) -> list["Answer"]:
+        """Fork the sequence that was fed, for every answer."""
+        request, sequences = self.request, self.sequences
+        first = sequences[0]
+        self._share()
+        answers = []
+        for place, number in enumerate(sorted(self.open)):
+            if place:
+                assert isinstance(first, PoolSequence)
+                sequences[place].release()
+                sequences[place] = first.fork(self.reserved)
+            answer = Answer(self, number, for_answer(self.sampler, number), sequences[place], list(self.ids))
+            if self.grammar is not None:
+                answer.matcher = self.grammar.matcher()
+                for token in request.begun:
+                    answer.matcher.take(token)
+            if request.drafts is not None:
+                answer.drafter = request.drafts.for_answer(request.salt, self.reserved)
+            answers.append(answer)
+        for sequence in sequences[len(answers) :]:  # of answers that were cancelled since
+            sequence.release()
+        return answers
+
+    def _share(self) -> None:
+        """Let later requests begin with what was fed of the prompt."""
+        self.sequences[0].share_prefix(self.exact if self.is_exact else None)
 
     def release(self) -> None:
         """Give its pages back."""
@@ -47,21 +139,16 @@ class Work:
 
 @dataclass(eq=False, slots=True)
 class Answer:
-    """An answer that gets a token every step.
-
-    Attributes:
-        tokens: of the cache, the prompt and the answer.
-        matcher: where the answer follows a grammar.
-        drafts: where it drafts.
-    """
+    """An answer that gets a token every step."""
 
     work: Work
     number: int
     sampler: Sampler
     sequence: PoolSequence | SingleSequence
-    tokens: list[int]
-    matcher: Matcher | None = None
-    drafts: AnswerDrafts | None = None
+    tokens: list[int]  # of the cache, the prompt and the answer
+    matcher: Matcher | None = None  # where the answer follows a grammar
+    drafter: Drafter | None = None  # where it drafts
+    _drafter_read: int = 0
     _seen: mx.array | None = None  # the tokens that processors were given last
 
     def row(self, after: Sequence[int] | mx.array = (), *, mask: bytes | None = None) -> Row:
@@ -72,41 +159,49 @@ class Answer:
             mask: of its grammar.
         """
         tokens: Sequence[int] | mx.array = self.tokens
-        processors, position = self.work.checked.processors, len(self.tokens) + len(after)
+        processors, position = self.work.processors, len(self.tokens) + len(after)
         if processors and isinstance(after, mx.array):
             known = self._seen if self._seen is not None and self._seen.size == len(tokens) else mx.array(self.tokens)
             tokens = self._seen = mx.concatenate([known, after.astype(known.dtype)])
         elif processors:
             tokens = [*tokens, *after]
-        return Row(self.sampler, processors, position, tokens, mask)
+        asked = self.work.request
+        return Row(self.sampler, processors, position, tokens, mask, asked.top_logprobs, asked.keep_logprobs)
 
     @property
     def left(self) -> int:
         """Tokens that it may still get."""
-        checked = self.work.checked
-        return len(checked.ids) + checked.limit - len(self.tokens)
+        return len(self.work.ids) + self.work.limit - len(self.tokens)
 
     @property
     def room(self) -> int:
         """Tokens of a step that its sequence has room for."""
         return self.sequence.max_tokens - self.sequence.length
 
+    def tell_drafter(self) -> bool:
+        """Tell what it drafts with of its new tokens. Returns whether all of them are known there."""
+        if self.drafter is None:
+            return False
+        new = self.tokens[self._drafter_read : self._drafter_read + READ_AT_ONCE]
+        self.drafter.extend(new)
+        self._drafter_read += len(new)
+        return self._drafter_read == len(self.tokens)
+
+    def end_drafts(self) -> None:
+        """Draft no more."""
+        drafter, self.drafter = self.drafter, None
+        if drafter is not None:
+            drafter.release()
+
     def release(self) -> None:
         """Give its pages back, and what it drafts with."""
         self.sequence.release()
         self.end_drafts()
 
-    def end_drafts(self) -> None:
-        """Draft no more."""
-        drafts, asked = self.drafts, self.work.checked.request.drafts
-        self.drafts = None
-        if drafts is not None and asked is not None:
-            asked.release(drafts.drafter)
-
     @property
     def sees_tokens(self) -> bool:
         """Whether something may look at its tokens one by one: it must not see any that is taken back."""
-        return self.work.checked.calls_out or self.matcher is not None
+        return self.work.calls_out or self.matcher is not None
 
     @property
     def waits(self) -> bool:
@@ -116,4 +211,84 @@ class Answer:
         processors look tokens up in Python.
         """
         alone = isinstance(self.sequence, SingleSequence)
-        return self.matcher is not None or (not alone and bool(self.sees_tokens or self.work.checked.processors))
+        return self.matcher is not None or (not alone and bool(self.sees_tokens or self.work.processors))
+
+
+def check_request(
+    request: Request, model: LanguageModel, pool: Pool | SinglePool, max_batch: int, *, is_exact: bool = False
+) -> Work:
+    """What the pool can serve once everything else is gone. Any thread may call it."""
+    check_count("max_tokens", request.max_tokens, or_minus_one=True)
+    check_count("answers", request.answers)
+    if request.answers > max_batch:
+        raise ValueError(f"answers is {request.answers}; the batch has room for {max_batch}")
+    vocab_size = model.config.vocab_size
+    if type(request.top_logprobs) is not int or not 0 <= request.top_logprobs <= vocab_size:
+        raise ValueError(f"top_logprobs is {request.top_logprobs!r}; expected 0 to {vocab_size}")
+    if not isinstance(request.salt, bytes):
+        raise ValueError(f"salt is {request.salt!r:.80}; expected bytes")
+    sampler = for_a_run(greedy if request.sampler is None else request.sampler)
+    grammars = [each for each in request.logits_processors if isinstance(each, Grammar)]
+    if len(grammars) > 1:
+        raise ValueError(f"logits_processors has {len(grammars)} grammars; expected one at most")
+    grammar = grammars[0] if grammars else None  # is applied last, wherever it stands
+    processors = tuple(each for each in request.logits_processors if not isinstance(each, Grammar))
+    check_options(sampler, processors, vocab_size)
+    stop_tokens = frozenset(request.stop_tokens)
+    if not all(type(token) is int for token in stop_tokens):
+        raise ValueError(f"stop_tokens is {request.stop_tokens!r:.80}; expected token ids")
+    if grammar is not None:
+        grammar.check(vocab_size, stop_tokens)
+    ids = token_ids(request.prompt, vocab_size)
+    cache, held = None, 0
+    if request.cache is not None:
+        cache = model.check_cache(request.cache)
+        mx.eval([layer.buffers for layer in cache])  # another thread could not compute what this one left undone
+        ids, held = cache.ids[0] + ids, cache.offset
+        if processors and max(ids) >= vocab_size:  # of a file; processors read logits at these places
+            raise ValueError(f"the cache holds token {max(ids)}; the model knows 0 to {vocab_size - 1}")
+    context = context_limit(model, pool.max_seq_len)
+    assert context is not None
+    if len(ids) > context:
+        begun = pool.held(ids) if isinstance(pool, SinglePool) else held
+        used = f", {begun} of them used" if begun else ""
+        raise ContextError(f"the prompt has {len(ids) - begun} tokens; {limit_in_words(model, context)}{used}")
+    # One more than there is room for: the last one is sampled and not fed.
+    room = context - len(ids) + 1
+    limit = room if request.max_tokens == -1 else min(room, request.max_tokens)
+    reserved = min(len(ids) + limit, context)
+    needed = pool.pages_needed(reserved) + (request.answers - 1) * pool.pages_needed(
+        own_tokens(len(ids), reserved, pool)
+    )
+    if needed > pool.num_pages:
+        raise ContextError(
+            f"{len(ids)} tokens of a prompt and {request.answers} answers of up to {limit} need {needed} pages of "
+            f"{pool.page_size} tokens; the pool has {pool.num_pages}"
+        )
+    return Work(
+        request=request,
+        ids=ids,
+        sampler=sampler,
+        processors=processors,
+        grammar=grammar,
+        stop_tokens=stop_tokens,
+        calls_out=not (sampler is greedy or isinstance(sampler, SeededSampler))
+        or any(type(processor) not in KINDS for processor in processors),
+        cache=cache,
+        held=held,
+        limit=limit,
+        full="length" if limit == request.max_tokens else "context",
+        reserved=reserved,
+        is_exact=is_exact,
+        open=set(range(request.answers)),
+    )
+
+
+def own_tokens(prompt_tokens: int, reserved: int, pool: Pool | SinglePool) -> int:
+    """Of the tokens reserved for an answer those that it does not share with the others of its prompt.
+
+    The pages of windows are not counted as shared: every answer moves through its own.
+    """
+    if pool.has_windows:
+        return reserved
+    return max(1, reserved - prompt_tokens // pool.page_size * pool.page_size)

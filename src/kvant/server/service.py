@@ -15,8 +15,8 @@ from kvant.cache.snapshot import read_header
 from kvant.engine.batch_engine import BatchEngine, Deliver
 from kvant.engine.drafting.drafts import Drafts, ServedSource, drafts_of
 from kvant.engine.load import find_model
+from kvant.engine.model_drafts import PooledDrafts
 from kvant.engine.model_sampling import read_model_sampling
-from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import Request
 from kvant.errors import ArgumentError, ContextError, EngineError, GrammarError, SnapshotError
 from kvant.models import LanguageModel
@@ -137,7 +137,7 @@ class Service:
         """Take a request in; its tokens are counted and go to ``deliver``, in the engine's thread."""
         if self.draining:
             raise EngineError("the server is ending; it takes no further requests")
-        self.engine.submit_to(request, self.metrics.counting(request, deliver))
+        self.engine.submit(request, self.metrics.counting(request, deliver))
 
     def cancel(self, request: Request, answer: int | None = None) -> None:
         """End a request's answers, or one of them. One that has ended is no error."""

@@ -13,9 +13,8 @@ from kvant.cli.options import RunOptions
 from kvant.cli.progress import LateProgress
 from kvant.cli.session import Session
 from kvant.cli.statistics import RunStatistics
-from kvant.engine.conversation import Conversation
+from kvant.engine.conversation import Conversation, Overflow
 from kvant.engine.draw import for_answer
-from kvant.engine.overflow import Overflow
 from kvant.engine.request import check_drafts
 from kvant.engine.response import GenerationResponse
 from kvant.engine.sampling import SamplingOptions

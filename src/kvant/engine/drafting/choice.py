@@ -4,34 +4,24 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from kvant.engine.drafting.drafter import Drafter
-
 MOST = 7  # tokens of a draft
 START, LAST = 2, 6  # levels: at level n a draft needs a match of 2^n tokens; at the last one nothing is drafted
 LOSS = 2.0  # steps of one token that drafts may cost before they need a longer match
 RETRY = 128  # steps times 2^level, after which a match half as long is tried again
-READ_AT_ONCE = 2048  # tokens that a drafter reads in a step: a long prompt holds nobody up
 SAMPLES = 9  # of the time of a step, of which the lower quartile counts
 
 
 @dataclass(slots=True)
 class DraftCounts:
-    """What drafts did, for one answer or for all of a scheduler.
+    """What drafts did, for one answer or for all of a scheduler."""
 
-    Attributes:
-        steps: of the model whose tokens were handed out; the first token comes from the prompt and needs none. One of
-            several answers counts for each.
-        tokens: that were handed out after the first.
-        drafted: tokens that were drafted.
-        accepted: of these, tokens that are in the text.
-        off: why nothing is drafted any more; None: it is, if it pays.
-    """
-
+    # of the model whose tokens were handed out; the first token comes from the prompt and needs none. One of several
+    # answers counts for each
     steps: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    off: str | None = None
+    tokens: int = 0  # that were handed out after the first
+    drafted: int = 0  # tokens that were drafted
+    accepted: int = 0  # of these, tokens that are in the text
+    off: str | None = None  # why nothing is drafted any more; None: it is, if it pays
 
     @property
     def tokens_a_step(self) -> float:
@@ -43,6 +33,27 @@ class DraftCounts:
         share = f", {100 * self.accepted / self.drafted:.0f} %" if self.drafted else ""
         text = f"drafts: {self.accepted} of {self.drafted} tokens accepted{share}"
         return text if self.off is None else f"drafts off: {self.off}{share}"
+
+
+class Drafter:
+    """What an answer drafts with.
+
+    Attributes:
+        is_free: a proposal takes next to no time.
+        match: tokens that the next proposal rests on; a model's drafter: 0.
+        ended: why it proposes nothing any more; None: it may.
+    """
+
+    is_free: bool = True
+    match: int = 0
+    ended: str | None = None
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take tokens of the sequence that are sure: first the prompt's, then the answer's."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Give back what it holds; it drafts no more."""
 
 
 class DraftChoice:
@@ -111,22 +122,6 @@ class DraftChoice:
             self._level, self._steps, self._balance = self._level - 1, 0, 0.0
             if self._level == START:
                 counts.off = None
-
-
-class AnswerDrafts:
-    """What an answer drafts with."""
-
-    def __init__(self, drafter: Drafter, most: int) -> None:
-        """``most``: tokens that it drafts a step."""
-        self.drafter, self.most = drafter, most
-        self._read = 0
-
-    def read(self, tokens: Sequence[int]) -> bool:
-        """Take the sequence's tokens that are new. Returns whether all of them are known now."""
-        new = tokens[self._read : self._read + READ_AT_ONCE]
-        self.drafter.extend(new)
-        self._read += len(new)
-        return self._read == len(tokens)
 
 
 def _quartile(times: Collection[float]) -> float:

@@ -1,12 +1,12 @@
 """What a request asks of drafts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from kvant.cache.pool import Pool
 from kvant.cache.single import SinglePool
-from kvant.engine.drafting.choice import MOST
-from kvant.engine.drafting.drafter import Drafter
+from kvant.engine.drafting.choice import MOST, Drafter
 from kvant.engine.drafting.suffix import SuffixDrafter
 from kvant.errors import ArgumentError
 
@@ -32,26 +32,22 @@ class Drafts:
         """The argument that asks for them, and its value in words; for a refusal."""
         return "draft", f"is {self.source!r}"
 
-    def beside(self, pool: Pool | SinglePool) -> "Drafts":
-        """For the sequences of a pool."""
-        return self
-
     @property
     def most(self) -> int:
         """Tokens that are drafted a step, at most."""
         return MOST
 
-    def for_answer(self, salt: bytes, tokens: int) -> Drafter:
-        """A drafter for an answer.
+    def beside(self, pool: Pool | SinglePool) -> "Drafts":
+        """For the sequences of a pool."""
+        return self
 
-        Args:
-            salt: of its request.
-            tokens: that its sequence can have.
-        """
+    def for_answer(self, salt: bytes, tokens: int) -> Drafter:
+        """A drafter for an answer, of so many tokens at most, to a request of this salt. It must be released."""
         return SuffixDrafter()
 
-    def release(self, drafter: Drafter) -> None:
-        """Give back what a drafter holds; it drafts no more."""
+    def propose(self, drafters: Sequence[Any], counts: Sequence[int]) -> list[list[int]] | None:
+        """At most ``counts`` tokens that may follow each sequence; None: a step was made that had to be before."""
+        return [drafter.propose(count) for drafter, count in zip(drafters, counts, strict=True)]
 
 
 def drafts_of(draft: object) -> Drafts | None:

@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 
+from kvant.engine.drafting.choice import Drafter
+
 MOST_TOKENS = 65_536
 RENEWED = 8  # suffixes of which a new token becomes the latest place: a bound, for a text of one token repeated
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """A suffix automaton of prompt and answer (Blumer et al. 1985): the longest suffix that occurred before.
 
     A token takes amortized constant time and about 0.45 kB. At ``most_tokens`` the older half is forgotten, and the
     newer one read again.
     """
-
-    is_free = True
 
     def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
         """``most_tokens``: tokens that are remembered, at least 2."""
@@ -73,7 +73,7 @@ class SuffixDrafter:
             suffix = link[suffix]
 
     def propose(self, count: int) -> list[int]:
-        """See :class:`kvant.engine.drafting.drafter.Drafter`. A copy that reaches the end goes on with itself."""
+        """Tokens that may follow, none without a match. A copy that reaches the end goes on with itself."""
         if not self.match:
             return []
         period = len(self._tokens) - self._follows
