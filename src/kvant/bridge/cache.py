@@ -7,6 +7,8 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import mlx.core as mx
+
 from kvant.bridge import hook
 from kvant.bridge.pool import BridgedBatch, BridgedPool, BridgedSequence, formats_of, pool_needs
 from kvant.bridge.probe import Attention, Entry, Model, as_text, leaves_of, probe
@@ -55,7 +57,7 @@ class StateView:
     @property
     def state(self) -> list[Any]:
         """For mlx-lm, which evaluates it."""
-        return [array for arrays in self._cache.sequence.states for array in arrays if array is not None]
+        return self._cache.states
 
     def trim(self, num_tokens: int) -> int:
         """Forget the last tokens of all layers."""
@@ -74,7 +76,7 @@ class BridgedCache(ModelCache, BridgedBatch):
     """
 
     pool: BridgedPool
-    sequence: BridgedSequence
+    held: BridgedSequence
 
     def __init__(self, pool: BridgedPool, kv_group_size: int) -> None:
         """``kv_group_size``: that was asked for."""
@@ -93,10 +95,18 @@ class BridgedCache(ModelCache, BridgedBatch):
         return self.pool.layout
 
     @property
+    def states(self) -> list[mx.array]:
+        """The arrays of all states now."""
+        return [array for arrays in self.held.states for array in arrays if array is not None]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [*super().arrays, *self.states]
+
+    @property
     def used(self) -> CacheBytes:
         """Bytes held now."""
-        states = (array for arrays in self.sequence.states for array in arrays if array is not None)
-        return CacheBytes(self.keys_values, sum(array.nbytes for array in states))
+        return CacheBytes(self.keys_values, sum(array.nbytes for array in self.states))
 
     def takes_back(self, most: int) -> int:
         """As :meth:`ModelCache.takes_back`; a state takes all of a step."""

@@ -66,7 +66,7 @@ class PromptCacheLayer:
         step, self._step = self._begun(tokens), None
         fetched = step.update_and_fetch(keys, values)
         self._step = step
-        self._cache.sequence.commit([0] * tokens)  # what waits is written before the next step
+        self._cache.held.commit([0] * tokens)  # what waits is written before the next step
         return fetched
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:

@@ -1,5 +1,6 @@
 """The cache of a conversation: a pool of one sequence, as a sequence of its layers."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, overload
@@ -10,9 +11,11 @@ from kvant.cache import snapshot
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import LayerFormat
 from kvant.cache.paged_layers import SLACK
+from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch, PoolLayerView
 from kvant.cache.pool_sequence import PoolSequence
+from kvant.operators.kernels.launch import Backend
 from kvant.threads import check_process
 
 
@@ -72,16 +75,20 @@ class ModelCache(PoolBatch, Sequence[Any]):
     committed, and the next one overwrites what it wrote.
 
     Attributes:
-        sequence: that it holds.
+        held: its sequence.
         ahead: of its tokens the last ones that are computed and not handed out yet.
     """
 
     pool: Pool
+    # A scheduler takes a cache in the place of a pool.
+    attends_apart, has_windows, page_size = True, False, PAGE_SIZE  # pages that are shared have no windows here
+    max_sequences = num_free = 1
+    prefill_step_size = sys.maxsize
 
     def __init__(self, pool: Pool) -> None:
         """Open the sequence of a pool of one, which is made for it."""
-        self.sequence: PoolSequence = pool.sequence(pool.max_seq_len)
-        super().__init__(pool, [self.sequence])
+        self.held: PoolSequence = pool.sequence(pool.max_seq_len)
+        super().__init__(pool, [self.held])
         self.ahead = 0
         self._places = tuple((part, layer) for layer in pool.layers for part in pool.parts if layer in part.layers)
         self._trimmed: tuple[int, int, set[int]] | None = None
@@ -117,7 +124,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
     @property
     def offset(self) -> int:
         """Tokens so far; the position of the next one."""
-        return self.sequence.length
+        return self.held.length
 
     @property
     def max_seq_len(self) -> int:
@@ -160,7 +167,42 @@ class ModelCache(PoolBatch, Sequence[Any]):
 
     def reserve(self, num_tokens: int) -> None:
         """Raise a ContextError unless there is room for so many more tokens, a RuntimeError if it was released."""
-        self.sequence.check_room(num_tokens)
+        self.held.check_room(num_tokens)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Every array of its layers."""
+        return [array for layer in self.pool.layers for array in layer.arrays]
+
+    @property
+    def formats(self) -> list[LayerFormat]:
+        """How each layer stores tokens."""
+        return self.pool.formats
+
+    @property
+    def backend(self) -> Backend | None:
+        """Runs the fused kernel; None: every layer is unfused."""
+        return self.pool.backend
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of its sequence."""
+        return self.pool.num_pages
+
+    def pages_needed(self, max_tokens: int) -> int:
+        """Pages for so many tokens."""
+        return self.pool.pages_needed(max_tokens)
+
+    def sequence(
+        self, max_tokens: int, prompt: Sequence[int] = (), *, salt: bytes = b"", whole_pages: bool = True
+    ) -> PoolSequence:
+        """Its sequence, which goes back to what it has in common with ``prompt``, less the last token."""
+        self.keep_common(prompt)
+        return self.held
+
+    def batch(self, sequences: Sequence[PoolSequence], rows: int | None = None) -> "ModelCache":
+        """The cache of a step: itself."""
+        return self
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
         self._trimmed = None
@@ -181,7 +223,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
         with self.turn:
             self._hand_out()
             self.end_step()
-            forgotten = self.sequence.trim(num_tokens)
+            forgotten = self.held.trim(num_tokens)
             self._is_torn = False
             self.ahead = 0
             self._trimmed = None
@@ -204,11 +246,11 @@ class ModelCache(PoolBatch, Sequence[Any]):
 
     def can_trim_to(self, num_tokens: int) -> bool:
         """Whether it can go back to its first ``num_tokens`` tokens, exactly."""
-        return self.sequence.can_trim_to(num_tokens)
+        return self.held.can_trim_to(num_tokens)
 
     def takes_back(self, most: int) -> int:
         """How many of ``most`` tokens of a step can be taken back."""
-        return min(most, SLACK + 1) if any(table.moves for table in self.sequence.tables) else most
+        return min(most, SLACK + 1) if any(table.moves for table in self.held.tables) else most
 
     def go_back(self, num_tokens: int) -> bool:
         """Forget what it has past ``num_tokens`` tokens; everything, if some layer cannot go back so far.
@@ -227,7 +269,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
             how many of them it holds now, at least one less than there are: one has to be fed for there to be logits. 0
             if a window or a state cannot go back so far.
         """
-        held = self.sequence.ids
+        held = self.held.ids
         length = min(len(held), len(ids) - 1)
         common = next((i for i in range(length) if held[i] != ids[i]), length)
         return common if self.go_back(common) else 0
@@ -240,7 +282,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
         """Give the memory back. The cache cannot be used after it."""
         with self.turn:
             self.end_step()
-            self.sequence.release()
+            self.held.close()
             self.pool.release()
 
     def fork(self) -> Self:
@@ -253,7 +295,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
         with self.turn:
             self._check_whole()
             made: Self = self.pool.make_cache(self.max_seq_len)
-            made.sequence.load(self.sequence)
+            made.held.load(self.held)
             return made
 
     def save(self, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
@@ -272,7 +314,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
         """
         with self.turn:
             self._check_whole()
-            snapshot.save(Path(path), self.sequence, metadata=metadata or {})
+            snapshot.save(Path(path), self.held, metadata=metadata or {})
 
     def load(self, path: str | Path) -> dict[str, str]:
         """Take the tokens of a snapshot, in place of those that the cache has.
@@ -290,7 +332,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
         with self.turn:
             self._check_whole()
             self.reset()
-            return snapshot.restore(Path(path), self.sequence)
+            return snapshot.restore(Path(path), self.held)
 
     def _check_whole(self) -> None:
         """Raise unless it has all rows, and no tokens that wait to be written."""
@@ -304,6 +346,6 @@ class ModelCache(PoolBatch, Sequence[Any]):
     def _hand_out(self) -> None:
         """Begin to hand out pages; after an interruption in the middle of it the free ones are found again."""
         if self._is_torn:
-            for part, table in zip(self.pool.parts, self.sequence.tables, strict=True):
+            for part, table in zip(self.pool.parts, self.held.tables, strict=True):
                 part.pages.hold_only(table.pages)
         self._is_torn = True

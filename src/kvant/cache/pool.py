@@ -130,6 +130,11 @@ class Pool(PoolState):
         return sum(layer.nbytes for layer in self.layers)
 
     @property
+    def formats(self) -> list[LayerFormat]:
+        """How each layer stores tokens."""
+        return [layer.format for layer in self.layers]
+
+    @property
     def num_pages(self) -> int:
         """Pages of the layers that see all tokens; where all have a window, of those with the widest."""
         return self._main.pages.num

@@ -219,6 +219,8 @@ class PoolSequence:
             last_page: the last page too, where it is not whole and there are no windows. It is copied for whoever
                 begins alike, and before this sequence writes there again.
         """
+        if self.pool.alone:  # the next sequence begins with what this one leaves
+            return
         with self.pool.turn:
             self.check_open()
             ids = self.ids[:upto]
@@ -331,7 +333,15 @@ class PoolSequence:
                 raise ValueError(f"the cache is of another format: {differs}, in layer {number}")
 
     def release(self) -> None:
-        """Give its pages back. It cannot be used after it; to release it again does nothing."""
+        """Give its pages back. It cannot be used after it; to release it again does nothing.
+
+        The sequence of a conversation's cache stays open: the cache has one alone.
+        """
+        if not self.pool.alone:
+            self.close()
+
+    def close(self) -> None:
+        """Give the pages back, of a conversation's cache too."""
         with self.pool.turn:
             if not self._released:
                 self._released = True

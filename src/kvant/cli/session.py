@@ -11,7 +11,6 @@ import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
-from kvant.cache.single import SinglePool
 from kvant.cli import options, ranks
 from kvant.cli.fitting import named_format, plan_for, plan_that_fits
 from kvant.cli.options import BadValueError, KvSize
@@ -130,7 +129,7 @@ def open_session(
     session.reserved, session.state_bytes = planned.max_kv_size, planned.state
     lines = [f"cache: {session.describe_cache()}", *session.describe_layers()]
     say("\n  ".join(lines), run.quiet or not announce)
-    session.drafts = drafts_beside(session, run, SinglePool(session.cache, run.prefill_step_size), announce=announce)
+    session.drafts = drafts_beside(session, run, session.cache, announce=announce)
     return session
 
 
@@ -148,7 +147,7 @@ def asked_drafts(session: Session, run: RunOptions) -> Drafts | None:
 
 
 def drafts_beside(
-    session: Session, run: RunOptions, pool: Pool | SinglePool, *, announce: bool = True
+    session: Session, run: RunOptions, pool: Pool | ModelCache, *, announce: bool = True
 ) -> Drafts | None:
     """Where the answers of a pool draft from; what a draft model needs is reserved, and that is printed."""
     drafts = asked_drafts(session, run)

@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from itertools import islice, takewhile
 
+from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
-from kvant.cache.single import SinglePool
 from kvant.engine.decoding import BatchDecoder, Step, pick
 from kvant.engine.drafting.choice import DraftChoice, DraftCounts
 from kvant.engine.filters import rows_of
@@ -18,7 +18,7 @@ Found = list[list[Picked | Exception]]  # the next tokens of every answer of a s
 class BatchDrafter:
     """Begins steps with drafts where they pay, and reads what came of them."""
 
-    def __init__(self, decoder: BatchDecoder, pool: Pool | SinglePool, vocab_size: int) -> None:
+    def __init__(self, decoder: BatchDecoder, pool: Pool | ModelCache, vocab_size: int) -> None:
         self._decoder, self._pool, self._vocab_size = decoder, pool, vocab_size
         self._choice = DraftChoice()
         self._read_at: float | None = None  # when the last step's tokens were read, if nothing else was computed since

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from kvant.cache import KVCache
-from kvant.cache.single import SinglePool
+from kvant.cache import KVCache, ModelCache
 from kvant.cache.snapshot import read_header
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import Sampler
@@ -217,7 +216,7 @@ class Conversation:
         stops = check_stops(stop)
         drafts = asked_drafts(draft, draft_model, num_draft_tokens, self._model, self._tokenizer)
         scheduler = CacheScheduler(self._model, self._cache, prefill_step_size=prefill_step_size)
-        beside = None if drafts is None else self._beside(drafts, scheduler.pool)
+        beside = None if drafts is None else self._beside(drafts, scheduler.cache)
         whole = [*before, {"role": "user", "content": text}]
         turn = _Turn(self._fit(whole, []))
 
@@ -255,7 +254,7 @@ class Conversation:
         self._turn = self._record(turn, answer)
         return self._turn
 
-    def _beside(self, drafts: Drafts, pool: SinglePool) -> Drafts:
+    def _beside(self, drafts: Drafts, pool: ModelCache) -> Drafts:
         """These drafts beside the cache. What a draft model holds is kept for the next turn."""
         if not isinstance(drafts, ModelDrafts):
             return drafts

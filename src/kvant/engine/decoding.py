@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.cache import ModelCache, QuantizedKVCache
-from kvant.cache.paged_layers import PoolLayer
+from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
-from kvant.cache.single import SinglePool
 from kvant.engine.filters import rows_of
 from kvant.engine.row_sampling import Picked, Sampled, pick_rows
 from kvant.engine.work import Answer
@@ -36,7 +34,7 @@ class Step:
 class BatchDecoder:
     """Begins steps of a model and a pool."""
 
-    def __init__(self, model: LanguageModel, pool: Pool | SinglePool, *, rows: int | None) -> None:
+    def __init__(self, model: LanguageModel, pool: Pool | ModelCache, *, rows: int | None) -> None:
         """``rows``: of every step, those beyond the answers being padding; None: one for each answer."""
         self._model, self._pool, self._rows = model, pool, rows
 
@@ -138,7 +136,7 @@ def _followed(answer: Answer, picked: Picked | Exception) -> Picked | Exception:
 
 
 @contextmanager
-def kernel_failures(cache: ModelCache | Pool | SinglePool) -> Iterator[None]:
+def kernel_failures(cache: Pool | ModelCache) -> Iterator[None]:
     """Raise what MLX raises of a step as a KernelError, if the cache uses the fused kernel.
 
     MLX's errors are a RuntimeError or a ValueError itself, whatever failed. Arrays that the step changed may be lost.
@@ -146,8 +144,7 @@ def kernel_failures(cache: ModelCache | Pool | SinglePool) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        layers = [each for each in cache.layers if isinstance(each, QuantizedKVCache | PoolLayer)]
-        if type(error) not in (RuntimeError, ValueError) or all(layer.backend is None for layer in layers):
+        if type(error) not in (RuntimeError, ValueError) or cache.backend is None:
             raise
         raise KernelError(
             f"a step failed: {one_line(error)}; if that is the fused kernel, --kernels unfused (KVANT_KERNELS=unfused) "

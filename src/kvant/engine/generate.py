@@ -108,7 +108,7 @@ def stream_generate(
         sampler,
         tuple(logits_processors or ()),
         tokenizer.eos_token_ids,
-        drafts=None if drafts is None else drafts.beside(scheduler.pool),
+        drafts=None if drafts is None else drafts.beside(scheduler.cache),
         progress=prompt_progress_callback,
         keep_logprobs=True,
     )

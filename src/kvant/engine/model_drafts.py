@@ -8,10 +8,10 @@ from typing import Any, ClassVar, cast
 
 import mlx.core as mx
 
+from kvant.cache import ModelCache
 from kvant.cache.options import DEFAULT_KV_GROUP_SIZE, DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool, PoolSequence
-from kvant.cache.single import SinglePool, SingleSequence
 from kvant.engine.drafting.choice import MOST, Drafter
 from kvant.engine.drafting.drafts import Drafts, drafts_of
 from kvant.engine.drafting.same_tokenizer import check_draft_model
@@ -49,13 +49,13 @@ class ModelDrafts(Drafts):
         """Tokens that are drafted a step, at most."""
         return self.num_draft_tokens
 
-    def beside(self, pool: Pool | SinglePool) -> "PooledDrafts":
+    def beside(self, pool: Pool | ModelCache) -> "PooledDrafts":
         """These drafts for the sequences of a pool: as many are reserved for the draft model, in the same format.
 
         Each has as many tokens as one of the pool's, at most the draft model's own context.
         """
         check_drafts(self, pool)
-        config, formats = self.model.config, [layer.format for layer in pool.layers]
+        config, formats = self.model.config, pool.formats
         chosen = draft_format(
             config,
             replace(
@@ -64,11 +64,11 @@ class ModelDrafts(Drafts):
                 kv_group_size=max((own.kv_group_size for own in formats), default=0) or DEFAULT_KV_GROUP_SIZE,
             ),
         )
-        made: Pool | SinglePool
+        made: Pool | ModelCache
         refused = f"has {config.model_type}'s layers; "
-        if isinstance(pool, SinglePool):
-            tokens = context_limit(self.model, pool.cache.max_seq_len) or default_reservation(config)
-            made = SinglePool(self.model.make_cache(tokens, **chosen.fields), pool.prefill_step_size)
+        if isinstance(pool, ModelCache):
+            tokens = context_limit(self.model, pool.max_seq_len) or default_reservation(config)
+            made = self.model.make_cache(tokens, **chosen.fields)
             if (back := made.takes_back(self.num_draft_tokens)) < self.num_draft_tokens:
                 which = f"windows take back {back}" if back else "states cannot"
                 refused += f"rejected drafts of {self.num_draft_tokens} tokens are taken back from its cache, and its "
@@ -96,17 +96,17 @@ class PooledDrafts(ModelDrafts):
     side_by_side: ClassVar[bool] = True
 
     # the draft model's, of as many sequences as that of the model that is drafted for; nobody else uses it
-    pool: Pool | SinglePool
+    pool: Pool | ModelCache
     drafters: list["ModelDrafter"] = field(default_factory=list)  # of answers that have not ended
 
-    def beside(self, pool: Pool | SinglePool) -> "PooledDrafts":
+    def beside(self, pool: Pool | ModelCache) -> "PooledDrafts":
         """These, which are beside one already."""
         return self
 
     def describe(self) -> str:
         """The reservation of :attr:`pool` in a line."""
         pool = self.pool
-        tokens = pool.max_seq_len if isinstance(pool, SinglePool) else pool.num_pages * pool.page_size
+        tokens = pool.max_seq_len if isinstance(pool, ModelCache) else pool.num_pages * pool.page_size
         return f"{tokens} tokens reserved, {format_bytes(pool.nbytes)}"
 
     def for_answer(self, salt: bytes, tokens: int) -> "ModelDrafter":
@@ -191,7 +191,7 @@ class ModelDrafter(Drafter):
         self._tokens: list[int] = []
         self._held = 0  # of these, the first that the sequence has
         self._ahead: deque[int] = deque()  # what it has behind them, while that is what came
-        self._sequence: PoolSequence | SingleSequence | None = None
+        self._sequence: PoolSequence | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -205,7 +205,7 @@ class ModelDrafter(Drafter):
             self._tokens.append(token)
 
     @property
-    def sequence(self) -> PoolSequence | SingleSequence:
+    def sequence(self) -> PoolSequence:
         """Of the draft model's pool, once it was opened."""
         assert self._sequence is not None
         return self._sequence

@@ -8,7 +8,6 @@ import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.pool import Pool
-from kvant.cache.single import SinglePool
 from kvant.engine.drafting.choice import MOST
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import Sampler
@@ -96,7 +95,7 @@ class Token:
     from_draft: bool = False
 
 
-def check_drafts(drafts: Drafts | None, pool: Pool | SinglePool, *, deterministic: bool = False) -> None:
+def check_drafts(drafts: Drafts | None, pool: Pool | ModelCache, *, deterministic: bool = False) -> None:
     """Refuse drafts where a step of several tokens cannot be verified, or taken back in part."""
     if drafts is None:
         return

@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 import mlx.core as mx
 
 from kvant.cache import KVCache
-from kvant.cache.single import SinglePool
 from kvant.engine.decoding import kernel_failures
 from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.drafting.drafts import Drafts
@@ -31,16 +30,15 @@ class CacheScheduler(Scheduler):
     A cache serves one request at a time: once it was used otherwise, a step is a RuntimeError.
 
     Attributes:
-        pool: the cache, as drafts are made beside it.
+        cache: of the conversation.
     """
 
     def __init__(
         self, model: LanguageModel, cache: Sequence[KVCache], *, prefill_step_size: int = PREFILL_STEP_SIZE
     ) -> None:
         check_count("prefill_step_size", prefill_step_size)
-        self._cache = model.check_cache(cache)
-        self.pool = SinglePool(self._cache, prefill_step_size)
-        super().__init__(model, self.pool, max_batch=1)
+        self.cache = model.check_cache(cache)
+        super().__init__(model, self.cache, max_batch=1, prefill_step_size=prefill_step_size)
         self._later: deque[Token] = deque()  # of the last step
         self._keep = 0  # tokens that the cache holds for what was handed out
         self._last: int | None = None  # handed out last
@@ -49,11 +47,11 @@ class CacheScheduler(Scheduler):
     @property
     def ids(self) -> list[int]:
         """Ids of the tokens that the cache holds."""
-        ahead = self._cache.ahead
-        return self._cache.ids[0][: -ahead or None]
+        ahead = self.cache.ahead
+        return self.cache.ids[0][: -ahead or None]
 
     def submit(self, request: Request | Work) -> None:
-        cache = self._cache
+        cache = self.cache
         with cache.turn:
             super().submit(request)
             cache.end_step()  # what was left suspended here does not go on
@@ -69,7 +67,7 @@ class CacheScheduler(Scheduler):
 
     def step(self) -> list[Token]:
         """Give the next token, if there is one yet."""
-        with self._cache.turn:
+        with self.cache.turn:
             if not self._is_mine:
                 self._end_all()
                 raise RuntimeError("the run was ended: another run, a call or a trim changed its cache")
@@ -97,7 +95,7 @@ class CacheScheduler(Scheduler):
 
     def keep_last(self) -> None:
         """Count the last token of a request that has ended, if there is room, as mlx-lm's cache does."""
-        cache = self._cache
+        cache = self.cache
         with cache.turn:
             limit = context_limit(self._model, cache.max_seq_len)
             full = limit is not None and cache.offset >= limit
@@ -117,7 +115,7 @@ class CacheScheduler(Scheduler):
         if token.token is None:
             self._go_back()
         else:
-            self._keep = self._cache.offset - len(self._later)  # an error is behind a token that was fed
+            self._keep = self.cache.offset - len(self._later)  # an error is behind a token that was fed
             self._last = token.token
         return token
 
@@ -129,23 +127,23 @@ class CacheScheduler(Scheduler):
     def _drop(self) -> None:
         """Forget what was computed and not handed out."""
         self._later.clear()
-        with self._cache.turn:
+        with self.cache.turn:
             if self._is_mine:
                 self._go_back()
                 self._look()
 
     def _go_back(self) -> None:
-        if self._cache.offset > self._keep:
-            self._cache.go_back(self._keep)
+        if self.cache.offset > self._keep:
+            self.cache.go_back(self._keep)
 
     @property
     def _is_mine(self) -> bool:
         """Whether nobody else used the cache since the last look."""
-        cache = self._cache
+        cache = self.cache
         return self._found[0] is cache.step and self._found[1:] == (cache.offset, cache.ahead)
 
     def _look(self) -> None:
-        cache = self._cache
+        cache = self.cache
         cache.ahead = max(0, cache.offset - self._keep)
         self._found = cache.step, cache.offset, cache.ahead
 
@@ -185,7 +183,7 @@ class Run:
             sampler,
             logits_processors,
             stop_tokens,
-            drafts=None if drafts is None else drafts.beside(scheduler.pool),
+            drafts=None if drafts is None else drafts.beside(scheduler.cache),
             progress=progress,
             keep_logprobs=True,
         )

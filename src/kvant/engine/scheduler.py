@@ -10,7 +10,6 @@ import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
-from kvant.cache.single import SinglePool, SingleSequence
 from kvant.engine.batch_drafts import BatchDrafter, is_drafted
 from kvant.engine.decoding import BatchDecoder, Step, kernel_failures, pick
 from kvant.engine.drafting.choice import DraftCounts
@@ -61,10 +60,11 @@ class Scheduler:
     def __init__(
         self,
         model: LanguageModel,
-        pool: Pool | SinglePool,
+        pool: Pool | ModelCache,
         *,
         max_batch: int,
         max_queue: int | None = None,
+        prefill_step_size: int | None = None,
         deterministic: bool = False,
     ) -> None:
         """For a model and its pool, which serves nobody else.
@@ -72,6 +72,7 @@ class Scheduler:
         Args:
             max_batch: answers that run at once, at most.
             max_queue: requests that wait to be admitted, at most; None: any number.
+            prefill_step_size: prompt tokens that are fed at a time, at most; None: as many as the pool takes.
         """
         check_count("max_batch", max_batch)
         if max_batch > pool.max_sequences:
@@ -86,6 +87,7 @@ class Scheduler:
                 "sequences at once, so that rounding goes with their lengths"
             )
         self._model, self._pool = model, pool
+        self._step_size = prefill_step_size or pool.prefill_step_size
         self._max_batch, self._max_queue = max_batch, max_queue
         self._deterministic = deterministic
         self._decoder = BatchDecoder(model, pool, rows=max_batch if deterministic else None)
@@ -123,7 +125,7 @@ class Scheduler:
         return replace(self._drafter.counts)
 
     @property
-    def held(self) -> list[tuple[Request, int, PoolSequence | SingleSequence]]:
+    def held(self) -> list[tuple[Request, int, PoolSequence]]:
         """Every answer whose pages are reserved: its request, its number and its sequence, those that run first.
 
         Another thread must not ask during a step.
@@ -179,7 +181,7 @@ class Scheduler:
             # In this order the first two tokens of an answer come from two steps, each as soon as it is there.
             started = time.perf_counter()
             if not self._running:
-                self._burst = BURST * max(CHUNK, self._pool.prefill_step_size)
+                self._burst = BURST * max(CHUNK, self._step_size)
             elif self._prompt is None:
                 self._burst = 0
             if not (self._running and self._burst):
@@ -217,7 +219,7 @@ class Scheduler:
 
     def _feed_prompts(self) -> None:
         """Feed a chunk of the first prompt, and whole prompts behind it that fit in the same number of tokens."""
-        most = room = min(self._burst, max(CHUNK, self._pool.prefill_step_size)) or CHUNK
+        most = room = min(self._burst, max(CHUNK, self._step_size)) or CHUNK
         self._admit()
         while (work := self._prompt) is not None and (room == most or work.left <= room):
             left = work.left
@@ -235,7 +237,7 @@ class Scheduler:
             with kernel_failures(self._pool):
                 if self._queued is not None:
                     mx.eval(self._queued.logits)  # or MLX would copy the arrays that it reads
-                logits = work.feed(self._model, self._pool, room)
+                logits = work.feed(self._model, self._pool, min(room, self._step_size))
             if logits is None:
                 return
             answers = work.begin_answers()
@@ -364,7 +366,7 @@ class Scheduler:
             assert isinstance(self._pool, Pool)
             given = None if work.cache is None else work.cache.max_seq_len
             made: ModelCache = self._pool.make_cache(max(given or self._pool.max_seq_len, work.reserved))
-            made.sequence.load(sequence)
+            made.held.load(sequence)
             return made, None
         except Exception as error:
             return None, error

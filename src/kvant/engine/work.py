@@ -7,7 +7,6 @@ import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
-from kvant.cache.single import SinglePool, SingleSequence
 from kvant.engine.drafting.choice import Drafter
 from kvant.engine.draw import Sampler, SeededSampler, for_a_run, for_answer, greedy
 from kvant.engine.limits import check_count, limit_in_words
@@ -42,7 +41,7 @@ class Work:
     is_exact: bool  # chunks end at multiples of 128, and only pages that such chunks computed are shared
     open: set[int]  # the numbers of the answers that have not ended
     # reserved for its answers until they run; the first is fed
-    sequences: list[PoolSequence | SingleSequence] = field(default_factory=list)
+    sequences: list[PoolSequence] = field(default_factory=list)
     start: int = 0  # tokens at the beginning that a shared prefix had, or the request's own cache
     cached: int = 0  # of these, those of the prompt
     # tokens at the beginning that whole chunks of 128 computed, here or in the request they are shared with
@@ -53,7 +52,7 @@ class Work:
         """Tokens of the prompt that are to be fed."""
         return len(self.ids) - self.sequences[0].length
 
-    def reserve(self, pool: Pool | SinglePool) -> None:
+    def reserve(self, pool: Pool | ModelCache) -> None:
         """Open its sequences, with the beginning that others have fed."""
         ids, sequences, reserved = self.ids, self.sequences, self.reserved
         known = () if self.cache is not None else ids
@@ -67,7 +66,7 @@ class Work:
                 self.start = self.cached = self.exact = first.length
                 return
             assert isinstance(first, PoolSequence)
-            first.load(self.cache)
+            first.load(self.cache.held)
             self.start = self.held
             if first.ids != ids[: self.held]:
                 raise ValueError("the request's cache was changed after it was submitted")
@@ -75,12 +74,11 @@ class Work:
             self.release()
             raise
 
-    def feed(self, model: LanguageModel, pool: Pool | SinglePool, room: int) -> mx.array | None:
+    def feed(self, model: LanguageModel, pool: Pool | ModelCache, room: int) -> mx.array | None:
         """Feed a chunk, of ``room`` tokens at most. The logits (1, vocab) of the prompt's end, or None before."""
         ids, sequence = self.ids, self.sequences[0]
         start = sequence.length
-        chunk_end = start + min(room, pool.prefill_step_size)
-        end = min((start // CHUNK + 1) * CHUNK if self.is_exact else chunk_end, len(ids))
+        end = min((start // CHUNK + 1) * CHUNK if self.is_exact else start + room, len(ids))
         if end == len(ids) and model.last_token_alone:
             end = max(end - 1, start + 1)
         chunk, logits = ids[start:end], None
@@ -144,7 +142,7 @@ class Answer:
     work: Work
     number: int
     sampler: Sampler
-    sequence: PoolSequence | SingleSequence
+    sequence: PoolSequence
     tokens: list[int]  # of the cache, the prompt and the answer
     matcher: Matcher | None = None  # where the answer follows a grammar
     drafter: Drafter | None = None  # where it drafts
@@ -210,12 +208,12 @@ class Answer:
         Of several answers a caller's functions are called apart, so that an error is nobody else's, and kvant's own
         processors look tokens up in Python.
         """
-        alone = isinstance(self.sequence, SingleSequence)
+        alone = self.sequence.pool.alone
         return self.matcher is not None or (not alone and bool(self.sees_tokens or self.work.processors))
 
 
 def check_request(
-    request: Request, model: LanguageModel, pool: Pool | SinglePool, max_batch: int, *, is_exact: bool = False
+    request: Request, model: LanguageModel, pool: Pool | ModelCache, max_batch: int, *, is_exact: bool = False
 ) -> Work:
     """What the pool can serve once everything else is gone. Any thread may call it."""
     check_count("max_tokens", request.max_tokens, or_minus_one=True)
@@ -243,14 +241,14 @@ def check_request(
     cache, held = None, 0
     if request.cache is not None:
         cache = model.check_cache(request.cache)
-        mx.eval([layer.buffers for layer in cache])  # another thread could not compute what this one left undone
+        mx.eval(cache.arrays)  # another thread could not compute what this one left undone
         ids, held = cache.ids[0] + ids, cache.offset
         if processors and max(ids) >= vocab_size:  # of a file; processors read logits at these places
             raise ValueError(f"the cache holds token {max(ids)}; the model knows 0 to {vocab_size - 1}")
     context = context_limit(model, pool.max_seq_len)
     assert context is not None
     if len(ids) > context:
-        begun = pool.held(ids) if isinstance(pool, SinglePool) else held
+        begun = pool.offset if isinstance(pool, ModelCache) and ids[: pool.offset] == pool.ids[0] else held
         used = f", {begun} of them used" if begun else ""
         raise ContextError(f"the prompt has {len(ids) - begun} tokens; {limit_in_words(model, context)}{used}")
     # One more than there is room for: the last one is sampled and not fed.
@@ -284,7 +282,7 @@ def check_request(
     )
 
 
-def own_tokens(prompt_tokens: int, reserved: int, pool: Pool | SinglePool) -> int:
+def own_tokens(prompt_tokens: int, reserved: int, pool: Pool | ModelCache) -> int:
     """Of the tokens reserved for an answer those that it does not share with the others of its prompt.
 
     The pages of windows are not counted as shared: every answer moves through its own.

@@ -204,7 +204,7 @@ def warm_start(settings: Settings, model: LanguageModel, pool: Pool, paths: Sequ
 def _share(pool: Pool, cache: ModelCache, salt: bytes, path: str) -> None:
     """Put a cache's tokens into pages that prompts of a salt may begin with."""
     sequence = pool.sequence(cache.offset, salt=salt)
-    sequence.load(cache.sequence)
+    sequence.load(cache.held)
     sequence.share_prefix(last_page=True)
     sequence.release()
     found = pool.sequence(cache.offset, cache.ids[0], salt=salt, whole_pages=False)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Literal
 
-from kvant.cache.single import SinglePool
 from kvant.cli import terminal
 from kvant.cli.options import RunOptions
 from kvant.cli.progress import LateProgress
@@ -51,7 +50,7 @@ class Talk:
             raise PromptError(
                 "the model has no chat template; kvant generate --ignore-chat-template continues a prompt"
             )
-        check_drafts(session.drafts, SinglePool(session.cache, run.prefill_step_size))
+        check_drafts(session.drafts, session.cache)
         self.run, self.wanted, self.session = run, wanted, session
         self._sampling = session.sampling(wanted)
         self.conversation = Conversation(

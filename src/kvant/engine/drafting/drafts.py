@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
+from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
-from kvant.cache.single import SinglePool
 from kvant.engine.drafting.choice import MOST, Drafter
 from kvant.engine.drafting.suffix import SuffixDrafter
 from kvant.errors import ArgumentError
@@ -37,7 +37,7 @@ class Drafts:
         """Tokens that are drafted a step, at most."""
         return MOST
 
-    def beside(self, pool: Pool | SinglePool) -> "Drafts":
+    def beside(self, pool: Pool | ModelCache) -> "Drafts":
         """For the sequences of a pool."""
         return self
 
