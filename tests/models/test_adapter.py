@@ -33,8 +33,8 @@ from support.numbers import relative_error
 import kvant
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import ModelConfig, load_decoder
-from kvant.models.adapted import AdaptedMatrix
 from kvant.models.adapter import Adapter
+from kvant.models.matrix import AdaptedMatrix
 from kvant.models.share import everything
 
 IDS = [(7 + 31 * i) % 300 for i in range(40)]

@@ -17,12 +17,10 @@ from support.hostile import one_line
 from support.numbers import relative_error
 
 from kvant.errors import CheckpointError
-from kvant.models import experts as experts_module
 from kvant.models import load_decoder
-from kvant.models.adapted import AdaptedMatrix, Matrix
-from kvant.models.experts import Experts, takes_turns
-from kvant.models.linear import Linear
-from kvant.models.matrix import DenseMatrix, QuantizedMatrix
+from kvant.models import mlp as mlp_module
+from kvant.models.matrix import AdaptedMatrix, DenseMatrix, Linear, Matrix, QuantizedMatrix
+from kvant.models.mlp import Experts, takes_turns
 from kvant.models.quantization import Quantization
 from kvant.tools.bench.adapters import MLXLM
 from kvant.tools.bench.engines import EngineSpec
@@ -45,9 +43,9 @@ def _random_layer(seed: int, count: int, per_token: int, normalized: bool, form:
         dense = DenseMatrix(mx.contiguous(weight.swapaxes(-1, -2)))
         matrix: Matrix = dense
         if form == "quantized" and name != "router":
-            quantized, scales, biases = mx.quantize(weight, 32, 8)
-            matrix = QuantizedMatrix(quantized, scales, biases, Quantization(8, 32))
-            weights[name] = np.array(mx.dequantize(quantized, scales, biases, 32, 8), np.float64)
+            arrays = mx.quantize(weight, 32, 8)
+            matrix = QuantizedMatrix(Quantization(8, 32), *arrays)
+            weights[name] = np.array(mx.dequantize(*arrays, 32, 8), np.float64)
         elif form == "adapted" and name != "router":
             down = rng.normal(size=(count, weight.shape[-1], 3)) / 8
             up = rng.normal(size=(count, 3, weight.shape[-2])) / 2
@@ -91,8 +89,8 @@ def test_a_layer_is_its_definition(
             x[:] = x[0, 0]  # other experts have no row
         expected = _oracle(x.reshape(-1, HIDDEN), weights, per_token, normalized).reshape(x.shape)
         for turns, parallel in ((takes_turns, 10**9), (lambda rows, experts: False, 10**9), (takes_turns, 1)):
-            monkeypatch.setattr(experts_module, "takes_turns", turns)
-            monkeypatch.setattr(experts_module, "PARALLEL_ELEMENTS", parallel)  # 1: each core takes a part
+            monkeypatch.setattr(mlp_module, "takes_turns", turns)
+            monkeypatch.setattr(mlp_module, "PARALLEL_ELEMENTS", parallel)  # 1: each core takes a part
             given = layer(mx.array(x.astype(np.float32)))
             assert relative_error(given, mx.array(expected.astype(np.float32))) < TOLERANCE
 

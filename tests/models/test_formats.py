@@ -29,8 +29,7 @@ from support.hostile import one_line
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import Quantization, load_decoder
 from kvant.models import matrix as matrix_module
-from kvant.models.matrix import QuantizedMatrix
-from kvant.models.matrix_loading import quantized_matrix
+from kvant.models.matrix import QuantizedMatrix, quantized_matrix
 
 IDS = [(7 + 31 * i) % 300 for i in range(40)]
 FLOATS = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
@@ -172,8 +171,8 @@ def test_every_way_to_multiply(monkeypatch: pytest.MonkeyPatch, mode: str, paral
     parts = []
     for rows, seed in ((20, 0), (17, 1)):
         weight = mx.random.normal((rows, 256), key=mx.random.key(seed))
-        packed, scales = mx.quantize(weight, group_size=group_size, bits=bits, mode=mode)
-        parts.append(QuantizedMatrix(packed, scales, None, Quantization(bits, group_size, mode)))
+        form = Quantization(bits, group_size, mode)
+        parts.append(QuantizedMatrix(form, *mx.quantize(weight, **form.form)))
     matrix = quantized_matrix(parts)
     weight = np.concatenate([_float64(part) for part in parts])
     assert np.array_equal(np.array(matrix.rows(mx.arange(37)).astype(mx.float32)), weight)

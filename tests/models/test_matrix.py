@@ -30,7 +30,7 @@ def _matrix(
     weight = mx.random.normal((num_rows, num_columns), key=mx.random.key(seed))
     arrays = mx.quantize(weight, group_size=group_size, bits=bits)
     mx.eval(arrays)
-    return QuantizedMatrix(*arrays, Quantization(bits, group_size))
+    return QuantizedMatrix(Quantization(bits, group_size), *arrays)
 
 
 def _inputs(*shape: int, seed: int = 1) -> mx.array:

@@ -28,7 +28,7 @@ from support.counts import count
 from support.hostile import one_line
 
 from kvant.errors import CheckpointError, ModelError
-from kvant.models import ModelConfig, load_decoder
+from kvant.models import Decoder, ModelConfig, load_decoder
 from kvant.models.checkpoint import check_folder, load_part
 from kvant.models.share import local_config, shares
 from kvant.models.tensors import Part, TensorFiles
@@ -226,7 +226,7 @@ def test_layers_of_a_model(tmp_path: Path, name: str) -> None:
     assert (first.config.num_hidden_layers, last.config.num_hidden_layers) == (1, 2)
     assert last.config.windows == whole.config.windows[1:]
     assert last.embed_tokens is last.norm is last.lm_head is None
-    joined = replace(first, config=whole.config, layers=(*first.layers, *last.layers)).decoder()
+    joined = Decoder(replace(first, config=whole.config, layers=(*first.layers, *last.layers)))
     assert mx.array_equal(joined(ids), whole(ids))
 
     tensors = mx.load(str(folder / "model.safetensors"))
@@ -269,7 +269,7 @@ def test_an_adapter_of_other_ranks_layers(tmp_path: Path) -> None:
     first = load_part(folder, layers=range(1), adapter=adapter, all_sum=all_sum)
     last = load_part(folder, layers=range(1, 2), embedding=False, head=False, adapter=adapter, all_sum=all_sum)
     assert asked == [0.0, 1.0]
-    joined = replace(first, config=whole.config, layers=(*first.layers, *last.layers)).decoder()
+    joined = Decoder(replace(first, config=whole.config, layers=(*first.layers, *last.layers)))
     assert mx.array_equal(joined(ids), whole(ids))
     with one_line(CheckpointError, "every lora_a or lora_b is zero"):
         load_part(folder, layers=range(1), adapter=adapter, all_sum=lambda x: x)

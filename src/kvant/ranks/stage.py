@@ -1,15 +1,16 @@
 """Pipeline: each rank has some of the layers, and what it computes goes on to the next. B batch, S new tokens."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.pool_batch import PoolBatch
-from kvant.models.checkpoint import DecoderParts, Progress, load_part
+from kvant.models.checkpoint import Progress, load_part
 from kvant.models.config import ModelConfig
-from kvant.models.decoder import Cached, Decoder, Offset
+from kvant.models.decoder import Cached, Decoder, DecoderParts, Offset
 from kvant.models.inputs import check_ids
 from kvant.models.matrix import DenseMatrix
 from kvant.operators.normalization import rms_norm
@@ -30,14 +31,8 @@ class StageDecoder(Decoder):
     def __init__(self, ranks: Ranks, parts: DecoderParts, all_windows: Sequence[int | None]) -> None:
         """``all_windows``: of the whole model's layers."""
         nothing = mx.zeros((parts.config.hidden_size, 0))
-        super().__init__(
-            parts.config,
-            parts.dtype,
-            embed_tokens=parts.embed_tokens or DenseMatrix(nothing),
-            layers=parts.layers,
-            norm=nothing if parts.norm is None else parts.norm,
-            lm_head=parts.lm_head,
-        )
+        norm = nothing if parts.norm is None else parts.norm
+        super().__init__(replace(parts, embed_tokens=parts.embed_tokens or DenseMatrix(nothing), norm=norm))
         self.ranks, self.all_windows = ranks, tuple(all_windows)
 
     def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
