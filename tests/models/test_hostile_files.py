@@ -11,12 +11,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.checkpoints import change_tensors
+from support.checkpoints import change_tensors, tensor_shapes
 from support.hostile import OPENED, SETTINGS, change, file_bytes, refused, sparse, tensor
 
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import ModelConfig
-from kvant.models.parameters import matrices, vectors
 
 # What becomes of a file: other keys of its JSON, its content, or a function of its path.
 Spoil = dict[str, Any] | str | bytes | Callable[[Path], object]
@@ -50,9 +49,8 @@ def _sparse(own: dict[str, tuple[int, ...]], config: dict[str, Any] | None = Non
 
     def spoil(path: Path) -> None:
         change(path.with_name("config.json"), **config or {})
-        made = ModelConfig.from_folder(path.parent)
-        shapes = {f"{name}.weight": size for name, size in matrices(made).items() if name != "lm_head"}
-        shapes |= {name: (size,) for name, size in vectors(made).items()}
+        shapes = tensor_shapes(ModelConfig.from_folder(path.parent))
+        del shapes["lm_head.weight"]
         sparse(path.parent, {name: size for name, size in shapes.items() if name not in own} | own, **last)
 
     return spoil
