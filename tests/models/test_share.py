@@ -21,6 +21,7 @@ from support.checkpoints import (
     olmo2_config,
     qwen2_config,
     qwen3_moe_config,
+    save_checkpoint,
     stored_by_transformers,
     write_reference,
 )
@@ -148,8 +149,7 @@ def test_models_that_cannot_be_divided(config: ModelConfig, ranks: int, message:
 def _made(folder: Path, config: dict[str, Any], bits: int = 0, way: str = "stacked") -> Path:
     _, model = write_reference(folder, config, *((bits, 32) if bits else ()))
     if way != "stacked":
-        weights = stored_by_transformers(dict(tree_flatten(model.parameters())), way)
-        mx.save_safetensors(str(folder / "model.safetensors"), weights)
+        save_checkpoint(folder, config, stored_by_transformers(dict(tree_flatten(model.parameters())), way))
     return folder
 
 

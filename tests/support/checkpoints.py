@@ -99,11 +99,13 @@ def reference_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
     return model
 
 
-def save_checkpoint(folder: Path, config: dict[str, Any], model: nn.Module, shards: int = 1) -> Path:
+def save_checkpoint(
+    folder: Path, config: dict[str, Any], model: nn.Module | dict[str, mx.array], shards: int = 1
+) -> Path:
     """Write config.json and safetensors, in shards with an index where more than one is asked for."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    weights = dict(tree_flatten(model.parameters()))
+    weights = dict(tree_flatten(model.parameters())) if isinstance(model, nn.Module) else model
     if shards == 1:
         mx.save_safetensors(str(folder / "model.safetensors"), weights)
         return folder
