@@ -38,25 +38,25 @@ class StageDecoder(Decoder):
     def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
         check_process()
         check_ids(inputs, self.config.vocab_size)
-        passed = self._passed(inputs, offset, cache, wanted=inputs.shape[1])
+        result = self._computed(inputs, offset, cache, wanted=inputs.shape[1])
         if cache is not None:
             self._checked(cache).commit()
-        return passed if self.ranks.rank else self._logits(passed)
+        return result
 
     def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
         # Nothing comes back to rank 0: it can go on while others compute.
         return [self._passed(inputs, None, cache, wanted=0)]
 
     def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
-        passed = self._passed(inputs, None, cache, wanted=1)
-        return passed if self.ranks.rank else self._logits(passed)[:, -1]
+        return self._computed(inputs, None, cache, wanted=1)[:, -1]
 
     def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
-        passed = self._passed(inputs, None, cache, wanted=inputs.shape[1])
-        return passed if self.ranks.rank else self._logits(passed)
+        return self._computed(inputs, None, cache, wanted=inputs.shape[1])
 
-    def _logits(self, stream: mx.array) -> mx.array:
-        return self.logits(rms_norm(stream, self._norm, self.config.rms_norm_eps))
+    def _computed(self, inputs: mx.array, offset: Offset, cache: Cached, *, wanted: int) -> mx.array:
+        """As :meth:`_passed`; on rank 0 the logits of what came back."""
+        passed = self._passed(inputs, offset, cache, wanted=wanted)
+        return passed if self.ranks.rank else self.logits(rms_norm(passed, self._norm, self.config.rms_norm_eps))
 
     def _passed(self, inputs: mx.array, offset: Offset, cache: Cached, *, wanted: int) -> mx.array:
         """Take a step of (B, S) ids through this rank's layers.

@@ -69,14 +69,12 @@ class TensorDecoder(Decoder):
 
     Attributes:
         ranks: the group.
-        bytes_read: of the model's tensors, by this rank.
     """
 
     def __init__(self, parts: DecoderParts, ranks: Ranks, dealt: Sequence[Share]) -> None:
         """``parts``: with both ends of the model. ``dealt``: the share of each rank."""
         super().__init__(parts)
         self.ranks = ranks
-        self.bytes_read = parts.bytes_read
         self._rows = [share.vocabulary[1] - share.vocabulary[0] for share in dealt]
 
     def logits(self, hidden_states: mx.array) -> mx.array:
