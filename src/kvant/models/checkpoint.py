@@ -5,7 +5,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from kvant.errors import CheckpointError, ModelError
+from kvant.errors import CheckpointError
 from kvant.models.adapter import Adapter
 from kvant.models.architectures.table import ExpertSettings, Parameter
 from kvant.models.bias import divide_bias
@@ -92,8 +92,6 @@ def load_part(
 
 def _open(folder: Path) -> tuple[ModelConfig, TensorFiles]:
     """The config and the tensors of a model folder, whose names, shapes and dtypes agree."""
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such model folder")
     config, tensors = ModelConfig.from_folder(folder), TensorFiles(folder)
     tensors.check(expected_tensors(config, tensors))
     return config, tensors
