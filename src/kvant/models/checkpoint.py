@@ -71,7 +71,7 @@ def load_part(
         progress, adapter: as there; progress counts the rank's layers.
     """
     check_process()
-    config, tensors = _open(folder)
+    config, tensors = check_folder(folder, whole=False)
     whole = everything(config)
     wanted = Wanted(
         share=whole.share if share is None else share,
@@ -90,17 +90,16 @@ def load_part(
     return parts
 
 
-def _open(folder: Path) -> tuple[ModelConfig, TensorFiles]:
-    """The config and the tensors of a model folder, whose names, shapes and dtypes agree."""
+def check_folder(folder: Path, *, whole: bool = True) -> tuple[ModelConfig, TensorFiles]:
+    """The config and the tensors of a model folder, whose names, shapes and dtypes agree; no tensor has been read.
+
+    Args:
+        whole: this machine is to have memory for all of it.
+    """
     config, tensors = ModelConfig.from_folder(folder), TensorFiles(folder)
     tensors.check(expected_tensors(config, tensors))
-    return config, tensors
-
-
-def check_folder(folder: Path) -> tuple[ModelConfig, TensorFiles]:
-    """The config and the tensors of a model folder, whose names, shapes and dtypes agree; no tensor has been read."""
-    config, tensors = _open(folder)
-    tensors.check_memory(tensors.nbytes)
+    if whole:
+        tensors.check_memory(tensors.nbytes)
     return config, tensors
 
 
