@@ -1,9 +1,10 @@
 """LoRA and DoRA adapters against mlx-lm's own model with the adapter beside its weights, and each refusal."""
 
 import json
+import re
 import shutil
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,8 @@ from support.numbers import relative_error
 import kvant
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import ModelConfig, load_decoder
-from kvant.models.adapted import AdaptedMatrix
 from kvant.models.adapter import Adapter
+from kvant.models.matrix import AdaptedMatrix
 from kvant.models.share import everything
 
 IDS = [(7 + 31 * i) % 300 for i in range(40)]
@@ -134,30 +135,7 @@ def _refused(folder: Path, adapter: Path, message: str) -> None:
         load_decoder(folder, adapter=adapter)
 
 
-Spoil = Callable[[Path], object]  # of the adapter's folder
-
-
-def _say(**settings: Any) -> Spoil:
-    return lambda folder: change(folder / "adapter_config.json", **settings)
-
-
-def _hold(tensors: dict[str, mx.array | None]) -> Spoil:
-    """Tensors in place of the sound ones; None: not there."""
-    return lambda folder: change_tensors(folder / "adapters.safetensors", tensors)
-
-
-def _zero(part: str) -> Spoil:
-    def spoil(folder: Path) -> None:
-        tensors = mx.load(str(folder / "adapters.safetensors"))
-        _hold({name: mx.zeros_like(x) for name, x in tensors.items() if name.endswith(part)})(folder)
-
-    return spoil
-
-
-def _say_of_rank(key: str, value: Any) -> Spoil:
-    return _say(lora_parameters=adapter_config(SOME)["lora_parameters"] | {key: value})
-
-
+Tensors = dict[str, mx.array | None]  # in place of the sound ones; None: not there
 BAD_VALUES: dict[str, list[Any]] = {
     "fine_tune_type": ["full", "loha", ["lora"]],
     "lora_parameters": [None],
@@ -167,11 +145,16 @@ BAD_VALUES: dict[str, list[Any]] = {
     "keys": ["q_proj", [1]],
 }
 Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
-NOTHING = {f"model.layers.{layer}.{name}.lora_{part}": None for layer in (0, 1) for name in SOME for part in "ab"}
+NAMES = {part: [f"model.layers.{n}.{name}.lora_{part}" for n in (0, 1) for name in SOME] for part in "ab"}
+NOTHING: Tensors = dict.fromkeys(NAMES["a"] + NAMES["b"])
+ZEROS: dict[str, Tensors] = {
+    "a": {name: mx.zeros((256 if "down" in name else 128, RANK)) for name in NAMES["a"]},
+    "b": dict.fromkeys(NAMES["b"], mx.zeros((RANK, 128))),
+}
 HEAD = {"lm_head.lora_a": mx.ones((128, RANK)), "lm_head.lora_b": mx.ones((RANK, 300))}
-ZERO = "every lora_a or lora_b is zero; it would change nothing"
-TENSORS: list[tuple[dict[str, mx.array | None], str]] = [
-    ({**NOTHING}, "holds no tensors; it would change nothing"),
+TENSORS: list[tuple[Tensors, str]] = [
+    *((zeros, "every lora_a or lora_b is zero; it would change nothing") for zeros in ZEROS.values()),
+    (NOTHING, "holds no tensors; it would change nothing"),
     ({f"{Q}.lora_a": None}, f"{Q}.lora_a is missing"),
     ({f"{Q}.lora_a": None, f"{Q}.lora_b": None}, f"{Q}.lora_a is missing; adapter_config.json describes it"),
     ({f"{Q}.m": mx.ones(128)}, "unexpected adapter tensor .*q_proj.m; expected for lora"),
@@ -195,33 +178,35 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def _tied_head(folder: Path) -> None:
-    _say(**adapter_config(["lm_head"]))(folder)
-    _hold(NOTHING | HEAD)(folder)
+def _settings(key: str, value: Any) -> dict[str, Any]:
+    if key not in ("rank", "scale", "keys"):
+        return {key: value}
+    return {"lora_parameters": adapter_config(SOME)["lora_parameters"] | {key: value}}
 
 
-HARMS: list[tuple[Spoil, str]] = [
-    *(
-        (_say_of_rank(key, value) if key in ("rank", "scale", "keys") else _say(**{key: value}), said(key, value))
-        for key, values in BAD_VALUES.items()
-        for value in values
-    ),
-    *((_say(**settings), message) for settings, message in SETTINGS),
-    *((_hold(tensors), message) for tensors, message in TENSORS),
-    *((_zero(part), ZERO) for part in ("lora_a", "lora_b")),
-    (_tied_head, "the model has no matrix lm_head of its own"),
-    (lambda folder: (folder / "adapters.safetensors").unlink(), r"no adapters\.safetensors"),
-    (lambda folder: (folder / "adapter_config.json").unlink(), r"no adapter_config\.json"),
+HARMS: list[tuple[dict[str, Any], Tensors, str]] = [
+    *((_settings(key, value), {}, said(key, value)) for key, values in BAD_VALUES.items() for value in values),
+    *((settings, {}, message) for settings, message in SETTINGS),
+    *(({}, tensors, message) for tensors, message in TENSORS),
+    (adapter_config(["lm_head"]), NOTHING | HEAD, "the model has no matrix lm_head of its own"),
 ]
 
 
-@pytest.mark.parametrize(("spoil", "message"), HARMS)
+@pytest.mark.parametrize(("settings", "tensors", "message"), HARMS)
 def test_what_is_missing_or_wrong_is_named(
-    saved: tuple[Path, Path], tmp_path: Path, spoil: Spoil, message: str
+    saved: tuple[Path, Path], tmp_path: Path, settings: dict[str, Any], tensors: Tensors, message: str
 ) -> None:
     adapter = Path(shutil.copytree(saved[1], tmp_path / "broken"))
-    spoil(adapter)
+    change(adapter / "adapter_config.json", **settings)
+    change_tensors(adapter / "adapters.safetensors", tensors)
     _refused(saved[0], adapter, message)
+
+
+@pytest.mark.parametrize("name", ["adapters.safetensors", "adapter_config.json"])
+def test_a_file_that_is_missing(saved: tuple[Path, Path], tmp_path: Path, name: str) -> None:
+    adapter = Path(shutil.copytree(saved[1], tmp_path / "broken"))
+    (adapter / name).unlink()
+    _refused(saved[0], adapter, f"no {re.escape(name)}")
 
 
 def test_dora_where_it_cannot_be_is_refused(tmp_path: Path) -> None:

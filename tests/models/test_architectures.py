@@ -14,6 +14,7 @@ from support.checkpoints import (
     reference_model,
     save_checkpoint,
     smollm3_config,
+    tensor_shapes,
     write_reference,
 )
 from support.hostile import one_line
@@ -23,7 +24,6 @@ from kvant.cache import CacheOptions
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import Decoder, ModelConfig, load_decoder
 from kvant.models.architectures import ARCHITECTURES
-from kvant.models.parameters import matrices, vectors
 from kvant.tools.plan import Checkpoint, Settings, plan
 
 IDS = [(7 + 31 * i) % 300 for i in range(40)]
@@ -44,9 +44,7 @@ def test_every_architecture_is_tested() -> None:
 def test_names_and_shapes_are_mlx_lms(kind: str, tied: bool) -> None:
     raw = CONFIGS[kind] | {"tie_word_embeddings": tied}
     theirs = {name: array.shape for name, array in tree_flatten(mlx_lm_model(raw).parameters())}
-    config = ModelConfig.from_dict(raw)
-    ours: dict[str, tuple[int, ...]] = {f"{path}.weight": size for path, size in matrices(config).items()}
-    ours |= {name: (size,) for name, size in vectors(config).items()}
+    ours = tensor_shapes(ModelConfig.from_dict(raw))
     if tied:
         del ours["lm_head.weight"]
     assert ours == theirs

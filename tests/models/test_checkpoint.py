@@ -108,13 +108,6 @@ def test_a_config_that_is_refused(config: dict[str, Any], message: str) -> None:
         ModelConfig.from_dict(config)
 
 
-def test_a_quantized_tensor_of_a_model_that_is_not(make_checkpoint: Make) -> None:
-    folder, _ = make_checkpoint()
-    change_tensors(folder / "model.safetensors", {"model.embed_tokens.scales": mx.ones(3)})
-    with one_line(ModelError, "no quantization for model.embed_tokens"):
-        load_decoder(folder)
-
-
 def test_a_header_is_refused_where_the_safetensors_library_refuses_it(tmp_path: Path) -> None:
     rng = random.Random(0)
     path = tmp_path / "model.safetensors"
@@ -160,23 +153,6 @@ def _header(rng: random.Random) -> bytes:
     text = json.dumps(header).encode() + b" " * rng.choice([0, 0, 3])
     length = len(text) + rng.choice([0] * 8 + [-1, 1])
     return length.to_bytes(8, "little") + text + bytes(max(0, end + rng.choice([0] * 8 + [-1, 1])))
-
-
-def test_missing_files(make_checkpoint: Make, tmp_path: Path) -> None:
-    with one_line(ModelError, "nowhere: no such model folder"):
-        load_decoder(tmp_path / "nowhere")
-    folder, _ = make_checkpoint(shards=2)
-    first, second = sorted(folder.glob("*.safetensors"))
-    gone: list[tuple[Callable[[], object], type[ModelError], str]] = [
-        (lambda: second.write_bytes(first.read_bytes()), CheckpointError, "is also in"),
-        (second.unlink, CheckpointError, r"model-00002-of-00002.safetensors: no such file"),
-        ((folder / "model.safetensors.index.json").unlink, CheckpointError, "neither model.safetensors nor model.s"),
-        ((folder / "config.json").unlink, ModelError, r"config.json: no such file"),
-    ]
-    for change, kind, message in gone:
-        change()
-        with one_line(kind, message):
-            load_decoder(folder)
 
 
 def test_generation_config_names_the_end(make_checkpoint: Make) -> None:

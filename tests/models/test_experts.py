@@ -3,7 +3,6 @@
 test_golden.py has transformers' logits, test_formats.py mlx-lm's in every format, test_adapter.py adapters.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,22 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from support.checkpoints import qwen3_moe_config, reference_model, stored_by_transformers, write_reference
+from support.checkpoints import (
+    qwen3_moe_config,
+    reference_model,
+    save_checkpoint,
+    stored_by_transformers,
+    write_reference,
+)
 from support.counts import count
 from support.hostile import one_line
 from support.numbers import relative_error
 
 from kvant.errors import CheckpointError
-from kvant.models import experts as experts_module
 from kvant.models import load_decoder
-from kvant.models.adapted import AdaptedMatrix, Matrix
-from kvant.models.experts import Experts, takes_turns
-from kvant.models.linear import Linear
-from kvant.models.matrix import DenseMatrix, QuantizedMatrix
+from kvant.models import mlp as mlp_module
+from kvant.models.matrix import AdaptedMatrix, DenseMatrix, Linear, Matrix, QuantizedMatrix
+from kvant.models.mlp import Experts, takes_turns
 from kvant.models.quantization import Quantization
 from kvant.tools.bench.adapters import MLXLM
 from kvant.tools.bench.engines import EngineSpec
@@ -45,9 +48,9 @@ def _random_layer(seed: int, count: int, per_token: int, normalized: bool, form:
         dense = DenseMatrix(mx.contiguous(weight.swapaxes(-1, -2)))
         matrix: Matrix = dense
         if form == "quantized" and name != "router":
-            quantized, scales, biases = mx.quantize(weight, 32, 8)
-            matrix = QuantizedMatrix(quantized, scales, biases, Quantization(8, 32))
-            weights[name] = np.array(mx.dequantize(quantized, scales, biases, 32, 8), np.float64)
+            arrays = mx.quantize(weight, 32, 8)
+            matrix = QuantizedMatrix(Quantization(8, 32), *arrays)
+            weights[name] = np.array(mx.dequantize(*arrays, 32, 8), np.float64)
         elif form == "adapted" and name != "router":
             down = rng.normal(size=(count, weight.shape[-1], 3)) / 8
             up = rng.normal(size=(count, 3, weight.shape[-2])) / 2
@@ -91,8 +94,8 @@ def test_a_layer_is_its_definition(
             x[:] = x[0, 0]  # other experts have no row
         expected = _oracle(x.reshape(-1, HIDDEN), weights, per_token, normalized).reshape(x.shape)
         for turns, parallel in ((takes_turns, 10**9), (lambda rows, experts: False, 10**9), (takes_turns, 1)):
-            monkeypatch.setattr(experts_module, "takes_turns", turns)
-            monkeypatch.setattr(experts_module, "PARALLEL_ELEMENTS", parallel)  # 1: each core takes a part
+            monkeypatch.setattr(mlp_module, "takes_turns", turns)
+            monkeypatch.setattr(mlp_module, "PARALLEL_ELEMENTS", parallel)  # 1: each core takes a part
             given = layer(mx.array(x.astype(np.float32)))
             assert relative_error(given, mx.array(expected.astype(np.float32))) < TOLERANCE
 
@@ -110,13 +113,6 @@ def test_the_softmax_is_in_float32() -> None:
     assert all(abs(found[e] - expected[e]) < 5e-4 for e in found)
 
 
-def _write(folder: Path, config: dict[str, Any], weights: dict[str, mx.array]) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def weights() -> dict[str, mx.array]:
     """A checkpoint of mlx-lm's with experts in the second layer."""
@@ -126,10 +122,10 @@ def weights() -> dict[str, mx.array]:
 @pytest.mark.parametrize("way", ["each", "joined"])
 def test_every_way_to_store_them_is_the_same(tmp_path: Path, weights: dict[str, mx.array], way: str) -> None:
     config, stored = qwen3_moe_config(), stored_by_transformers(weights, way)
-    stacked = load_decoder(_write(tmp_path / "stacked", config, weights))
+    stacked = load_decoder(save_checkpoint(tmp_path / "stacked", config, weights))
     del config["num_experts"]
     for name in ("num_experts", "num_local_experts"):
-        folder = _write(tmp_path / name, config | {name: 8}, stored)
+        folder = save_checkpoint(tmp_path / name, config | {name: 8}, stored)
         other = load_decoder(folder)
         assert mx.array_equal(stacked(mx.array([IDS])), other(mx.array([IDS])))
         assert other.nbytes == stacked.nbytes == plan(Checkpoint.from_folder(folder), max_kv_size=8).weights
@@ -155,7 +151,7 @@ def test_what_is_missing_or_wrong_is_named(
     tmp_path: Path, weights: dict[str, mx.array], way: str, changes: dict[str, mx.array | None], message: str
 ) -> None:
     stored = stored_by_transformers(weights, way) | changes
-    folder = _write(tmp_path, qwen3_moe_config(), {name: x for name, x in stored.items() if x is not None})
+    folder = save_checkpoint(tmp_path, qwen3_moe_config(), {name: x for name, x in stored.items() if x is not None})
     with one_line(CheckpointError, message):
         load_decoder(folder)
 
@@ -172,13 +168,13 @@ def test_a_token_reads_few_of_them(tmp_path: Path, tied: bool, quantized: tuple[
     assert (planned.weights, planned.weights_read) == (model.nbytes, model.nbytes_read)
 
 
-def test_the_benchmark_gives_mlx_lm_what_transformers_5_does_not_write(
+def test_the_benchmark_gives_mlx_lm_what_transformers_5_does_notsave_checkpoint(
     tmp_path: Path, weights: dict[str, mx.array]
 ) -> None:
     """The number of experts, and which layers have them; and what of them a step reads is what it is in kvant."""
     config = qwen3_moe_config(num_local_experts=8)
     del config["num_experts"], config["decoder_sparse_step"]
-    folder = _write(tmp_path / "each", config, stored_by_transformers(weights, "each"))
+    folder = save_checkpoint(tmp_path / "each", config, stored_by_transformers(weights, "each"))
     theirs, ours = MLXLM(EngineSpec("mlx-lm", kv_bits=0), folder, 512), load_decoder(folder)
     heads = 2 * 4 * 32 * 4  # kvant holds the weight of a head's norm once for each head
     assert theirs.weight_bytes == (ours.nbytes - heads, ours.nbytes_read - heads)

@@ -6,13 +6,11 @@ from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from support.checkpoints import (
     CONFIGS,
     change_tensors,
     check_three_ways,
-    llama_config,
     load_reference,
     qwen2_config,
     qwen3_config,
@@ -28,9 +26,6 @@ from support.hostile import one_line
 
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import Quantization, load_decoder
-from kvant.models import matrix as matrix_module
-from kvant.models.matrix import QuantizedMatrix
-from kvant.models.matrix_loading import quantized_matrix
 
 IDS = [(7 + 31 * i) % 300 for i in range(40)]
 FLOATS = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
@@ -124,65 +119,6 @@ def test_formats_mixed_by_projection(
     check_three_ways(model, reference_logits(reference, IDS), IDS)
     for layer in model.layers:
         assert (len(layer.self_attn.qkv_proj.matrices), len(layer.mlp.gate_up_proj.matrices)) == (attention, mlp)
-
-
-@pytest.mark.parametrize("mode", ["affine", *FLOATS])
-def test_a_checkpoint_converted_by_mlx_lm(tmp_path: Path, mode: str) -> None:
-    from mlx_lm.utils import load_model, quantize_model, save_config
-
-    source = save_checkpoint(tmp_path / "source", llama_config(), reference_model(llama_config()))
-    reference, config = quantize_model(*load_model(source), group_size=None, bits=None, mode=mode)
-    folder = save_checkpoint(tmp_path / "converted", config, reference)
-    save_config(dict(config), folder / "config.json")
-    check_three_ways(load_decoder(folder), reference_logits(reference, IDS), IDS)
-
-
-# The values of 4-bit floating-point numbers, one bit of sign, two of exponent, one of mantissa (OCP MX 1.0).
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-
-
-def _float64(matrix: QuantizedMatrix) -> np.ndarray:
-    """(out, in) from the bits."""
-    packed, scales = (np.array(x) for x in (matrix.weight, matrix.scales))
-    raw = packed.view(np.uint8)
-    if matrix.quantization.bits == 4:
-        raw = np.stack([raw & 15, raw >> 4], axis=-1).reshape(len(raw), -1)  # the lower half first
-        values = E2M1[raw & 7] * np.where(raw & 8, -1.0, 1.0)
-    else:
-        values = _e4m3(raw)
-    scale = _e4m3(scales) if matrix.quantization.mode == "nvfp4" else 2.0 ** (scales.astype(float) - 127)  # E8M0
-    return (values.reshape(*scale.shape, -1) * scale[..., None]).reshape(values.shape)
-
-
-def _e4m3(raw: np.ndarray) -> np.ndarray:
-    """One bit of sign, four of exponent, three of mantissa; no infinities."""
-    exponent, mantissa = (raw >> 3 & 15).astype(int), (raw & 7) / 8
-    size = np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7))
-    return size * np.where(raw & 128, -1.0, 1.0)
-
-
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("mode", FLOATS)
-def test_every_way_to_multiply(monkeypatch: pytest.MonkeyPatch, mode: str, parallel: bool) -> None:
-    """Against float64, with a thread for each core and without, dequantized in parts and not."""
-    if parallel:
-        monkeypatch.setattr(matrix_module, "PARALLEL_ELEMENTS", 1)
-        monkeypatch.setattr(matrix_module, "DEQUANTIZED_ELEMENTS", 5 * 256)
-    bits, group_size = FLOATS[mode]
-    parts = []
-    for rows, seed in ((20, 0), (17, 1)):
-        weight = mx.random.normal((rows, 256), key=mx.random.key(seed))
-        packed, scales = mx.quantize(weight, group_size=group_size, bits=bits, mode=mode)
-        parts.append(QuantizedMatrix(packed, scales, None, Quantization(bits, group_size, mode)))
-    matrix = quantized_matrix(parts)
-    weight = np.concatenate([_float64(part) for part in parts])
-    assert np.array_equal(np.array(matrix.rows(mx.arange(37)).astype(mx.float32)), weight)
-    for shape in ((1, 256), (3, 256), (9, 256), (2, 3, 256), (256,)):
-        x = mx.random.normal(shape, key=mx.random.key(2))
-        output = matrix.project(x)
-        assert output.dtype == mx.float32
-        rows = np.array(x, np.float64)
-        assert (np.abs(np.array(output) - rows @ weight.T) <= 1e-6 * (np.abs(rows) @ np.abs(weight.T))).all()
 
 
 EMBEDDING = "model.embed_tokens"

@@ -11,12 +11,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.checkpoints import change_tensors
+from support.checkpoints import change_tensors, tensor_shapes
 from support.hostile import OPENED, SETTINGS, change, file_bytes, refused, sparse, tensor
 
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import ModelConfig
-from kvant.models.parameters import matrices, vectors
 
 # What becomes of a file: other keys of its JSON, its content, or a function of its path.
 Spoil = dict[str, Any] | str | bytes | Callable[[Path], object]
@@ -50,9 +49,8 @@ def _sparse(own: dict[str, tuple[int, ...]], config: dict[str, Any] | None = Non
 
     def spoil(path: Path) -> None:
         change(path.with_name("config.json"), **config or {})
-        made = ModelConfig.from_folder(path.parent)
-        shapes = {f"{name}.weight": size for name, size in matrices(made).items() if name != "lm_head"}
-        shapes |= {name: (size,) for name, size in vectors(made).items()}
+        shapes = tensor_shapes(ModelConfig.from_folder(path.parent))
+        del shapes["lm_head.weight"]
         sparse(path.parent, {name: size for name, size in shapes.items() if name not in own} | own, **last)
 
     return spoil
@@ -65,7 +63,9 @@ def _long_header(path: Path) -> None:
 
 NORM, SHAPED = "model.norm.weight", r"model\.norm\.weight has shape .*; expected \(64,\)"
 LONG = {"hidden_size": 600, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 2**24}
+SCALES = {"model.embed_tokens.scales": mx.ones(3)}
 TENSORS: list[tuple[Spoil, str]] = [
+    (lambda path: change_tensors(path, SCALES), "no quantization for model.embed_tokens"),
     (_long_header, "a header of 50000000 bytes; expected at most 16777216"),
     (_sparse({NORM: (7,)}, LONG), r"model\.norm\.weight has shape \(7,\); expected \(600,\)"),  # the last of 40 GB
     (_sparse({}, {"vocab_size": 2**24, "hidden_size": 2**15}), r"the tensors have 2\d{3}.\d\d GB; this machine has"),
@@ -201,7 +201,12 @@ NATIVE: list[Harm] = [
     *((name, _in_place(make), f"{Path(name).name}: {said}") for name in OPENED for make, said in NO_FILES),
     *CODE,
 ]
+SECOND = "model-00002-of-00002.safetensors"
 SHARDS: list[Harm] = [
+    (SECOND, lambda path: shutil.copy(path.with_name("model-00001-of-00002.safetensors"), path), "is also in"),
+    (SECOND, Path.unlink, f"{SECOND}: no such file"),
+    (INDEX, Path.unlink, r"neither model\.safetensors nor model\.s"),
+    ("config.json", Path.unlink, r"config\.json: no such file"),
     *((INDEX, *harm) for harm in (*MAPS, *NO_JSON, DEEP)),
     (INDEX, lambda path: os.truncate(path, 10**12), "1000000000000 bytes; expected at most"),
 ]
@@ -269,5 +274,5 @@ def test_a_spoiled_file_is_refused_in_a_line(
         path.write_bytes(spoil if isinstance(spoil, bytes) else spoil.encode())
     else:
         spoil(path)
-    refused(folder, CheckpointError if name in (WEIGHTS, INDEX) else ModelError, said)
+    refused(folder, CheckpointError if name in (WEIGHTS, INDEX, SECOND) else ModelError, said)
     assert capfd.readouterr().out == ""

@@ -11,13 +11,17 @@ from support.openblas import has_small_products
 
 from kvant.models import matrix as matrix_module
 from kvant.models import unpacked as unpacked_module
-from kvant.models.matrix import DenseMatrix, QuantizedMatrix
+from kvant.models.matrix import DenseMatrix, QuantizedMatrix, quantized_matrix
 from kvant.models.quantization import Quantization
 from kvant.operators.streams import FEW_ROWS, cpu_streams
 
 Array = np.ndarray
-BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (32, 64, 128)
+FLOATS = [Quantization(4, 32, "mxfp4"), Quantization(8, 32, "mxfp8"), Quantization(4, 16, "nvfp4")]
+FORMATS = [2, 3, 4, 5, 6, 8, *FLOATS]
+Format = int | Quantization  # bits of an affine one
+# The values of 4-bit floating-point numbers, one bit of sign, two of exponent, one of mantissa (OCP MX 1.0).
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 IN = 256
 # Of the largest possible sum: 256 float32 products and additions in any order, and one rounding of each weight.
 TOLERANCE = 1e-6
@@ -25,12 +29,13 @@ on_a_cpu = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="the wa
 
 
 def _matrix(
-    num_rows: int, bits: int = 4, group_size: int = 64, num_columns: int = IN, seed: int = 0
+    num_rows: int, bits: Format = 4, group_size: int = 64, num_columns: int = IN, seed: int = 0
 ) -> QuantizedMatrix:
+    quantization = Quantization(bits, group_size) if isinstance(bits, int) else bits
     weight = mx.random.normal((num_rows, num_columns), key=mx.random.key(seed))
-    arrays = mx.quantize(weight, group_size=group_size, bits=bits)
+    arrays = mx.quantize(weight, **quantization.form)
     mx.eval(arrays)
-    return QuantizedMatrix(*arrays, Quantization(bits, group_size))
+    return QuantizedMatrix(quantization, *arrays)
 
 
 def _inputs(*shape: int, seed: int = 1) -> mx.array:
@@ -40,12 +45,28 @@ def _inputs(*shape: int, seed: int = 1) -> mx.array:
 @lru_cache(1)
 def _dequantize(matrix: QuantizedMatrix) -> Array:
     """(out, in) float64. Levels are bits in a row, the lowest first, across the borders of words."""
-    packed = np.array(matrix.weight)
+    packed, mode = np.array(matrix.weight), matrix.quantization.mode
+    if mode != "affine":
+        numbers, scales = packed.view(np.uint8), np.array(matrix.scales)
+        if matrix.quantization.bits == 4:
+            numbers = np.stack([numbers & 15, numbers >> 4], axis=-1).reshape(len(packed), -1)  # the lower half first
+            values = E2M1[numbers & 7] * np.where(numbers & 8, -1.0, 1.0)
+        else:
+            values = _e4m3(numbers)
+        scale = _e4m3(scales) if mode == "nvfp4" else 2.0 ** (scales.astype(float) - 127)  # E8M0
+        return (values.reshape(*scale.shape, -1) * scale[..., None]).reshape(values.shape)
     digits = np.unpackbits(packed.view(np.uint8), axis=-1, bitorder="little")  # (out, in * bits)
     levels = digits.reshape(len(packed), -1, matrix.quantization.bits) @ 2.0 ** np.arange(matrix.quantization.bits)
     scales, biases = (np.array(x, np.float64)[..., None] for x in (matrix.scales, matrix.biases))
     groups = levels.reshape(*scales.shape[:2], -1)  # (out, in) -> (out, in / G, G)
     return (groups * scales + biases).reshape(levels.shape)
+
+
+def _e4m3(raw: Array) -> Array:
+    """One bit of sign, four of exponent, three of mantissa; no infinities."""
+    exponent, mantissa = (raw >> 3 & 15).astype(int), (raw & 7) / 8
+    size = np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7))
+    return size * np.where(raw & 128, -1.0, 1.0)
 
 
 def _check(matrix: QuantizedMatrix, x: mx.array) -> None:
@@ -75,10 +96,10 @@ WAYS: list[tuple[Patches, tuple[int, ...], tuple[int, ...]]] = [  # and groups, 
 ]
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", FORMATS, ids=str)
 @pytest.mark.parametrize(("patches", "outputs", "groups"), WAYS)
 def test_every_format_shape_and_way(
-    monkeypatch: pytest.MonkeyPatch, bits: int, patches: Patches, outputs: tuple[int, ...], groups: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, bits: Format, patches: Patches, outputs: tuple[int, ...], groups: tuple[int, ...]
 ) -> None:
     if patches and mx.default_device().type != mx.cpu:
         pytest.skip("the ways differ on a CPU only")
@@ -96,9 +117,16 @@ def test_every_format_shape_and_way(
             assert matrix.project(mx.zeros((0, IN))).shape == (0, num_rows)
 
 
+@pytest.mark.parametrize("quantization", FLOATS, ids=str)
+def test_rows_of_matrices_side_by_side(quantization: Quantization) -> None:
+    parts = [_matrix(20, quantization), _matrix(17, quantization, seed=1)]
+    rows = quantized_matrix(parts).rows(mx.arange(37)).astype(mx.float32)
+    assert np.array_equal(np.array(rows), np.concatenate([_dequantize(part) for part in parts]))
+
+
 @on_a_cpu
-@pytest.mark.parametrize("bits", BITS)
-def test_a_row_is_bitwise_the_same_whatever_the_others_are(bits: int) -> None:
+@pytest.mark.parametrize("bits", FORMATS, ids=str)
+def test_a_row_is_bitwise_the_same_whatever_the_others_are(bits: Format) -> None:
     """A deterministic engine relies on it: its steps have a fixed number of rows."""
     matrix = _matrix(700, bits)
     for count in (2, 8, 16):
@@ -113,8 +141,8 @@ def test_a_row_is_bitwise_the_same_whatever_the_others_are(bits: int) -> None:
 
 @on_a_cpu
 @pytest.mark.parametrize("cores", [1, 2, 3, 5])
-@pytest.mark.parametrize("bits", BITS)
-def test_in_parallel_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch, bits: int, cores: int) -> None:
+@pytest.mark.parametrize("bits", FORMATS, ids=str)
+def test_in_parallel_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch, bits: Format, cores: int) -> None:
     """Also with fewer outputs than cores: MLX divides by zero in a product with none, which ended the process."""
     _cores(monkeypatch, cores)
     for num_rows in (1, 2, 3, 37):

@@ -21,6 +21,7 @@ from support.checkpoints import (
     olmo2_config,
     qwen2_config,
     qwen3_moe_config,
+    save_checkpoint,
     stored_by_transformers,
     write_reference,
 )
@@ -28,7 +29,7 @@ from support.counts import count
 from support.hostile import one_line
 
 from kvant.errors import CheckpointError, ModelError
-from kvant.models import ModelConfig, load_decoder
+from kvant.models import Decoder, ModelConfig, load_decoder
 from kvant.models.checkpoint import check_folder, load_part
 from kvant.models.share import local_config, shares
 from kvant.models.tensors import Part, TensorFiles
@@ -148,8 +149,7 @@ def test_models_that_cannot_be_divided(config: ModelConfig, ranks: int, message:
 def _made(folder: Path, config: dict[str, Any], bits: int = 0, way: str = "stacked") -> Path:
     _, model = write_reference(folder, config, *((bits, 32) if bits else ()))
     if way != "stacked":
-        weights = stored_by_transformers(dict(tree_flatten(model.parameters())), way)
-        mx.save_safetensors(str(folder / "model.safetensors"), weights)
+        save_checkpoint(folder, config, stored_by_transformers(dict(tree_flatten(model.parameters())), way))
     return folder
 
 
@@ -198,9 +198,8 @@ def test_only_the_share_is_read(tmp_path: Path, name: str, config: dict[str, Any
 
 
 def _bytes_read_by_this_process() -> int:
-    """By all reading system calls; 0 where there is no such count."""
-    counts = Path("/proc/self/io")
-    return int(counts.read_text().split("rchar: ")[1].split()[0]) if counts.exists() else 0
+    """By its threads, on Linux; the process's own count has those of processes that it waited for, too."""
+    return sum(int(counts.read_text().split()[1]) for counts in Path("/proc/self/task").glob("*/io"))
 
 
 def _header_bytes(folder: Path) -> int:
@@ -226,7 +225,7 @@ def test_layers_of_a_model(tmp_path: Path, name: str) -> None:
     assert (first.config.num_hidden_layers, last.config.num_hidden_layers) == (1, 2)
     assert last.config.windows == whole.config.windows[1:]
     assert last.embed_tokens is last.norm is last.lm_head is None
-    joined = replace(first, config=whole.config, layers=(*first.layers, *last.layers)).decoder()
+    joined = Decoder(replace(first, config=whole.config, layers=(*first.layers, *last.layers)))
     assert mx.array_equal(joined(ids), whole(ids))
 
     tensors = mx.load(str(folder / "model.safetensors"))
@@ -269,7 +268,7 @@ def test_an_adapter_of_other_ranks_layers(tmp_path: Path) -> None:
     first = load_part(folder, layers=range(1), adapter=adapter, all_sum=all_sum)
     last = load_part(folder, layers=range(1, 2), embedding=False, head=False, adapter=adapter, all_sum=all_sum)
     assert asked == [0.0, 1.0]
-    joined = replace(first, config=whole.config, layers=(*first.layers, *last.layers)).decoder()
+    joined = Decoder(replace(first, config=whole.config, layers=(*first.layers, *last.layers)))
     assert mx.array_equal(joined(ids), whole(ids))
     with one_line(CheckpointError, "every lora_a or lora_b is zero"):
         load_part(folder, layers=range(1), adapter=adapter, all_sum=lambda x: x)

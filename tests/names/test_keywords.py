@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -106,10 +105,6 @@ def test_the_config_is_mlx_lms(folder: Path) -> None:
         assert load(folder, return_config=True)[2] == mlx_lm.load(str(folder), return_config=True)[2]
 
 
-def _tokens(responses: Iterator[Any]) -> list[int]:
-    return [response.token for response in responses]
-
-
 def test_bits_shape_the_cache_that_is_reserved(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = pocket
     made: list[Any] = []
@@ -174,18 +169,6 @@ def test_options_beside_a_cache_can_only_confirm_it(pocket: Pocket) -> None:
     ):
         with pytest.raises(ArgumentError, match=message):
             ask(cache, **options)
-
-
-def test_mlx_lms_functions_on_kvants_objects(pocket: Pocket) -> None:
-    model, tokenizer = pocket
-    cache: Any = mlx_lm_cache.make_prompt_cache(model)
-    assert cache.max_seq_len == model.config.max_position_embeddings
-    prompt = tokenizer.encode(PROMPT)
-    first = _tokens(stream_generate(model, tokenizer, prompt, 8, prompt_cache=cache))
-    assert mlx_lm_cache.can_trim_prompt_cache(cache)
-    assert mlx_lm_cache.trim_prompt_cache(cache, 9) == 9
-    assert cache.ids == [prompt[:-1]]
-    assert _tokens(stream_generate(model, tokenizer, prompt[-1:], 8, prompt_cache=cache)) == first
 
 
 def test_a_cache_of_either_kind_of_model(pocket: Pocket, tmp_path: Path) -> None:

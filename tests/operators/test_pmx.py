@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support import oracle
 from support.counts import count
+from support.numbers import peak_bytes
 from support.operator_cases import FLOATS, QuantizedTally, check_output, same_bits, to_numpy
 from support.oracle import Array
 from support.pmx_cases import FORMS, MASKS, START_FORMS, Call, check_cases, draw_case, plain_case
@@ -111,10 +112,7 @@ def test_inputs_are_left_alone(packed: bool) -> None:
 
 def peak_of(call: Callable[[], Any], arrays: list[mx.array]) -> int:
     mx.eval(arrays)
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    mx.eval(call(), arrays)
-    return mx.get_peak_memory() - before
+    return peak_bytes(lambda: mx.eval(call(), arrays))
 
 
 @pytest.mark.parametrize("quant_bit", [0, 8])

@@ -13,7 +13,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING
 
-from kvant.models import Decoder
+from kvant.models import Decoder, ModelConfig
+from kvant.models.parameters import parameters
 from support.numbers import relative_error
 
 TOLERANCE = 1e-4  # of the largest logit
@@ -98,11 +99,13 @@ def reference_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
     return model
 
 
-def save_checkpoint(folder: Path, config: dict[str, Any], model: nn.Module, shards: int = 1) -> Path:
+def save_checkpoint(
+    folder: Path, config: dict[str, Any], model: nn.Module | dict[str, mx.array], shards: int = 1
+) -> Path:
     """Write config.json and safetensors, in shards with an index where more than one is asked for."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    weights = dict(tree_flatten(model.parameters()))
+    weights = dict(tree_flatten(model.parameters())) if isinstance(model, nn.Module) else model
     if shards == 1:
         mx.save_safetensors(str(folder / "model.safetensors"), weights)
         return folder
@@ -188,6 +191,16 @@ def load_reference(folder: Path) -> nn.Module:
     model.load_weights(list(model.sanitize(weights).items()))
     mx.eval(model.parameters())
     return model
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Each tensor's name and shape in kvant's table, if nothing is quantized; of the head even if it is tied."""
+    shapes = {}
+    for path, _, row in parameters(config):
+        shapes[f"{path}.weight"] = config.shape(row)
+        if row.bias in config.biases:
+            shapes[f"{path}.bias"] = config.shape(row)[:1]
+    return shapes
 
 
 def reference_logits(model: nn.Module, ids: list[int]) -> mx.array:

@@ -21,7 +21,7 @@ from kvant.bridge.rope import rotate_by_matrices
 from kvant.bridge.translation import translated
 from kvant.errors import CheckpointError, ModelError, library_errors
 from kvant.fields import shown
-from kvant.models.matrix_loading import check_device
+from kvant.models.matrix import check_device
 from kvant.models.quantization import FLOAT_MODES, Quantization, read_quantization
 from kvant.models.tensors import TensorFiles
 from kvant.tensor_header import BITS

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvant.models.config import ModelConfig
-from kvant.models.linear import Linear
+from kvant.models.matrix import Linear
 from kvant.operators.bias_split import BiasSplit, rotation_table
 
 # A rotary pair's key bias stays out of the cache if it is more than this many times the root mean square of the
@@ -58,22 +58,14 @@ def divide_bias(config: ModelConfig, qkv_proj: Linear, bias: mx.array, norm: mx.
         bias: (H D + 2 K D,).
         norm: (hidden,) weight of the RMSNorm before the projection.
     """
-    size, typical = pair_sizes(config, qkv_proj, bias, norm)
-    outweighs = (size > SPLIT_FROM * typical).any(axis=0)  # (D/2,), one choice for all heads of the layer
-    return split_pairs(config, bias, tuple(p for p in range(config.head_dim // 2) if outweighs[p].item()))
-
-
-def pair_sizes(config: ModelConfig, qkv_proj: Linear, bias: mx.array, norm: mx.array) -> tuple[mx.array, mx.array]:
-    """The size of the keys' bias in each rotary pair, (K, D/2), and that of a head's pairs without a bias, (K, 1).
-
-    The latter is a root mean square over pairs and inputs. Arguments as in :func:`divide_bias`.
-    """
     H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     keys = slice(H * D, (H + K) * D)
     weights = qkv_proj.rows(keys.start, keys.stop).astype(mx.float32) * norm.astype(mx.float32)  # (K D, hidden)
-    spread = mx.square(weights).sum(axis=-1).reshape(K, 2, D // 2).sum(axis=1)  # of a pair, squared
+    spread = mx.square(weights).sum(axis=-1).reshape(K, 2, D // 2).sum(axis=1)  # (K, D/2): of a pair, squared
     size = mx.square(bias[keys].astype(mx.float32)).reshape(K, 2, D // 2).sum(axis=1)
-    return mx.sqrt(size), mx.sqrt(spread.mean(axis=1, keepdims=True))
+    typical = mx.sqrt(spread.mean(axis=1, keepdims=True))  # (K, 1): of a head's pairs
+    outweighs = (mx.sqrt(size) > SPLIT_FROM * typical).any(axis=0)  # (D/2,), one choice for all heads of the layer
+    return split_pairs(config, bias, tuple(p for p in range(D // 2) if outweighs[p].item()))
 
 
 def split_pairs(config: ModelConfig, bias: mx.array, pairs: tuple[int, ...]) -> ProjectionBias:

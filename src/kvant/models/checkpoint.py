@@ -1,23 +1,27 @@
 """Files to arrays, safely: safetensors only, every shape and dtype checked before an array is made."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 
-from kvant.errors import CheckpointError, ModelError
-from kvant.models.adapted import AdaptedMatrix, Matrix
+from kvant.errors import CheckpointError
 from kvant.models.adapter import Adapter
-from kvant.models.architectures.table import Parameter
+from kvant.models.architectures.table import ExpertSettings, Parameter
 from kvant.models.bias import divide_bias
 from kvant.models.config import ModelConfig
-from kvant.models.decoder import Attention, Block, Decoder
-from kvant.models.experts import Experts, check_gather
-from kvant.models.linear import Linear
-from kvant.models.matrix import DenseMatrix, QuantizedMatrix
-from kvant.models.matrix_loading import check_device, dense_matrix, quantized_matrix
-from kvant.models.mlp import MLP
+from kvant.models.decoder import Attention, Block, Decoder, DecoderParts
+from kvant.models.matrix import (
+    AdaptedMatrix,
+    DenseMatrix,
+    Linear,
+    Matrix,
+    QuantizedMatrix,
+    check_device,
+    dense_matrix,
+    quantized_matrix,
+)
+from kvant.models.mlp import MLP, Experts
 from kvant.models.parameters import matrices, parameters
 from kvant.models.share import Share, Wanted, divides_inputs, everything, local_config
 from kvant.models.stacking import joined_part, stored_otherwise, take_stacked
@@ -42,43 +46,7 @@ def load_decoder(folder: Path, progress: Progress | None = None, adapter: Path |
         adapter: the folder of a LoRA or DoRA adapter in mlx-lm's format. It is added to floating-point matrices as they
             are loaded. Quantized matrices keep their bits, and its low rank stays beside them.
     """
-    return load_part(folder, progress=progress, adapter=adapter).decoder()
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderParts:
-    """What a rank has of a decoder.
-
-    Attributes:
-        config: of the rank's model: its layers, heads and features.
-        dtype: of activations.
-        embed_tokens: None: the rank neither embeds tokens nor has an output head that is tied to the embedding.
-        layers: its own.
-        norm: the one before the output head; None: another rank has both.
-        lm_head: None: tied to the embedding, or another rank's.
-        bytes_read: of the model's tensors.
-    """
-
-    config: ModelConfig
-    dtype: mx.Dtype
-    embed_tokens: Matrix | None
-    layers: tuple[Block, ...]
-    norm: mx.array | None
-    lm_head: Matrix | None
-    bytes_read: int
-
-    def decoder(self) -> Decoder:
-        """The decoder, of parts that have both of its ends."""
-        assert self.embed_tokens is not None
-        assert self.norm is not None
-        return Decoder(
-            self.config,
-            self.dtype,
-            embed_tokens=self.embed_tokens,
-            layers=self.layers,
-            norm=self.norm,
-            lm_head=self.lm_head,
-        )
+    return Decoder(load_part(folder, progress=progress, adapter=adapter))
 
 
 def load_part(
@@ -103,7 +71,7 @@ def load_part(
         progress, adapter: as there; progress counts the rank's layers.
     """
     check_process()
-    config, tensors = _open(folder)
+    config, tensors = check_folder(folder, whole=False)
     whole = everything(config)
     wanted = Wanted(
         share=whole.share if share is None else share,
@@ -122,19 +90,16 @@ def load_part(
     return parts
 
 
-def _open(folder: Path) -> tuple[ModelConfig, TensorFiles]:
-    """The config and the tensors of a model folder, whose names, shapes and dtypes agree."""
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such model folder")
+def check_folder(folder: Path, *, whole: bool = True) -> tuple[ModelConfig, TensorFiles]:
+    """The config and the tensors of a model folder, whose names, shapes and dtypes agree; no tensor has been read.
+
+    Args:
+        whole: this machine is to have memory for all of it.
+    """
     config, tensors = ModelConfig.from_folder(folder), TensorFiles(folder)
     tensors.check(expected_tensors(config, tensors))
-    return config, tensors
-
-
-def check_folder(folder: Path) -> tuple[ModelConfig, TensorFiles]:
-    """The config and the tensors of a model folder, whose names, shapes and dtypes agree; no tensor has been read."""
-    config, tensors = _open(folder)
-    tensors.check_memory(tensors.nbytes)
+    if whole:
+        tensors.check_memory(tensors.nbytes)
     return config, tensors
 
 
@@ -256,9 +221,7 @@ class _Builder:
         stored = [(path, size) for path, size in matrices(self.config).items() if f"{path}.scales" in self.tensors]
         for quantization, experts in {(self.config.quantization_of(path), len(size) > 2) for path, size in stored}:
             if quantization is not None:
-                check_device(quantization)
-                if experts:
-                    check_gather(quantization)
+                check_device(quantization, gathers=experts)
 
     def _block(self, index: int) -> Block:
         config, table = self.config, self.config.architecture
@@ -281,17 +244,14 @@ class _Builder:
                 rotates=config.rotates[index],
                 window=config.windows[index],
             ),
-            mlp=self._experts(path) if config.has_experts(index) else self._mlp(path),
+            mlp=self._mlp(path, config.experts if config.has_experts(index) else None),
             norms=norms,
             rms_norm_eps=config.rms_norm_eps,
         )
 
-    def _mlp(self, path: str) -> MLP:
-        return MLP(self._linear(path, "gate_up"), self._linear(path, "down"))
-
-    def _experts(self, path: str) -> Experts:
-        settings = self.config.experts
-        assert settings is not None
+    def _mlp(self, path: str, settings: ExpertSettings | None) -> MLP | Experts:
+        if settings is None:
+            return MLP(self._linear(path, "gate_up"), self._linear(path, "down"))
         return Experts(
             router=self._linear(path, "router"),
             gate_up_proj=self._linear(path, "experts_gate_up"),
@@ -355,13 +315,13 @@ class _Builder:
         stored = _stored(self.config, self.tensors, path, self.config.shape(row))
         if len(stored) == 1 or quantization is None:
             return dense_matrix(self._weights(prefix, [row]), self.dtype)
-        weight, scales, *biases = (
+        weight, *others = (
             self.tensors.take(name, shape, dtypes, self.share.part(self.config, row, shape))
             for name, (shape, dtypes) in stored.items()
         )
-        if not biases:
-            return QuantizedMatrix(weight, scales, None, quantization)
-        return QuantizedMatrix(weight, scales.astype(self.dtype), biases[0].astype(self.dtype), quantization)
+        if quantization.has_biases:
+            others = [array.astype(self.dtype) for array in others]
+        return QuantizedMatrix(quantization, weight, *others)
 
 
 def _compute_dtype(config: ModelConfig, tensors: TensorFiles) -> mx.Dtype:

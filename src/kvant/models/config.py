@@ -126,11 +126,6 @@ class ModelConfig:
         """Whether q, k and v are projected with a bias."""
         return "attention_bias" in self.biases
 
-    @property
-    def query_key_norm(self) -> bool:
-        """Whether queries and keys are normalized."""
-        return bool(self.architecture.of_role("query_norm"))
-
     def has_experts(self, layer: int) -> bool:
         """Whether the layer has experts in place of one MLP."""
         return self.experts is not None and self.experts.layers[layer]

@@ -13,7 +13,6 @@ from kvant.cache.identity import Identity
 from kvant.cache.options import CacheFields, CacheOptions
 from kvant.cache.pool import Pool, pool_bytes
 from kvant.cache.pool_batch import PoolBatch
-from kvant.models.adapted import Matrix
 from kvant.models.bias import ProjectionBias
 from kvant.models.caches import (
     check_batch,
@@ -25,10 +24,9 @@ from kvant.models.caches import (
     pool_formats,
 )
 from kvant.models.config import ModelConfig
-from kvant.models.experts import Experts
 from kvant.models.inputs import check_ids, check_offset, check_shape
-from kvant.models.linear import Linear
-from kvant.models.mlp import MLP
+from kvant.models.matrix import Linear, Matrix
+from kvant.models.mlp import MLP, Experts
 from kvant.operators.attention import attend_tokens
 from kvant.operators.masks import window_mask
 from kvant.operators.normalization import rms_norm
@@ -131,6 +129,29 @@ class Block:
         ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderParts:
+    """What a decoder is made of; a rank's may lack some.
+
+    Attributes:
+        config: of the rank's model: its layers, heads and features.
+        dtype: of activations.
+        embed_tokens: None: the rank neither embeds tokens nor has an output head that is tied to the embedding.
+        layers: its own.
+        norm: the one before the output head; None: another rank has both.
+        lm_head: None: tied to the embedding, or another rank's.
+        bytes_read: of the model's tensors.
+    """
+
+    config: ModelConfig
+    dtype: mx.Dtype
+    embed_tokens: Matrix | None
+    layers: tuple[Block, ...]
+    norm: mx.array | None
+    lm_head: Matrix | None
+    bytes_read: int
+
+
 class Decoder:
     """A language model, of one of :data:`kvant.models.architectures.ARCHITECTURES`.
 
@@ -144,24 +165,14 @@ class Decoder:
     all_windows: Sequence[int | None] = ()
     last_token_alone = False  # the logits of a prompt's last token are computed alone
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: mx.Dtype,
-        *,
-        embed_tokens: Matrix,
-        layers: Sequence[Block],
-        norm: mx.array,
-        lm_head: Matrix | None,
-    ) -> None:
-        self.config = config
-        self.dtype = dtype
-        self.layers = tuple(layers)
+    def __init__(self, parts: DecoderParts) -> None:
+        """``parts``: with both ends of the model."""
+        assert parts.embed_tokens is not None
+        assert parts.norm is not None
+        self.config, self.dtype, self.layers = parts.config, parts.dtype, parts.layers
         self.identity: Identity | None = None
-        self._rotary = config.rope.rotary(config.head_dim)
-        self._embed_tokens = embed_tokens
-        self._norm = norm
-        self._lm_head = lm_head
+        self._rotary = self.config.rope.rotary(self.config.head_dim)
+        self._embed_tokens, self._norm, self._lm_head = parts.embed_tokens, parts.norm, parts.lm_head
 
     def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
         """Logits of every position; the step is committed.

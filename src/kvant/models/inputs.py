@@ -6,7 +6,7 @@ import mlx.core as mx
 def check_shape(inputs: mx.array) -> None:
     """Raise a ValueError unless ``inputs`` are (B, S), with neither of them 0."""
     if inputs.ndim != 2 or 0 in inputs.shape:
-        raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected (B, S) token ids")
+        raise ValueError(f"inputs has shape {inputs.shape}; expected (B, S) token ids")
 
 
 def check_ids(inputs: mx.array, vocab_size: int) -> None:
@@ -25,9 +25,9 @@ def check_offset(offset: int | mx.array | None, lengths: tuple[int, ...]) -> Non
         return
     batch = len(lengths)
     if isinstance(offset, mx.array):
-        if tuple(offset.shape) != (batch,) or not mx.issubdtype(offset.dtype, mx.integer):
+        if offset.shape != (batch,) or not mx.issubdtype(offset.dtype, mx.integer):
             raise ValueError(
-                f"offset is an array of {offset.dtype} {tuple(offset.shape)}; "
+                f"offset is an array of {offset.dtype} {offset.shape}; "
                 f"expected an int or an array of integers ({batch},)"
             )
         given = tuple(offset.tolist())  # type: ignore[arg-type]

@@ -25,14 +25,3 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """
     shapes = ((path, config.shape(row)) for path, _, row in parameters(config))
     return {path: shape for path, shape in shapes if len(shape) > 1}
-
-
-def vectors(config: ModelConfig) -> dict[str, int]:
-    """Each norm's and bias's tensor name and size."""
-    found = {}
-    for path, _, row in parameters(config):
-        if len(row.shape) == 1:
-            found[f"{path}.weight"] = config.shape(row)[0]
-        elif row.bias in config.biases:
-            found[f"{path}.bias"] = config.shape(row)[0]
-    return found

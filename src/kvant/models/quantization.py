@@ -42,6 +42,11 @@ class Quantization:
             raise ModelError(f"config.json: quantization group_size is {self.group_size!r}; expected 32, 64 or 128")
 
     @property
+    def form(self) -> dict[str, Any]:
+        """The arguments by which MLX's functions know it."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+    @property
     def has_biases(self) -> bool:
         """Whether groups have a bias beside their scale."""
         return self.mode == "affine"

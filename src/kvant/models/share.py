@@ -82,14 +82,10 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a rank is to read.
+    """What a rank reads: the arguments of :func:`kvant.models.checkpoint.load_part`, each of them said.
 
     Attributes:
-        share: of each layer, and of an output head that is stored by itself.
-        layers: numbers of its layers.
         embedding: it needs the embedding, for tokens or as a tied output head.
-        head: it has the output head and the norm before it.
-        all_sum: the sum of an array over all ranks. Every rank calls it as often, while it loads an adapter.
     """
 
     share: Share

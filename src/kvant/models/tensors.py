@@ -48,19 +48,19 @@ class TensorFiles:
     """The tensors of a model folder by name. Headers are checked at once; data is read lazily.
 
     Attributes:
+        nbytes: of the files.
         bytes_read: of the tensors taken so far, those of each part or whole. Headers are not counted.
     """
 
     def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
         """Read the headers of ``files``; None: those of the folder's model."""
-        self.bytes_read = 0
+        self.nbytes = self.bytes_read = 0
         self._file_of: dict[str, Path] = {}
         self._tensor_of: dict[str, Tensor] = {}
         self._data_of: dict[Path, int] = {}  # where a file's tensors begin
         self._opened: dict[Path, Identity] = {}
         self._loaded: dict[Path, dict[str, mx.array]] = {}
         self.files, owners = _shards(folder) if files is None else (list(files), {})
-        self._nbytes = 0
         for path in self.files:
             self._read_header(path)
         for name, owner in owners.items():
@@ -78,14 +78,14 @@ class TensorFiles:
                     if name in self._file_of:
                         raise CheckpointError(f"{path.name}: tensor {name} is also in {self._file_of[name].name}")
                     self._file_of[name], self._tensor_of[name] = path, tensor
-                self._check_identity(path)
-                self._nbytes += state.st_size
+                self._check_same(path, path.stat())
+                self.nbytes += state.st_size
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: not a whole safetensors file: {one_line(error)}") from error
 
-    def _check_identity(self, path: Path) -> None:
+    def _check_same(self, path: Path, state: os.stat_result) -> None:
         """Refuse a file that is not the one whose header was checked: libraries open it again, by its name."""
-        if _identity(path.stat()) != self._opened[path]:
+        if _identity(state) != self._opened[path]:
             raise CheckpointError(f"{path}: changed while it was read")
 
     def __contains__(self, name: str) -> bool:
@@ -96,20 +96,13 @@ class TensorFiles:
         """Every tensor's name."""
         return set(self._file_of)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the files."""
-        return self._nbytes
-
     def shape(self, name: str) -> tuple[int, ...]:
         """The tensor's shape."""
-        self._require(name)
-        return self._tensor_of[name].shape
+        return self._tensor(name).shape
 
     def dtype(self, name: str) -> str:
         """The dtype as safetensors writes it, such as BF16."""
-        self._require(name)
-        return self._tensor_of[name].dtype
+        return self._tensor(name).dtype
 
     def part_bytes(self, name: str, part: Part | None) -> int:
         """Bytes of a part of the tensor; None: of all of it."""
@@ -145,7 +138,7 @@ class TensorFiles:
         try:
             if path not in self._loaded:
                 self._loaded[path] = mx.load(str(path))  # type: ignore[assignment]
-                self._check_identity(path)
+                self._check_same(path, path.stat())
             array = self._loaded[path].pop(name)
         except (RuntimeError, ValueError, KeyError, OSError) as error:
             raise CheckpointError(f"{path}: MLX does not read it: {one_line(error)}") from error
@@ -162,31 +155,27 @@ class TensorFiles:
             with open_file(path, error=CheckpointError) as stream:
                 raw = stream.raw
                 assert isinstance(raw, FileIO)  # without a buffer of its own, which would read ahead
-                self._check_open(path, raw)
+                self._check_same(path, os.fstat(raw.fileno()))
                 for first, last in _runs(tensor, part):
                     self.bytes_read += _read_into(raw, start + first, buffer[done : done + last - first])
                     done += last - first
-                self._check_open(path, raw)
+                self._check_same(path, os.fstat(raw.fileno()))
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {one_line(error)}") from error
         data = mx.array(buffer)  # type: ignore[arg-type]  # it takes any buffer
         return data.view(DTYPES[tensor.dtype]).reshape(part.shape(tensor.shape))
 
-    def _check_open(self, path: Path, raw: FileIO) -> None:
-        if _identity(os.fstat(raw.fileno())) != self._opened[path]:
-            raise CheckpointError(f"{path}: changed while it was read")
-
     def _check(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> None:
-        self._require(name)
-        tensor = self._tensor_of[name]
+        tensor = self._tensor(name)
         if tensor.shape != shape:
             raise CheckpointError(f"tensor {name} has shape {tensor.shape}; expected {shape}")
         if tensor.dtype not in dtypes:
             raise CheckpointError(f"tensor {name} has dtype {tensor.dtype}; expected {' or '.join(dtypes)}")
 
-    def _require(self, name: str) -> None:
-        if name not in self._file_of:
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._tensor_of:
             raise CheckpointError(f"tensor {name} is missing")
+        return self._tensor_of[name]
 
 
 def tensor_files(folder: Path) -> list[Path]:

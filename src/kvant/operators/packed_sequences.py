@@ -140,7 +140,7 @@ def _listed(name: str, given: Any, ndim: int) -> Sequence[Any]:
     """The entries of an integer array of so many dimensions, or of a sequence."""
     if isinstance(given, mx.array):
         if given.ndim != ndim or not mx.issubdtype(given.dtype, mx.integer):
-            kind = f"{given.dtype} {tuple(given.shape)}"
+            kind = f"{given.dtype} {given.shape}"
             raise ValueError(f"{name} is an array, {kind}; expected integers, number of dimensions {ndim}")
         return given.tolist()  # type: ignore[return-value]
     if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray):

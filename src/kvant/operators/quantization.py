@@ -76,8 +76,8 @@ def dequantize(
             f"quantized has dtype {quantized.dtype}; quant_bit {quant_bit} needs {quantized_dtype(quant_bit)}"
         )
     expected = (*quantized.shape[:-1], head_dim // quant_group)
-    if tuple(scale.shape) != expected:
-        raise ValueError(f"scale has shape {tuple(scale.shape)}; quantized {tuple(quantized.shape)} needs {expected}")
+    if scale.shape != expected:
+        raise ValueError(f"scale has shape {scale.shape}; quantized {quantized.shape} needs {expected}")
     return multiply_scale(quantized, scale, quant_bit, product_dtype=scale.dtype).astype(dtype)
 
 

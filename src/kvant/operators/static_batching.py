@@ -162,7 +162,7 @@ def _checked(
     call = check_call(STATIC_LAYOUTS, ("B", "S"), sizes, form, *arrays)
     if isinstance(start_pos, mx.array):
         if start_pos.size != 1 or not mx.issubdtype(start_pos.dtype, mx.integer):
-            given = f"{start_pos.dtype} {tuple(start_pos.shape)}"
+            given = f"{start_pos.dtype} {start_pos.shape}"
             raise ValueError(f"start_pos is an array, {given}; expected one integer element")
         start_pos = int(start_pos.item())  # type: ignore[arg-type]
     S, most = sizes["S"], sizes["MaxS"]

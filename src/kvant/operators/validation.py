@@ -31,7 +31,7 @@ def check_arrays(rows: Iterable[ArrayRow], sizes: dict[str, int]) -> None:
         fits = x.ndim == len(axes) and all(n == w for n, w in zip(x.shape, wanted, strict=True) if isinstance(w, int))
         if not fits or 0 in x.shape:
             least = "" if 0 not in x.shape else ", at least 1 in every dimension"
-            raise ValueError(f"{name} has shape {_shape(x)}; expected {len(axes)} dimensions, {_text(wanted)}{least}")
+            raise ValueError(f"{name} has shape {x.shape}; expected {len(axes)} dimensions, {_text(wanted)}{least}")
         sizes.update((axis, n) for axis, n in zip(axes, x.shape, strict=True) if isinstance(axis, str))
         check_dtype(name, x, dtypes)
 
@@ -93,10 +93,10 @@ def check_mask(
 ) -> None:
     """Check a mask (*lead, rows, columns), with one of these leads; with ``padded`` more columns are allowed."""
     check_is_array(name, mask)
-    fits = mask.ndim >= 2 and tuple(mask.shape[:-2]) in leads and mask.shape[-2] == rows
+    fits = mask.ndim >= 2 and mask.shape[:-2] in leads and mask.shape[-2] == rows
     if not fits or mask.shape[-1] < columns or (mask.shape[-1] > columns and not padded):
         shapes = [_text([*lead, rows, f">={columns}" if padded else columns]) for lead in leads]
-        raise ValueError(f"{name} has shape {_shape(mask)}; expected {' or '.join(shapes)}")
+        raise ValueError(f"{name} has shape {mask.shape}; expected {' or '.join(shapes)}")
     check_dtype(name, mask, MASK_DTYPES)
 
 
@@ -124,8 +124,8 @@ def check_bias_split(split: BiasSplit | None, K: int, D: int, tokens: int) -> No
         ("rotation", split.rotation[..., :tokens], (2, P, tokens)),
         ("value_bias", split.value_bias, (K, D)),
     ):
-        if tuple(x.shape) != expected or x.dtype != mx.float32:
-            raise ValueError(f"bias_split's {name} is {x.dtype} {_shape(x)}; expected float32 {expected}")
+        if x.shape != expected or x.dtype != mx.float32:
+            raise ValueError(f"bias_split's {name} is {x.dtype} {x.shape}; expected float32 {expected}")
 
 
 def check_tokens(query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None, offset: int) -> None:
@@ -134,16 +134,12 @@ def check_tokens(query: mx.array, key: mx.array, value: mx.array, mask: mx.array
     B, H, S, D = query.shape if fits else (0, 0, 0, 0)
     if not fits or (key.shape[0], *key.shape[2:]) != (B, S, D) or H % key.shape[1]:
         raise ValueError(
-            f"query has shape {_shape(query)}, key {_shape(key)}, value {_shape(value)}; "
+            f"query has shape {query.shape}, key {key.shape}, value {value.shape}; "
             "expected (B, H, S, D), (B, K, S, D) and (B, K, S, D), H a multiple of K"
         )
     if mask is not None:
         leads = [(), (1,), (H,), (1, 1), (1, H), (B, 1), (B, H)]
         check_mask("mask", mask, leads, S, offset + S, padded=False)
-
-
-def _shape(x: mx.array) -> tuple[int, ...]:
-    return tuple(x.shape)
 
 
 def _text(axes: Sequence[Axis]) -> str:

@@ -1,15 +1,16 @@
 """Pipeline: each rank has some of the layers, and what it computes goes on to the next. B batch, S new tokens."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.pool_batch import PoolBatch
-from kvant.models.checkpoint import DecoderParts, Progress, load_part
+from kvant.models.checkpoint import Progress, load_part
 from kvant.models.config import ModelConfig
-from kvant.models.decoder import Cached, Decoder, Offset
+from kvant.models.decoder import Cached, Decoder, DecoderParts, Offset
 from kvant.models.inputs import check_ids
 from kvant.models.matrix import DenseMatrix
 from kvant.operators.normalization import rms_norm
@@ -30,38 +31,32 @@ class StageDecoder(Decoder):
     def __init__(self, ranks: Ranks, parts: DecoderParts, all_windows: Sequence[int | None]) -> None:
         """``all_windows``: of the whole model's layers."""
         nothing = mx.zeros((parts.config.hidden_size, 0))
-        super().__init__(
-            parts.config,
-            parts.dtype,
-            embed_tokens=parts.embed_tokens or DenseMatrix(nothing),
-            layers=parts.layers,
-            norm=nothing if parts.norm is None else parts.norm,
-            lm_head=parts.lm_head,
-        )
+        norm = nothing if parts.norm is None else parts.norm
+        super().__init__(replace(parts, embed_tokens=parts.embed_tokens or DenseMatrix(nothing), norm=norm))
         self.ranks, self.all_windows = ranks, tuple(all_windows)
 
     def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
         check_process()
         check_ids(inputs, self.config.vocab_size)
-        passed = self._passed(inputs, offset, cache, wanted=inputs.shape[1])
+        result = self._computed(inputs, offset, cache, wanted=inputs.shape[1])
         if cache is not None:
             self._checked(cache).commit()
-        return passed if self.ranks.rank else self._logits(passed)
+        return result
 
     def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
         # Nothing comes back to rank 0: it can go on while others compute.
         return [self._passed(inputs, None, cache, wanted=0)]
 
     def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
-        passed = self._passed(inputs, None, cache, wanted=1)
-        return passed if self.ranks.rank else self._logits(passed)[:, -1]
+        return self._computed(inputs, None, cache, wanted=1)[:, -1]
 
     def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
-        passed = self._passed(inputs, None, cache, wanted=inputs.shape[1])
-        return passed if self.ranks.rank else self._logits(passed)
+        return self._computed(inputs, None, cache, wanted=inputs.shape[1])
 
-    def _logits(self, stream: mx.array) -> mx.array:
-        return self.logits(rms_norm(stream, self._norm, self.config.rms_norm_eps))
+    def _computed(self, inputs: mx.array, offset: Offset, cache: Cached, *, wanted: int) -> mx.array:
+        """As :meth:`_passed`; on rank 0 the logits of what came back."""
+        passed = self._passed(inputs, offset, cache, wanted=wanted)
+        return passed if self.ranks.rank else self.logits(rms_norm(passed, self._norm, self.config.rms_norm_eps))
 
     def _passed(self, inputs: mx.array, offset: Offset, cache: Cached, *, wanted: int) -> mx.array:
         """Take a step of (B, S) ids through this rank's layers.

@@ -16,9 +16,9 @@ import mlx.core as mx
 
 from kvant.cache import AttentionCache
 from kvant.models.bias import ProjectionBias, split_pairs
-from kvant.models.checkpoint import DecoderParts, Progress, load_part
+from kvant.models.checkpoint import Progress, load_part
 from kvant.models.config import ModelConfig
-from kvant.models.decoder import Attention, Block, Decoder, Pair
+from kvant.models.decoder import Attention, Block, Decoder, DecoderParts, Pair
 from kvant.models.share import Share, shares
 from kvant.operators.rotary import Rotate
 from kvant.ranks.group import Ranks
@@ -69,23 +69,12 @@ class TensorDecoder(Decoder):
 
     Attributes:
         ranks: the group.
-        bytes_read: of the model's tensors, by this rank.
     """
 
     def __init__(self, parts: DecoderParts, ranks: Ranks, dealt: Sequence[Share]) -> None:
         """``parts``: with both ends of the model. ``dealt``: the share of each rank."""
-        assert parts.embed_tokens is not None
-        assert parts.norm is not None
-        super().__init__(
-            parts.config,
-            parts.dtype,
-            embed_tokens=parts.embed_tokens,
-            layers=parts.layers,
-            norm=parts.norm,
-            lm_head=parts.lm_head,
-        )
+        super().__init__(parts)
         self.ranks = ranks
-        self.bytes_read = parts.bytes_read
         self._rows = [share.vocabulary[1] - share.vocabulary[0] for share in dealt]
 
     def logits(self, hidden_states: mx.array) -> mx.array:

@@ -60,13 +60,6 @@ def test_a_word_wins_over_the_device(checked_gpu: None, monkeypatch: pytest.Monk
         QuantizedKVCache(4, 2, 64)
 
 
-@pytest.mark.parametrize(("head_dim", "group", "said"), [(72, 8, "head_dim 72"), (64, 4, "groups of 4")])
-def test_a_format_it_does_not_take(checked_gpu: None, head_dim: int, group: int, said: str) -> None:
-    assert QuantizedKVCache(8, 2, head_dim, kv_group_size=group).backend is None
-    with pytest.raises(ValueError, match=f"the fused kernel is asked for, but does not take {said}"):
-        QuantizedKVCache(8, 2, head_dim, kv_group_size=group, kernels="fused")
-
-
 # ---- PMX's operator --------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""The fused kernel, run on the host, against the float64 oracle over its whole parameter space.
+"""The fused kernel, run on the host, against the float64 oracle over its whole parameter space; and the append.
 
 Every access is checked while it runs: tokens past the offset are poison and must not be touched (docs/kernels.md).
 """
@@ -10,10 +10,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.counts import count
-from support.kernel_cases import OPTIONS, KernelCase, check, draw, expected, instances, run, runs
+from support.kernel_cases import FORMATS, OPTIONS, KernelCase, check, check_append, draw, expected, instances, run, runs
 from support.metal_host import host_pytest_skip
 from support.metal_host.run import compiled
-from support.operator_cases import check_output
+from support.operator_cases import FLOATS, check_output, to_mx
+from support.oracle import Array, Spec
+from support.pmx_cases import draw_values
 
 from kvant.operators.attention import attend_tokens
 from kvant.operators.kernels.attend import BIAS_WEIGHTS, HEAD_DIMS, QUERIES, threadgroup_shape, unsupported_reason
@@ -185,3 +187,32 @@ def test_numbers_do_not_depend_on_whether_the_rows_are_known(layout: str, window
     case = KernelCase(batch=2, offset=300, shorter=200, max_tokens=1500, layout=layout, window=window, splits=24)
     drawn = draw(case)
     assert mx.array_equal(run(replace(case, knows_rows=True), drawn), run(case, drawn)).item()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("bits", "group"), [own for own in FORMATS if own[0]])
+def test_appended_values_and_scales_are_the_operator_s_to_the_bit(bits: int, group: int, dtype: str) -> None:
+    """In float32 and, MLX rounding a half-precision quotient as the kernel does, in the others too."""
+    rng = np.random.default_rng(bits * group + FLOATS.index(dtype))
+    D, Dv = (group * int(rng.integers(1, 1 + 640 // group)) for _ in range(2))
+    spec, scale_dtype = Spec(dtype, quant_bit=bits, quant_group=group), str(rng.choice(["float32", "float16"]))
+    for data in ("unit", "ties", "tiny", "zeros", "large"):
+        shape = [int(rng.integers(1, top)) for top in (4, 4, 9)]  # B, K, S
+        widths = (D, Dv if data in ("ties", "large") else D)
+        key, value = (to_mx(draw_values(rng, (*shape, width), data, spec), dtype) for width in widths)
+        check_append(key, value, scale_dtype, quant_bit=bits, quant_group=group)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_appended_and_no_number_is_not_hidden(bad: float, bits: int, dtype: str) -> None:
+    """A NaN anywhere in a group makes its scale NaN, an infinity infinite, as the operator's; no other's."""
+    x: Array = np.random.default_rng(3).standard_normal((1, 2, 1, 64)).astype(np.float32)
+    for place in (0, 17, 63):
+        given = x.copy()
+        given[0, 1, 0, place] = bad
+        key = to_mx(given, dtype)
+        _, scale = check_append(key, key, quant_bit=bits, quant_group=32)
+        assert np.isfinite(np.array(scale)).sum() == 8 - 2
+        assert not np.isfinite(np.array(scale)[0, :, 1, 0, place // 32]).any()

@@ -26,8 +26,9 @@ from support.ranks import run_script
 from kvant.cache import CacheOptions
 from kvant.errors import ModelError
 from kvant.machine import Machine
-from kvant.models import load_decoder
-from kvant.models.checkpoint import DecoderParts, load_part
+from kvant.models import Decoder, load_decoder
+from kvant.models.checkpoint import load_part
+from kvant.models.decoder import DecoderParts
 from kvant.models.share import shares
 from kvant.ranks.bridged_stage import load_bridged_stage
 from kvant.ranks.group import Ranks
@@ -126,7 +127,7 @@ def test_caches_are_those_that_are_made(bits: int, settings: dict[str, Any], tmp
     # Every rank splits off the pairs that any of them would: none fewer here than one rank alone.
     tensor = RankPlanner(checkpoint, machines(10**9, 10**9), "tensor", chosen).plan(90).plans
     for share, made in zip(shares(checkpoint.config, 2), tensor, strict=True):
-        part = load_part(tmp_path, share=share).decoder()
+        part = Decoder(load_part(tmp_path, share=share))
         known = plan(checkpoint.share(share), max_kv_size=90, settings=chosen, split_pairs=split_pairs(part))
         assert known.cache == part.make_cache(90, **options).nbytes
         assert made.weights == known.weights
