@@ -39,16 +39,20 @@ class BridgedSequence(PoolSequence):
     def __init__(self, pool: "BridgedPool", *arguments: Any) -> None:
         super().__init__(pool, *arguments)
         self._empty: list[Arrays] = [[None] * len(state.shapes) for state in pool.states]
-        self._states = self._empty
+        self._states: dict[int, list[Arrays]] = {}  # by the number of tokens
 
     @property
     def states(self) -> list[Arrays]:
         """The arrays of each linear or convolution layer, after the committed tokens."""
-        return self._states if self.length else self._empty
+        return self._states.get(self.length, self._empty)
 
     @states.setter
     def states(self, states: list[Arrays]) -> None:
-        self._states = states
+        self._states = {self.length: states}
+
+    def will_have(self, length: int, states: list[Arrays]) -> None:
+        """Take the states of so many tokens, which count from there on: a commit can be interrupted anywhere."""
+        self._states = {self.length: self.states, length: states}
 
     @property
     def oldest(self) -> int:
@@ -58,7 +62,7 @@ class BridgedSequence(PoolSequence):
     def trim(self, num_tokens: int) -> int:
         """As :meth:`PoolSequence.trim`; states are given back."""
         lost = super().trim(num_tokens)
-        self._states = self.states
+        self.states = self.states
         return lost
 
     def fork(self, max_tokens: int | None = None) -> "BridgedSequence":
@@ -80,22 +84,22 @@ class BridgedSequence(PoolSequence):
         leaves = [leaf for leaf in leaves_of(self.pool.entries) if not isinstance(leaf, Unused)]
         return [next(states) if isinstance(leaf, State) else next(layers) for leaf in leaves]
 
-    def restore_states(self, states: Sequence[Arrays]) -> None:
+    def restore_states(self, length: int, states: Sequence[Arrays]) -> None:
         for own, arrays in zip(self.pool.states, states, strict=True):
             for number, (array, expected) in enumerate(zip(arrays, own.shapes, strict=True)):
                 if array is not None and expected is not None:
                     _check_state(number, array, expected)
-        self.states = [*states]
+        self._states = {length: [*states]}
 
     def share_prefix(self, upto: int | None = None, *, last_page: bool = False) -> None:
         """As :meth:`PoolSequence.share_prefix`; nothing where there are states, which no page holds."""
         if not self._empty:
             super().share_prefix(upto, last_page=last_page)
 
-    def release(self) -> None:
-        """As :meth:`PoolSequence.release`, the states too."""
-        super().release()
-        self._states = self._empty
+    def close(self) -> None:
+        """As :meth:`PoolSequence.close`, the states too."""
+        super().close()
+        self._states = {}
 
 
 class BridgedPool(Pool):
@@ -183,10 +187,13 @@ class BridgedBatch(PoolBatch):
                     f"num_tokens is {num_tokens}; the step has {self.step.shape[1]}, and the state of a linear layer "
                     "takes all of a step"
                 )
+        if states and self.step is not None:
+            for b, sequence in enumerate(self.sequences):
+                own = [[None if a is None else a[b : b + 1] for a in state.cache] for state in states]
+                sequence.will_have(sequence.length + self.step.shape[1], own)
         super().commit(num_tokens, ids=ids)
-        for b, sequence in enumerate(self.sequences):
-            if states and not sequence.released:
-                sequence.states = [[None if a is None else a[b : b + 1] for a in state.cache] for state in states]
+        for sequence in self.sequences:
+            sequence.states = sequence.states
 
     def end_step(self) -> None:
         """Drop a step that was begun and is not committed."""

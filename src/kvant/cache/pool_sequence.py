@@ -267,8 +267,8 @@ class PoolSequence:
         """What a snapshot has of it, in the order of the model: layers with rows, or the arrays of a state."""
         return list(self.pool.layers)
 
-    def restore_states(self, states: Sequence[list[mx.array | None]]) -> None:
-        """Put in the arrays of the states that a snapshot has."""
+    def restore_states(self, length: int, states: Sequence[list[mx.array | None]]) -> None:
+        """Put in the arrays of the states that a snapshot has after so many tokens."""
         assert not states
 
     def held_rows(self, layer: PoolLayer, first: int) -> list[mx.array]:

@@ -185,7 +185,7 @@ def _fill(header: SnapshotHeader, sequence: PoolSequence, reader: "_Reader") -> 
             sequence.put(own, tokens, length)
         else:
             states.append([None if stored is None else reader.take(stored) for stored in given.state])
-    sequence.restore_states(states)
+    sequence.restore_states(length, states)
     return ids
 
 
