@@ -1,5 +1,6 @@
 """The cache of a conversation: a pool of one sequence, as a sequence of its layers."""
 
+import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -55,6 +56,10 @@ class KVCache(PoolLayerView):
     def state(self) -> list[object]:
         """For mlx-lm, which evaluates it."""
         return [NotSaved(), *self.layer.arrays]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The same layer of a copy of the cache."""
+        return copy.deepcopy(self.batch, memo)[self.batch.pool.layers.index(self.layer)]
 
     def trim(self, num_tokens: int) -> int:
         """Forget the last tokens of all layers, as mlx-lm does layer by layer."""
@@ -222,8 +227,8 @@ class ModelCache(PoolBatch, Sequence[Any]):
         """Forget the last tokens, or all there are; see :meth:`PoolSequence.trim`."""
         with self.turn:
             self._hand_out()
-            self.end_step()
             forgotten = self.held.trim(num_tokens)
+            self.end_step()
             self._is_torn = False
             self.ahead = 0
             self._trimmed = None
@@ -297,6 +302,9 @@ class ModelCache(PoolBatch, Sequence[Any]):
             made: Self = self.pool.make_cache(self.max_seq_len)
             made.held.load(self.held)
             return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.fork()
 
     def save(self, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
         """Save the committed tokens: one safetensors file, for its owner only, in place of what is at ``path``.
