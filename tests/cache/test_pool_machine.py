@@ -68,7 +68,15 @@ class _Machine(RuleBasedStateMachine):
         tokens=st.sampled_from([0, 20, 300, 700]),
     )
     def make(
-        self, seed: int, bits: int, windows: list[int | None], split: bool, sinks: bool, pages: int, step: int, tokens: int
+        self,
+        seed: int,
+        bits: int,
+        windows: list[int | None],
+        split: bool,
+        sinks: bool,
+        pages: int,
+        step: int,
+        tokens: int,
     ) -> None:
         self.rng = np.random.default_rng(seed)
         self.step_size = step
@@ -228,7 +236,9 @@ class _Machine(RuleBasedStateMachine):
         self._cut(own, same if can else 0)
         self._append([own], new, text)
 
-    @rule(data=st.data(), back=st.sampled_from([0, 1, 16, 17, 18, 40, 130, 300, 1300]), by_layers=st.booleans(), new=FEW)
+    @rule(
+        data=st.data(), back=st.sampled_from([0, 1, 16, 17, 18, 40, 130, 300, 1300]), by_layers=st.booleans(), new=FEW
+    )
     def trim(self, data: st.DataObject, back: int, by_layers: bool, new: int) -> None:
         """What cannot be gone back to is refused, and nothing changes."""
         own = self._any(data)
