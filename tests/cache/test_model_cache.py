@@ -152,10 +152,10 @@ def test_a_list_of_layers_is_their_cache(pocket: Pocket) -> None:
     assert (cache.offset, other[0].offset) == (len(IDS) + 1, len(IDS))
     assert mx.array_equal(*(model(mx.array([[5]]), cache=used) for used in (other, fresh)))
     for bad, message in (
-        ([*cache[:2], *other[2:]], "a list of 4 layers; expected those of one cache, in order"),
-        ([*reversed(cache)], "a list of 4 layers; expected those of one cache, in order"),
+        ([*cache[:2], *other[2:]], "a list of 4 layers; expected all layers of one cache, in order"),
+        ([*reversed(cache)], "a list of 4 layers; expected all layers of one cache, in order"),
         ([], "a list of 0 layers"),
-        (cache[:3], "the cache has 3 layers; expected the 4 of one"),
+        (cache[:3], "a list of 3 layers; expected all layers of one cache, in order"),
         ([FullKVCache()], "the cache holds a FullKVCache; expected what model.make_cache returns"),
     ):
         with pytest.raises(ValueError, match=message):

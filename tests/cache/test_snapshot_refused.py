@@ -20,7 +20,7 @@ from support.numbers import peak_bytes
 from kvant.cache import ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import LayerFormat
-from kvant.cache.pool import Pool
+from kvant.cache.pool import Pool, sizes_alone
 from kvant.cache.snapshot import read_header
 from kvant.errors import SnapshotError
 from kvant.operators.bias_split import BiasSplit
@@ -42,9 +42,8 @@ def _cache(
 ) -> ModelCache:
     """A cache of one head; ``changes``: in the format."""
     own = LayerFormat("quantized", 1, 16, 16, 8, 16, "I8", "F16", split_pairs=bias_split and bias_split.pairs)
-    cache = ModelCache(
-        Pool.alone([replace(own, **changes)] * layers, [bias_split] * layers, max_seq_len, partial(_cache, layers))
-    )
+    formats, splits = [replace(own, **changes)] * layers, [bias_split] * layers
+    cache = ModelCache(Pool(formats, splits, **sizes_alone(max_seq_len), make_cache=partial(_cache, layers)))
     cache.pool.identity, cache.pool.rotary = identity, rotary or Rotary.plain(16, 10000.0)
     if fill:
         _feed(cache, LENGTH)

@@ -10,14 +10,13 @@ from zlib import crc32
 
 import numpy as np
 
-from kvant.cache.layer_format import DTYPES, LayerFormat
+from kvant.cache.layer_format import LayerFormat
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.operators.bias_split import BiasSplit
 from support import oracle
 from support.oracle import Array
 
 PAGE, NUMBERS = 128, 1999
-SCALES = {"F16": "float16", "F32": "float32"}
 
 
 def numbers_of(ids: Sequence[int], salt: bytes = b"") -> Array:
@@ -40,9 +39,7 @@ class OracleLayer:
         own = self.format
         self.stored, self.floats = [self.tokens], self.tokens.astype(np.float64)
         if own.kv_bits:
-            assert DTYPES[own.scale_dtype]
-            scale = SCALES[own.scale_dtype]
-            spec = oracle.Spec(scale_dtype=scale, quant_bit=own.kv_bits, quant_group=own.kv_group_size)
+            spec = oracle.Spec(scale_dtype="float16", quant_bit=own.kv_bits, quant_group=own.kv_group_size)
             self.stored = list(oracle.quantize(self.tokens, spec))
             levels = oracle.unpack_nibbles(self.stored[0]) if own.kv_bits == 4 else self.stored[0]
             self.floats = levels * np.repeat(self.stored[1].astype(np.float64), own.kv_group_size, axis=-1)
@@ -52,18 +49,19 @@ class OracleLayer:
         key, value = self.tokens[:, :, numbers]
         return key, value
 
-    def attend(self, query: Array, numbers: Array, mask: Array | None = None) -> Array:
-        """Attention (H, S, D) of the last tokens' queries to all; ``mask`` (S, T) is added to the scores."""
+    def attend(self, query: Array, places: Array, numbers: Array, mask: Array | None = None) -> Array:
+        """Attention (H, Q, D) of queries at some places to all tokens; ``mask`` (Q, T) is added to the scores."""
         keys, values = self.floats[:, :, numbers].swapaxes(1, 2)  # (T, K, D)
+        at = np.arange(len(keys))
         if (split := self.split) is not None:
-            angle = np.arange(len(keys))[:, None] * self.frequencies[list(split.pairs)]  # (T, P)
+            angle = at[:, None] * self.frequencies[list(split.pairs)]  # (T, P)
             keys = keys + oracle.key_bias(np.array(split.key_bias), split.pairs, angle, keys.shape[-1])
             values = values + np.array(split.value_bias, np.float64)
-        output = oracle.attend(
-            query.swapaxes(0, 1)[None], keys[None], values[None], is_causal=True, window=self.format.window,
-            attn_mask=mask, sinks=self.sinks,
-        )  # fmt: skip
-        return output[0].swapaxes(0, 1)
+        distance = places[:, None] - at
+        seen = (distance >= 0) & (distance < (self.format.window or len(keys)))
+        added = np.where(seen, 0 if mask is None else mask, -np.inf)
+        rows = query.swapaxes(0, 1)[None], keys[None], values[None]
+        return oracle.attend(*rows, is_causal=False, attn_mask=added, sinks=self.sinks)[0].swapaxes(0, 1)
 
 
 def check_rows(pool: Pool, layers: Sequence[OracleLayer], texts: Sequence[tuple[PoolSequence, Array]]) -> None:
