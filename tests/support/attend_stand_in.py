@@ -6,15 +6,11 @@ import mlx.core as mx
 import numpy as np
 
 from kvant.operators.kernels.attend import PAGE_SIZE
-<<<<<<< HEAD
 from support import oracle
 from support.operator_cases import to_numpy
 from support.oracle import Array
 
 WORDS = {"build": "the compiler refuses the kernel", "eval": "NYI for the general case"}
-=======
-from kvant.operators.stored_tokens import float_tokens
->>>>>>> cafb8f39 (Every order of a pool's and a cache's uses in one machine; tests of other rooms use the caches of models)
 
 
 def attend(query: mx.array, *arrays: mx.array | None, **options: Any) -> mx.array:

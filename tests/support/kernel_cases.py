@@ -16,20 +16,12 @@ import pytest
 
 from kvant.operators import fused_attention
 from kvant.operators.bias_split import BiasSplit
-<<<<<<< HEAD
-=======
-from kvant.operators.fused_attention import attend_fused
->>>>>>> cafb8f39 (Every order of a pool's and a cache's uses in one machine; tests of other rooms use the caches of models)
 from kvant.operators.kernels import attend as attend_module
 from kvant.operators.kernels import launch as launch_module
 from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, PAGE_SIZE, SPLIT_ROWS, threadgroup_shape
 from kvant.operators.quantization import quantize, quantized_dtype
 from kvant.operators.stored_tokens import stored_tokens
-<<<<<<< HEAD
 from support import attend_stand_in, oracle
-=======
-from support import oracle
->>>>>>> cafb8f39 (Every order of a pool's and a cache's uses in one machine; tests of other rooms use the caches of models)
 from support.counts import count
 from support.metal_host import FORWARD, REVERSE, on_host
 from support.operator_cases import FLOATS, check_output, poisoned, random_mask, to_mx
