@@ -77,7 +77,7 @@ def test_a_step_counts_when_it_is_committed(caches: tuple[Decoder, list[ModelCac
     one, other = (model(mx.array([[60, 61]]), cache=used) for used in (cache, fresh))
     assert mx.abs(one - other).max() <= 1e-5 * mx.abs(one).max()
     for used in (cache, fresh):
-        check_pages(used.pool, [used.sequence])
+        check_pages(used.pool, [used.held])
 
 
 def test_interrupted_steps(caches: tuple[Decoder, list[ModelCache], int]) -> None:
@@ -102,7 +102,7 @@ def test_interrupted_steps(caches: tuple[Decoder, list[ModelCache], int]) -> Non
         if cache.offset > first:
             feed(fresh, new)
         assert mx.array_equal(*(model(mx.array([[60, 61]]), cache=used) for used in (cache, fresh)))
-        check_pages(cache.pool, [cache.sequence])
+        check_pages(cache.pool, [cache.held])
     assert held == {first, first + len(new)}
 
 

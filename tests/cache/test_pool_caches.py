@@ -16,7 +16,7 @@ from kvant.models import Decoder
 def _alone(sequence: PoolSequence, reserved: int) -> ModelCache:
     """A cache with the tokens of a sequence."""
     cache: ModelCache = sequence.pool.make_cache(reserved)
-    cache.sequence.load(sequence)
+    cache.held.load(sequence)
     return cache
 
 
@@ -47,7 +47,7 @@ def test_tokens_go_into_a_pool_and_out_again(
     """A cache reserved for less than a window goes in, too."""
     cache, pool = _fed(windows, bits, length, reserved), _pool(windows, bits)
     sequence = pool.sequence(900)
-    sequence.load(cache.sequence)
+    sequence.load(cache.held)
     assert (sequence.length, sequence.ids) == (length, TEXT[:length])
     check_pages(pool, [sequence])
     _check_next(windows, pool, sequence, cache, 3)
@@ -89,11 +89,11 @@ def test_what_does_not_go_in(windows: Decoder, plain: Decoder) -> None:
     ]
     for cache, kind, message in refused:
         with pytest.raises(kind, match=message):
-            sequence.load(cache.sequence)
+            sequence.load(cache.held)
         assert sequence.length == 0
-    sequence.load(_fed(windows, 8, 10).sequence)
+    sequence.load(_fed(windows, 8, 10).held)
     with pytest.raises(ValueError, match="the sequence holds 10 tokens; expected an empty one"):
-        sequence.load(_fed(windows, 8, 10).sequence)
+        sequence.load(_fed(windows, 8, 10).held)
     with pytest.raises(ContextError, match="10 more tokens do not fit"):
         _alone(sequence, 9)
 
@@ -123,13 +123,13 @@ def test_a_load_that_is_interrupted_leaves_an_empty_sequence(windows: Decoder, m
     sequence = pool.sequence(900)
     with monkeypatch.context() as patch:
         layers = iter(windows.layers[:2])
-        rows = cache.sequence.held_rows
-        patch.setattr(cache.sequence, "held_rows", lambda *given: next(layers) and rows(*given))
+        rows = cache.held.held_rows
+        patch.setattr(cache.held, "held_rows", lambda *given: next(layers) and rows(*given))
         with pytest.raises(StopIteration):
-            sequence.load(cache.sequence)
+            sequence.load(cache.held)
     assert sequence.length == 0
     check_pages(pool, [sequence])
-    sequence.load(cache.sequence)
+    sequence.load(cache.held)
     _check_next(windows, pool, sequence, cache)
 
 
@@ -138,6 +138,6 @@ def test_nothing_holds_the_arrays_afterwards(windows: Decoder) -> None:
     sequence = pool.sequence(900)
     prefill(windows, pool, sequence, TEXT[:300])
     before = peak_bytes(lambda: decode(windows, pool, [sequence], [5]))
-    pool.sequence(900).load(_alone(sequence, 900).sequence)
+    pool.sequence(900).load(_alone(sequence, 900).held)
     after = peak_bytes(lambda: decode(windows, pool, [sequence], [5]))
     assert abs(after - before) < 200_000 < min(array.nbytes for array in pool.layers[0].arrays)

@@ -47,8 +47,9 @@ class _Text:
     def copy(self, made: PoolSequence | ModelCache, back: int = RESERVED) -> "_Text":
         """The same text elsewhere, where it goes back ``back`` tokens at most."""
         floor = max(self.floor, len(self.ids) - back)
-        cache = made if isinstance(made, ModelCache) else None
-        return _Text(made.sequence if cache else made, list(self.ids), self.salt, cache, floor)  # type: ignore[arg-type, union-attr]
+        if isinstance(made, ModelCache):
+            return _Text(made.held, list(self.ids), self.salt, made, floor)
+        return _Text(made, list(self.ids), self.salt, floor=floor)
 
 
 def _is_there(sequence: PoolSequence, length: int) -> bool:
@@ -97,7 +98,7 @@ class _Machine(RuleBasedStateMachine):
             self.layers.append(OracleLayer(own, both, frequencies, bias, self._normal(H) if sinks else None))
         self.texts: list[_Text] = []
         self.pool = self._pool(RESERVED, tokens=pages * PAGE, sequences=MOST, prefill_step_size=step)
-        self.texts.append(_Text((cache := self._cache(RESERVED)).sequence, [], cache=cache))
+        self.texts.append(_Text((cache := self._cache(RESERVED)).held, [], cache=cache))
         self._append(self.texts[:], tokens, 0)
         for length in (130, 257):
             self.admit(0, length, 150, salt=b"", whole_pages=True, shares=True)

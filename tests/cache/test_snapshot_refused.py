@@ -147,9 +147,9 @@ def test_tokens_that_a_ring_has_forgotten(tmp_path: Path) -> None:
     """Before caches had pages, a window of 8 kept 24 of 25 tokens. Without a window all are needed."""
     ring, whole = _cache(max_seq_len=100, window=8, slack=16), _cache(max_seq_len=100)
     _feed(whole, 8)
-    (layer,), sequence = ring.pool.layers, ring.sequence
+    (layer,), sequence = ring.pool.layers, ring.held
     sequence.begin_at({layer: 1}, 8)
-    rows = whole.sequence.held_rows(whole.pool.layers[0], 1)
+    rows = whole.held.held_rows(whole.pool.layers[0], 1)
     sequence.put(layer, rows, 8)
     sequence.restore(8, whole.ids[0])
     ring.save(tmp_path / "saved")
@@ -159,7 +159,7 @@ def test_tokens_that_a_ring_has_forgotten(tmp_path: Path) -> None:
     smaller = _cache(max_seq_len=20, window=8, slack=16)
     smaller.load(tmp_path / "saved")
     assert (smaller.offset, smaller.can_trim_to(7)) == (8, False)
-    assert all(map(mx.array_equal, smaller.sequence.held_rows(smaller.pool.layers[0], 1), rows))
+    assert all(map(mx.array_equal, smaller.held.held_rows(smaller.pool.layers[0], 1), rows))
 
 
 def _forge(path: Path, change: Change) -> None:

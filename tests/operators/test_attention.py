@@ -114,7 +114,7 @@ def test_scores_of_a_chunk_stay_under_the_bound(heads: int) -> None:
     for array, part in zip(cache.layer.arrays, quantize(past, quant_bit=8, quant_group=32), strict=True):
         array[:, :, :PAST] = part
     mx.eval(cache.layer.arrays)
-    cache.batch.sequence.restore(PAST, [0] * PAST)
+    cache.batch.held.restore(PAST, [0] * PAST)
     query = mx.random.normal((1, heads, CHUNK, HEAD_DIM), key=mx.random.key(1))
     current = mx.random.normal((1, KV_HEADS, CHUNK, HEAD_DIM), key=mx.random.key(2))
     mx.eval(query, current)
