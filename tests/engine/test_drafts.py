@@ -12,7 +12,6 @@ from support.interruption import Interruption
 from support.kinds import Loaded
 
 from kvant.cache import ModelCache
-from kvant.cache.single import SinglePool
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.run import Run
@@ -160,7 +159,7 @@ def test_interrupted(pocket: Pocket, small: LanguageModel, kind: str) -> None:
     drafts = None
     if kind != "none":
         drafts = _drafts(kind, model, small, [*first, *PROMPT, *plain])
-        drafts = drafts.beside(SinglePool(model.make_cache(80, kv_bits=0), 16))
+        drafts = drafts.beside(model.make_cache(80, kv_bits=0))
 
     def fed(cache: ModelCache, ids: list[int]) -> ModelCache:
         """In a run's steps: a product of several rows differs from that of one in its last bits."""
