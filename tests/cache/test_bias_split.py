@@ -192,7 +192,7 @@ def test_what_the_split_is_for(make_checkpoint: Make) -> None:
     for split in (True, False):
         plain, cache = (model.make_cache(64, kv_bits=b, kv_group_size=32, bias_split=split) for b in (0, 4))
         mx.eval(model(IDS, cache=plain))
-        largest[split] = max(mx.abs(layer.cache[:, :, 0]).max().item() for layer in plain)
+        largest[split] = max(mx.abs(layer.layer.arrays[0][0]).max().item() for layer in plain)
         error[split] = mx.abs(model(IDS, cache=cache) - expected).mean().item()
     assert largest[True] < 30 < 250 < largest[False]
     assert error[True] < 0.3 * error[False]

@@ -10,40 +10,41 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from support.counts import count
 from support.interruption import Interruption
+from support.pools import TEXT, check_pages
 
-from kvant.cache import FullKVCache, ModelCache, QuantizedKVCache
+from kvant.cache import FullKVCache, ModelCache
 from kvant.engine.run import Run
 from kvant.errors import ContextError
 from kvant.models import Decoder
 
 Pocket = tuple[Decoder, Any]
-IDS = list(range(20, 45))
+IDS = TEXT[20:45]
 
 
-@pytest.fixture(params=[8, 4, 0, None])
-def caches(request: pytest.FixtureRequest, pocket: Pocket) -> list[ModelCache]:
-    """Two of the same format; None: that grow."""
-    model, _ = pocket
-    if request.param is None:
-        return [ModelCache([FullKVCache() for _ in model.layers]) for _ in range(2)]
-    return [model.make_cache(64, kv_bits=request.param) for _ in range(2)]
+@pytest.fixture(params=[8, 4, 0, "windows"])
+def caches(request: pytest.FixtureRequest, pocket: Pocket, windows: Decoder) -> tuple[Decoder, list[ModelCache], int]:
+    """A model, two caches of the same format, and tokens that they have first: with windows, more than a page has."""
+    model, bits, first = (windows, 0, 270) if request.param == "windows" else (pocket[0], request.param, 9)
+    made = [model.make_cache(first + 250, kv_bits=bits) for _ in range(2)]
+    for cache in made:
+        model(mx.array([TEXT[:first]]), cache=cache)
+    return model, made, first
 
 
-def test_mlx_lms_trim_counts_once(pocket: Pocket, caches: list[ModelCache]) -> None:
-    (model, _), cache = pocket, caches[0]
-    model(mx.array([IDS[:-9]]), cache=cache)
-    expected = model(mx.array([IDS[-9:]]), cache=cache)
+def test_mlx_lms_trim_counts_once(caches: tuple[Decoder, list[ModelCache], int]) -> None:
+    model, (cache, _), first = caches
+    expected = model(mx.array([IDS[:9]]), cache=cache)
     assert len(cache) == len(list(cache)) == len(model.layers)
-    assert {layer.offset for layer in cache} == {cache.offset} == {len(IDS)}
+    assert {layer.offset for layer in cache} == {cache.offset} == {first + 9}
     assert cache.nbytes == sum(layer.nbytes for layer in cache) > 0
     assert can_trim_prompt_cache(cache)
     assert [trim_prompt_cache(cache, 3) for _ in range(2)] == [3, 3]
-    assert (cache.offset, cache.ids) == (len(IDS) - 6, [IDS[:-6]])
+    assert (cache.offset, cache.ids) == (first + 3, [TEXT[:first] + IDS[:3]])
     assert [layer.trim(1) for layer in reversed(cache)] == [1] * len(cache)
     assert [layer.trim(2) for layer in cache] == [2] * len(cache)
-    assert cache.offset == len(IDS) - 9
-    assert mx.array_equal(model(mx.array([IDS[-9:]]), cache=cache), expected)
-    assert trim_prompt_cache(cache, 1000) == len(IDS)
+    assert cache.offset == first
+    assert mx.array_equal(model(mx.array([IDS[:9]]), cache=cache), expected)
+    assert trim_prompt_cache(cache, 1000) == first + 9
     assert cache.offset == 0
 
 
@@ -57,44 +58,52 @@ def test_mlx_lms_own_loop_runs_on_it(pocket: Pocket) -> None:
     assert cache.ids[0][: len(IDS) + 11] == IDS + given[:11]
 
 
-def test_a_step_counts_when_it_is_committed(pocket: Pocket, caches: list[ModelCache]) -> None:
+def test_a_step_counts_when_it_is_committed(caches: tuple[Decoder, list[ModelCache], int]) -> None:
     """What was fed and not committed, or only in part, is as if it had not been: the bytes behind do not matter."""
-    (model, _), (cache, fresh) = pocket, caches
-    for used in caches:
-        model(mx.array([IDS]), cache=used)
-    mx.eval(model.hidden_states(mx.array([[7] * 8]), cache=cache))
-    assert cache.offset == len(IDS)
-    mx.eval(model.hidden_states(mx.array([[50, 51, 9, 9, 9]]), cache=cache))
+    model, (cache, fresh), first = caches
+    for size in (8, 200):  # of a window the rows of 200 tokens wait
+        mx.eval(model.hidden_states(mx.array([[7] * size]), cache=cache))
+        assert cache.offset == first
+    mx.eval(model.hidden_states(mx.array([[50, 51, *[9] * 150]]), cache=cache))
     cache.commit(2)
-    assert cache.ids == [[*IDS, 50, 51]]
-    model(mx.array([[50, 51, 8, 8, 8]]), cache=fresh)
-    fresh.trim(3)
-    assert mx.array_equal(*(model(mx.array([[60, 61]]), cache=used) for used in (cache, fresh)))
+    assert cache.ids == [[*TEXT[:first], 50, 51]]
+    model(mx.array([[50, 51, *[8] * 150]]), cache=fresh)
+    if fresh.can_trim_to(first + 2):
+        fresh.trim(150)
+    else:  # the pages moved on with the 150
+        fresh.reset()
+        model(mx.array([TEXT[:first]]), cache=fresh)
+        model(mx.array([[50, 51]]), cache=fresh)
+    one, other = (model(mx.array([[60, 61]]), cache=used) for used in (cache, fresh))
+    assert mx.abs(one - other).max() <= 1e-5 * mx.abs(one).max()
+    for used in (cache, fresh):
+        check_pages(used.pool, [used.held])
 
 
-def test_interrupted_steps(pocket: Pocket, caches: list[ModelCache]) -> None:
+def test_interrupted_steps(caches: tuple[Decoder, list[ModelCache], int]) -> None:
     """At any line: the cache holds all of a step or nothing, and says which."""
-    (model, _), (cache, fresh) = pocket, caches
+    model, (cache, fresh), first = caches
+    new = TEXT[first : first + (5 if first == 9 else 150)]
     counted, held = Interruption(0), set()
 
-    def feed(used: ModelCache, first: int, end: int) -> None:
-        if not first:
-            used.reset()
-        mx.eval(model(mx.array([IDS[first:end]]), cache=used))
+    def feed(used: ModelCache, *texts: list[int]) -> None:
+        for ids in texts:
+            mx.eval(model(mx.array([ids]), cache=used))
 
-    feed(cache, 0, 9)
-    counted.of(partial(feed, cache, 9, 14))
+    counted.of(partial(feed, cache, new))
     for at in [*range(1, counted.lines, count(counted.lines // 9, 5)), *range(counted.lines - 40, counted.lines)]:
-        feed(cache, 0, 9)
-        assert Interruption(at).of(partial(feed, cache, 9, 14))
+        for used in (cache, fresh):
+            used.reset()
+            feed(used, TEXT[:first])
+        assert Interruption(at).of(partial(feed, cache, new))
         held.add(cache.offset)
-        assert cache.ids == [IDS[: cache.offset]]
+        assert cache.ids == [TEXT[: cache.offset]]
         assert {layer.offset for layer in cache} == {cache.offset}
-        feed(fresh, 0, 9)
-        if cache.offset == 14:
-            feed(fresh, 9, 14)
-        assert mx.array_equal(*(model(mx.array([[60, 61]]), cache=used) for used in caches))
-    assert held == {9, 14}
+        if cache.offset > first:
+            feed(fresh, new)
+        assert mx.array_equal(*(model(mx.array([[60, 61]]), cache=used) for used in (cache, fresh)))
+        check_pages(cache.pool, [cache.held])
+    assert held == {first, first + len(new)}
 
 
 def test_steps_and_commits_that_are_refused(pocket: Pocket) -> None:
@@ -106,12 +115,13 @@ def test_steps_and_commits_that_are_refused(pocket: Pocket) -> None:
     for number in (3, -1):
         with pytest.raises(ValueError, match=f"num_tokens is {number}"):
             cache.commit(number)
-        with pytest.raises(ValueError, match="-1; expected an int, 0 or more"):
-            cache.trim_to(-1)
+        for trim in (cache.trim, cache.trim_to, cache[0].trim):
+            with pytest.raises(ValueError, match="num_tokens is -1; expected an int, 0 or more"):
+                trim(-1)
     cache.trim(0)
     with pytest.raises(RuntimeError, match="no step to commit"):
         cache.commit(1)
-    with pytest.raises(ContextError, match="9 more tokens do not fit"):
+    with pytest.raises(ContextError, match="9 more tokens do not fit: 0 of the 8 reserved tokens are used"):
         model(mx.array([[1] * 9]), cache=cache)
     assert (cache.offset, cache.step) == (0, None)
 
@@ -125,26 +135,28 @@ def test_released_memory_is_given_back(pocket: Pocket) -> None:
     assert mx.get_active_memory() - before >= nbytes
     cache.release()
     assert mx.get_active_memory() - before < nbytes / 10
-    with pytest.raises(RuntimeError, match="the cache was released"):
+    with pytest.raises(RuntimeError, match="was released; expected one that was not"):
         model(mx.array([[5]]), cache=cache)
 
 
-def test_a_list_of_layers_becomes_one_cache(pocket: Pocket) -> None:
+def test_a_list_of_layers_is_their_cache(pocket: Pocket) -> None:
     model, _ = pocket
-    layers = [FullKVCache() for _ in model.layers]
-    model(mx.array([IDS]), cache=layers)
-    assert ModelCache(layers).ids == [IDS]
-    other = copy.deepcopy(layers)
-    model(mx.array([[5]]), cache=layers)
-    assert (layers[0].offset, other[0].offset) == (len(IDS) + 1, len(IDS))
-    used, one, rows = [FullKVCache() for _ in range(2)], QuantizedKVCache(8, 2, 64), mx.zeros((1, 2, 3, 64))
-    used[1].update_and_fetch(rows, rows)
+    cache, fresh = model.make_cache(64), model.make_cache(64)
+    model(mx.array([IDS]), cache=list(cache))
+    model(mx.array([IDS]), cache=fresh)
+    assert ModelCache.of(list(cache)) is ModelCache.of(cache) is cache
+    assert cache.ids == [IDS]
+    other = copy.deepcopy(list(cache))
+    assert ModelCache.of(other) is not cache
+    model(mx.array([[5]]), cache=cache)
+    assert (cache.offset, other[0].offset) == (len(IDS) + 1, len(IDS))
+    assert mx.array_equal(*(model(mx.array([[5]]), cache=used) for used in (other, fresh)))
     for bad, message in (
-        ([*layers[:2], *other[2:]], "layers of several caches"),
-        (used, "layer 1 of the cache holds 3 tokens; expected an empty one"),
-        ([], "0 layers"),
-        ([one, one], "none twice"),
-        ([one, object()], "holds a object"),
+        ([*cache[:2], *other[2:]], "a list of 4 layers; expected all layers of one cache, in order"),
+        ([*reversed(cache)], "a list of 4 layers; expected all layers of one cache, in order"),
+        ([], "a list of 0 layers"),
+        (cache[:3], "a list of 3 layers; expected all layers of one cache, in order"),
+        ([FullKVCache()], "the cache holds a FullKVCache; expected what model.make_cache returns"),
     ):
         with pytest.raises(ValueError, match=message):
-            ModelCache(bad)  # type: ignore[arg-type]
+            ModelCache.of(bad)

@@ -113,7 +113,7 @@ def test_tokens_are_read_a_share_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     found: list[mx.array] = []
 
     def step() -> None:
-        given = paged_attention.append_and_attend_paged(query, key, key, arrays, rows, quant_bit=8, quant_group=32)
+        given, _ = paged_attention.append_and_attend_paged(query, key, key, arrays, rows, quant_bit=8, quant_group=32)
         mx.eval(given)
         found.append(given)
 
@@ -162,7 +162,7 @@ def test_what_a_batch_is_not_made_of(pocket: Pocket) -> None:
         with pytest.raises(ValueError, match=message):
             pool.batch(given, rows)
     batch = pool.batch([sequence], rows=3)
-    with pytest.raises(ValueError, match="the batch has 3 rows; given 1"):
+    with pytest.raises(ValueError, match="inputs has 1 sequences; expected 3"):
         model.next_logits(mx.array([[1]]), batch)
     with pytest.raises(RuntimeError, match="no step was begun"):
         batch[0].attend(*[mx.zeros((3, 2, 1, 64))] * 3)
@@ -222,12 +222,13 @@ def test_one_thread_at_a_time(pocket: Pocket) -> None:
     model, _ = pocket
     pool = model.make_pool(1024, sequences=4)
     sequence = pool.sequence(100)
-    batch = pool.batch([sequence])
+    batch, other = pool.batch([sequence]), pool.make_cache(8)
     ids = mx.array([[1]])
     mx.eval(ids)
     uses = [
         lambda: pool.sequence(1), lambda: batch.begin(ids), batch.commit, lambda: sequence.trim(0), sequence.fork,
-        sequence.share_prefix, sequence.release, sequence.to_cache,
+        sequence.share_prefix, sequence.release, lambda: sequence.load(other.held),
+        lambda: other.held.load(sequence),
     ]  # fmt: skip
     with pool.turn, ThreadPoolExecutor(1) as thread:
         for use in uses:

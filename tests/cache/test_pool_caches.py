@@ -7,10 +7,17 @@ import pytest
 from support.numbers import peak_bytes
 from support.pools import TEXT, check_pages, close, decode, next_logits, prefill, tiny_model
 
-from kvant.cache import FullKVCache, ModelCache
+from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.errors import ContextError
 from kvant.models import Decoder
+
+
+def _alone(sequence: PoolSequence, reserved: int) -> ModelCache:
+    """A cache with the tokens of a sequence."""
+    cache: ModelCache = sequence.pool.make_cache(reserved)
+    cache.held.load(sequence)
+    return cache
 
 
 def _pool(model: Decoder, bits: int) -> Pool:
@@ -40,11 +47,11 @@ def test_tokens_go_into_a_pool_and_out_again(
     """A cache reserved for less than a window goes in, too."""
     cache, pool = _fed(windows, bits, length, reserved), _pool(windows, bits)
     sequence = pool.sequence(900)
-    sequence.load(cache)
+    sequence.load(cache.held)
     assert (sequence.length, sequence.ids) == (length, TEXT[:length])
     check_pages(pool, [sequence])
     _check_next(windows, pool, sequence, cache, 3)
-    made = sequence.to_cache()
+    made = _alone(sequence, 900)
     assert (made.max_seq_len, made.ids) == (900, [TEXT[: length + 3]])
     back = [n for n in range(max(0, length - 30), length) if made.can_trim_to(n)]
     assert all(map(sequence.can_trim_to, back)), "a row that is missing"
@@ -58,18 +65,19 @@ def test_tokens_go_into_a_pool_and_out_again(
 
 
 def test_a_cache_goes_back_no_further_than_its_sequence(windows: Decoder) -> None:
-    """The window of 40 moved on to page 1 with the last token: a ring's usual 17 tokens back would miss its rows."""
+    """The window of 40 moved on to page 1 with the last token: 16 tokens before it need the rows of page 1 alone."""
     pool = _pool(windows, 0)
     sequence = pool.sequence(900)
-    prefill(windows, pool, sequence, TEXT[:167])
-    decode(windows, pool, [sequence], TEXT[167:168])
-    cache = sequence.to_cache()
-    assert [n for n in range(140, 169) if cache.can_trim_to(n)] == [167, 168]
+    prefill(windows, pool, sequence, TEXT[:183], step=61)
+    decode(windows, pool, [sequence], TEXT[183:184])
+    cache = _alone(sequence, 900)
+    for own in (sequence, cache):
+        assert [n for n in range(140, 185) if own.can_trim_to(n)] == [*range(167, 185)]
     cache.trim_to(167)
     assert close(windows(mx.array([[5]]), cache=cache)[:, -1], next_logits(windows, [*TEXT[:167], 5]))
 
 
-def test_what_does_not_go_in(windows: Decoder) -> None:
+def test_what_does_not_go_in(windows: Decoder, plain: Decoder) -> None:
     pool = _pool(windows, 8)
     sequence = pool.sequence(100)
     refused = [
@@ -77,30 +85,33 @@ def test_what_does_not_go_in(windows: Decoder) -> None:
         (_fed(windows, 4, 10), ValueError, "kv_bits is 4; expected 8, in layer 0"),
         (windows.make_cache(50, kv_group_size=8), ValueError, "kv_group_size is 8; expected 16, in layer 0"),
         (windows.make_cache(50, kv_group_size=16, bias_split=False), ValueError, "split_pairs is None"),
-        (ModelCache([FullKVCache() for _ in windows.layers]), ValueError, "kind is 'full'; expected 'quantized'"),
-        (ModelCache([FullKVCache()]), ValueError, "the cache has 1 layers; expected 3"),
+        (plain.make_cache(50, kv_group_size=16), ValueError, "the cache has 2 layers; expected 3"),
     ]
     for cache, kind, message in refused:
         with pytest.raises(kind, match=message):
-            sequence.load(cache)
+            sequence.load(cache.held)
         assert sequence.length == 0
-    sequence.load(_fed(windows, 8, 10))
+    sequence.load(_fed(windows, 8, 10).held)
     with pytest.raises(ValueError, match="the sequence holds 10 tokens; expected an empty one"):
-        sequence.load(_fed(windows, 8, 10))
+        sequence.load(_fed(windows, 8, 10).held)
     with pytest.raises(ContextError, match="10 more tokens do not fit"):
-        sequence.to_cache(9)
+        _alone(sequence, 9)
 
 
-def test_a_page_whose_first_rows_a_ring_has_lost_is_not_shared(tmp_path: Path) -> None:
-    """After 828 tokens a ring for a window of 200 begins at token 612: what page 4 held before is not there."""
+def test_a_page_that_is_not_whole_is_not_shared(tmp_path: Path) -> None:
+    """A ring's file of 828 tokens begins, for a window of 200, at token 612: what page 4 held before is not there."""
     model = tiny_model(tmp_path, (None, 200))
     pool = _pool(model, 0)
-    sequence = pool.sequence(900)
-    sequence.load(_fed(model, 0, 828))
+    whole, sequence = pool.sequence(900), pool.sequence(900)
+    prefill(model, pool, whole, TEXT[:828])
+    sequence.begin_at({pool.layers[0]: 0, pool.layers[1]: 612}, 828)
+    for layer, first in zip(pool.layers, (0, 612), strict=True):
+        sequence.put(layer, whole.held_rows(layer, first), 828)
+    sequence.restore(828, TEXT[:828])
     assert sequence.tables[1].first == 612
     sequence.share_prefix()
-    other = pool.sequence(900, TEXT[:800])
-    assert other.length == 0
+    whole.release()
+    assert pool.sequence(900, TEXT[:800]).length == 0
     prefill(model, pool, sequence, TEXT[828:870], step=42)
     sequence.trim_to(820)
     assert close(decode(model, pool, [sequence], TEXT[820:821]), next_logits(model, TEXT[:821]))
@@ -111,12 +122,14 @@ def test_a_load_that_is_interrupted_leaves_an_empty_sequence(windows: Decoder, m
     pool, cache = _pool(windows, 0), _fed(windows, 0, 500)
     sequence = pool.sequence(900)
     with monkeypatch.context() as patch:
-        patch.setattr(cache[2], "stored", lambda: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            sequence.load(cache)
+        layers = iter(windows.layers[:2])
+        rows = cache.held.held_rows
+        patch.setattr(cache.held, "held_rows", lambda *given: next(layers) and rows(*given))
+        with pytest.raises(StopIteration):
+            sequence.load(cache.held)
     assert sequence.length == 0
     check_pages(pool, [sequence])
-    sequence.load(cache)
+    sequence.load(cache.held)
     _check_next(windows, pool, sequence, cache)
 
 
@@ -125,6 +138,6 @@ def test_nothing_holds_the_arrays_afterwards(windows: Decoder) -> None:
     sequence = pool.sequence(900)
     prefill(windows, pool, sequence, TEXT[:300])
     before = peak_bytes(lambda: decode(windows, pool, [sequence], [5]))
-    pool.sequence(900).load(sequence.to_cache())
+    pool.sequence(900).load(_alone(sequence, 900).held)
     after = peak_bytes(lambda: decode(windows, pool, [sequence], [5]))
     assert abs(after - before) < 200_000 < min(array.nbytes for array in pool.layers[0].arrays)

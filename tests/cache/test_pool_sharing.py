@@ -210,8 +210,8 @@ def test_release(plain: Decoder) -> None:
         lambda: sequence.trim(0),
         sequence.fork,
         sequence.share_prefix,
-        sequence.to_cache,
-        lambda: sequence.load(plain.make_cache(8, kv_bits=0)),
+        lambda: other.load(sequence),
+        lambda: sequence.load(other),
     ):
         with pytest.raises(RuntimeError, match="the sequence was released"):
             use()

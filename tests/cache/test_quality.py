@@ -29,7 +29,7 @@ def logprobs(pocket: tuple[Decoder, Any], heldout_ids: list[int]) -> Logprobs:
         cache = model.make_cache(len(heldout_ids), **stored)
         mx.eval(model(mx.array([heldout_ids[:half]]), cache=cache))
         for layer in cache:
-            layer.arrays[-1] = mx.roll(layer.arrays[-1], roll, axis=-1)
+            layer.layer.arrays[-1] = mx.roll(layer.layer.arrays[-1], roll, axis=-1)
         logits = model(mx.array([heldout_ids[half:]]), cache=cache)[0]
         return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 

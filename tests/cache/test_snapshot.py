@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from support import snapshot_writer
 from support.counts import count
 from support.numbers import peak_bytes
+from support.pools import TEXT
 
-from kvant.cache import ModelCache, QuantizedKVCache
+from kvant.cache import ModelCache
 from kvant.cache.snapshot import read_header
 from kvant.engine.run import Run
 from kvant.models import Decoder
@@ -98,7 +100,9 @@ def test_a_fork_reserves_its_memory_at_once(pocket: Pocket) -> None:
     model, _ = pocket
     first = model.make_cache(2048)
     model(mx.array([IDS]), cache=first)
-    rows = sum(array.nbytes for layer in first for array in layer.buffers)  # not the tables, which are only read
+    rows = sum(
+        array.nbytes for layer in first.pool.layers for array in layer.arrays
+    )  # not the tables, which are only read
     mx.synchronize()
     before = mx.get_active_memory()
     fork = first.fork()
@@ -130,13 +134,36 @@ def test_any_reader_reads_it(pocket: Pocket, tmp_path: Path) -> None:
     assert facts["identity"]["tokenizer"] == hashlib.sha256(tokenizer).hexdigest()
     stored = load_file(path)
     assert stored["ids.0"].tolist() == IDS
-    layer = cache[1]
-    assert isinstance(layer, QuantizedKVCache)
-    expected = dequantize(layer.cache, layer.scale, quant_bit=8, quant_group=32)[0, 0, :, :, : len(IDS)]
+    expected = dequantize(*cache.pool.layers[1].arrays, quant_bit=8, quant_group=32)[:, :, : len(IDS)]
     values, scales = (stored[f"layers.1.sequences.0.{name}"].astype(np.float32) for name in ("cache", "scale"))
     np.testing.assert_allclose(values * np.repeat(scales, 32, axis=-1), np.array(expected), rtol=1e-3)
     # Only rows in use are stored: 70 of 2,048.
     assert len(data) < cache.nbytes * 70 / 2048 + 20_000
+
+
+@pytest.mark.parametrize(("length", "lost"), [(30, 0), (300, 0), (300, 9), (700, 4)])
+def test_of_a_window_a_file_has_the_rows_that_it_always_had(
+    windows: Decoder, tmp_path: Path, length: int, lost: int
+) -> None:
+    """Version 1: those of the window and 16 tokens before it, and of a longer text that it was, in their order."""
+    cache, loaded = (windows.make_cache(900, kv_bits=0) for _ in range(2))
+    windows(mx.array([TEXT[:length]]), cache=cache)
+    cache.trim(lost)
+    cache.save(tmp_path / "saved")
+    header, stored = read_header(tmp_path / "saved"), load_file(tmp_path / "saved")
+    assert length - lost <= header.written <= length
+    loaded.load(tmp_path / "saved")
+    for number, window in enumerate((None, 40, 200)):
+        first = 0 if window is None else max(0, header.written - window - 16)
+        rows = stored[f"layers.{number}.sequences.0.cache"]
+        layer = cache.pool.layers[number]
+        for expected in (
+            cache.held.held_rows(layer, first),
+            loaded.held.held_rows(loaded.pool.layers[number], first),
+        ):
+            np.testing.assert_array_equal(rows, np.array(expected[0]))
+    assert loaded.can_trim_to(max(0, header.written - 17))
+    assert _same(_logits(windows, loaded), _logits(windows, cache))
 
 
 def test_a_file_is_its_owners_and_nothing_is_left_beside_it(pocket: Pocket, tmp_path: Path) -> None:
@@ -166,15 +193,12 @@ def test_no_second_copy_is_held(tmp_path: Path) -> None:
     """Saving and loading take about a layer more than the reservation."""
     layers, tokens = 12, count(20_000, 100_000)
 
-    def make() -> ModelCache:
-        return ModelCache([QuantizedKVCache(tokens, 2, 64) for _ in range(layers)])
-
-    caches = [make()]
+    caches = [snapshot_writer.make(tokens, layers)]
     caches[0].begin(mx.zeros((1, tokens), mx.int32))
     caches[0].commit()
     nbytes = caches[0].nbytes
     assert peak_bytes(lambda: caches[0].save(tmp_path / "saved")) < nbytes / layers * 1.5
     caches.clear()
-    assert abs(peak_bytes(lambda: caches.append(make())) - nbytes) < nbytes * 0.02
+    assert abs(peak_bytes(lambda: caches.append(snapshot_writer.make(tokens, layers))) - nbytes) < nbytes * 0.02
     assert peak_bytes(lambda: caches[0].load(tmp_path / "saved")) < nbytes / layers * 1.5
     assert caches[0].offset == tokens

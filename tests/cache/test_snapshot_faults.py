@@ -19,7 +19,7 @@ from support import snapshot_writer
 from support.counts import count
 from support.interruption import Interruption
 
-from kvant.cache import ModelCache, QuantizedKVCache, atomic
+from kvant.cache import ModelCache, atomic
 from kvant.errors import SnapshotError
 
 KILLS = count(12, 200)
@@ -29,7 +29,7 @@ SIZES = snapshot_writer.SIZES
 def test_killed_while_it_writes(tmp_path: Path) -> None:
     """By SIGKILL, at any moment: one of the two loads, with its own metadata. What is left over goes with the next."""
     path, rng = tmp_path / "saved", random.Random(0)
-    first, loaded = snapshot_writer.caches()[0], ModelCache([QuantizedKVCache(1000, 2, 64) for _ in range(2)])
+    first, loaded = snapshot_writer.caches()[0], snapshot_writer.make()
     first.save(path, {"size": str(first.offset)})
     seen, left_over = set(), 0
     command = [sys.executable, snapshot_writer.__file__, str(path)]

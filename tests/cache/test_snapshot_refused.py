@@ -5,17 +5,22 @@ import json
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import kvant  # isort: skip  # noqa: F401  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 import pytest
+from safetensors.numpy import load_file
 from support.counts import count
 from support.numbers import peak_bytes
 
-from kvant.cache import FullKVCache, ModelCache, QuantizedKVCache, WindowKVCache
+from kvant.cache import ModelCache
 from kvant.cache.identity import Identity
+from kvant.cache.layer_format import LayerFormat
+from kvant.cache.pool import Pool, sizes_alone
 from kvant.cache.snapshot import read_header
 from kvant.errors import SnapshotError
 from kvant.operators.bias_split import BiasSplit
@@ -31,18 +36,26 @@ def _cache(
     fill: bool = False,
     rotary: Rotary | None = None,
     identity: Identity | None = IDENTITY,
+    max_seq_len: int = 12,
+    bias_split: BiasSplit | None = None,
     **changes: Any,
 ) -> ModelCache:
-    options: dict[str, Any] = {"max_seq_len": 12, "num_kv_heads": 1, "head_dim": 16, "kv_group_size": 16} | changes
-    layer = WindowKVCache if "window" in options else QuantizedKVCache
-    cache = ModelCache([layer(**options) for _ in range(layers)])
-    cache.identity, cache.rotary = identity, rotary or Rotary.plain(16, 10000.0)
+    """A cache of one head; ``changes``: in the format."""
+    own = LayerFormat("quantized", 1, 16, 16, 8, 16, "I8", "F16", split_pairs=bias_split and bias_split.pairs)
+    formats, splits = [replace(own, **changes)] * layers, [bias_split] * layers
+    cache = ModelCache(Pool(formats, splits, **sizes_alone(max_seq_len), make_cache=partial(_cache, layers)))
+    cache.pool.identity, cache.pool.rotary = identity, rotary or Rotary.plain(16, 10000.0)
     if fill:
-        cache.begin(mx.zeros((1, LENGTH), mx.int32))
-        x = mx.random.normal((1, 1, LENGTH, 16), key=mx.random.key(0))
-        mx.eval(cache[0].attend(x, x, x))
-        cache.commit(ids=[list(range(LENGTH))])
+        _feed(cache, LENGTH)
     return cache
+
+
+def _feed(cache: ModelCache, count: int) -> None:
+    cache.begin(mx.zeros((1, count), mx.int32))
+    for layer in cache:
+        widths = layer.format.head_dim, layer.format.head_dim, layer.format.value_head_dim
+        mx.eval(layer.attend(*[mx.random.normal((1, 1, count, width), key=mx.random.key(0)) for width in widths]))
+    cache.commit(ids=[list(range(count))])
 
 
 @pytest.fixture
@@ -59,12 +72,7 @@ def _refused(path: Path, match: str, cache: ModelCache | None = None) -> None:
     assert str(error.value).startswith(str(path).replace("\0", r"\x00") + ": ")
     assert "\n" not in str(error.value)
     assert (cache.offset, cache.ids, cache.step) == (0, [[]], None)
-    cache.begin(mx.zeros((1, 1), mx.int32))
-    for layer in cache:
-        assert isinstance(layer, QuantizedKVCache)
-        rows = [mx.ones((1, layer.format.num_kv_heads, 1, d)) for d in (layer.head_dim, layer.value_head_dim)]
-        mx.eval(layer.append(*rows))
-    cache.commit()
+    _feed(cache, 1)
     assert cache.offset == 1
 
 
@@ -112,9 +120,9 @@ def _split(key: float = 1.0, value: float = 1.0) -> BiasSplit:
 TURNED = Rotary([10000.0 ** (-p / 8) for p in range(8)], 1.5)
 # What was saved, the cache that it is loaded into, and what is said.
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"kv_bits": 4}, "kv_bits is 8; expected 4, in layer 0"),
+    ({}, {"kv_bits": 4, "dtype": "U8"}, "kv_bits is 8; expected 4, in layer 0"),
     ({}, {"value_head_dim": 32}, "value_head_dim is 16; expected 32"),
-    ({}, {"scale_dtype": mx.float32}, "scale_dtype is 'F16'; expected 'F32'"),
+    ({}, {"scale_dtype": "F32"}, "scale_dtype is 'F16'; expected 'F32'"),
     ({}, {"layers": 2}, "it has 1 layers; expected 2"),
     ({"fill": True}, {"max_seq_len": 5}, "lengths has 6 tokens; the cache has 5 reserved"),
     ({}, {"identity": Identity("c" * 64, "b" * 64)}, "the model's digest is a{64}; expected c{64}"),
@@ -124,8 +132,8 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"bias_split": _split()}, r"split_pairs is None; expected \(3,\)"),
     ({"bias_split": _split()}, {"bias_split": _split(key=0)}, "key_bias of layer 0 has other numbers"),
     ({"bias_split": _split()}, {"bias_split": _split(value=0)}, "value_bias of layer 0 has other numbers"),
-    ({}, {"window": 8}, "window is None; expected 8"),
-    ({"window": 8, "slack": 4}, {"window": 8}, "slack is 4; expected 16"),
+    ({}, {"window": 8, "slack": 16}, "window is None; expected 8"),
+    ({"window": 8, "slack": 4}, {"window": 8, "slack": 16}, "slack is 4; expected 16"),
 ]
 
 
@@ -135,20 +143,23 @@ def test_another_model_or_format(tmp_path: Path, given: dict[str, Any], own: dic
     _refused(tmp_path / "saved", message, _cache(**own))
 
 
-def test_tokens_that_a_window_has_forgotten(tmp_path: Path) -> None:
-    """Of 25 tokens a window of 8 keeps 24. A cache without a ring can go back to any, and would read the first."""
-    ring = _cache(max_seq_len=100, window=8)
-    x = mx.ones((1, 1, 1, 16))
-    for _ in range(25):
-        ring.begin(mx.zeros((1, 1), mx.int32))
-        ring[0].attend(x, x, x)
-        ring.commit()
-    ring.trim(17)
+def test_tokens_that_a_ring_has_forgotten(tmp_path: Path) -> None:
+    """Before caches had pages, a window of 8 kept 24 of 25 tokens. Without a window all are needed."""
+    ring, whole = _cache(max_seq_len=100, window=8, slack=16), _cache(max_seq_len=100)
+    _feed(whole, 8)
+    (layer,), sequence = ring.pool.layers, ring.held
+    sequence.begin_at({layer: 1}, 8)
+    rows = whole.held.held_rows(whole.pool.layers[0], 1)
+    sequence.put(layer, rows, 8)
+    sequence.restore(8, whole.ids[0])
     ring.save(tmp_path / "saved")
+    assert (read_header(tmp_path / "saved").written, ring.can_trim_to(7)) == (25, False)
+    assert load_file(tmp_path / "saved")["layers.0.sequences.0.cache"].shape == (2, 1, 7, 16)
     _refused(tmp_path / "saved", "tokens before 1 are forgotten", _cache(max_seq_len=8))
-    smaller = _cache(max_seq_len=20, window=8)
+    smaller = _cache(max_seq_len=20, window=8, slack=16)
     smaller.load(tmp_path / "saved")
     assert (smaller.offset, smaller.can_trim_to(7)) == (8, False)
+    assert all(map(mx.array_equal, smaller.held.held_rows(smaller.pool.layers[0], 1), rows))
 
 
 def _forge(path: Path, change: Change) -> None:
@@ -285,11 +296,12 @@ def test_metadata_that_is_no_text(tmp_path: Path) -> None:
 
 
 def test_caches_that_are_neither_saved_loaded_nor_forked(saved: Path) -> None:
-    released = _cache()
+    released, divided = _cache(), _cache()
     released.release()
+    divided.pool.divided = True
     refused = [
         (released, RuntimeError, "was released"),
-        (ModelCache([FullKVCache()]), SnapshotError, "the cache grows"),
+        (divided, SnapshotError, "divided over several ranks"),
     ]
     for cache, kind, message in refused:
         for use in (lambda cache=cache: cache.save(saved), lambda cache=cache: cache.load(saved), cache.fork):

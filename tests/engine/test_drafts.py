@@ -11,8 +11,7 @@ from support.drafts import KnownDrafts, draft_by_chance
 from support.interruption import Interruption
 from support.kinds import Loaded
 
-from kvant.cache import FullKVCache, ModelCache
-from kvant.cache.single import SinglePool
+from kvant.cache import ModelCache
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.run import Run
@@ -160,7 +159,7 @@ def test_interrupted(pocket: Pocket, small: LanguageModel, kind: str) -> None:
     drafts = None
     if kind != "none":
         drafts = _drafts(kind, model, small, [*first, *PROMPT, *plain])
-        drafts = drafts.beside(SinglePool(model.make_cache(80, kv_bits=0), 16))
+        drafts = drafts.beside(model.make_cache(80, kv_bits=0))
 
     def fed(cache: ModelCache, ids: list[int]) -> ModelCache:
         """In a run's steps: a product of several rows differs from that of one in its last bits."""
@@ -180,13 +179,8 @@ def test_interrupted(pocket: Pocket, small: LanguageModel, kind: str) -> None:
     interrupted = in_answer = 0
     for seed in range(runs := count(40 if kind == "none" else 5, 200)):
         rng = random.Random(f"{kind} {seed}")
-        bits, split = rng.choice([8, 4, 0, None]), rng.random() < 0.5
-        cache, fresh = (
-            ModelCache([FullKVCache() for _ in model.layers])
-            if bits is None
-            else model.make_cache(80, kv_bits=bits, bias_split=split)
-            for _ in range(2)
-        )
+        bits, split = rng.choice([8, 4, 0]), rng.random() < 0.5
+        cache, fresh = (model.make_cache(80, kv_bits=bits, bias_split=split) for _ in range(2))
         run, tokens = heard(fed(cache, first))
         begin = counted.lines // 3 if seed % 4 else 1  # behind the prompt, or in it
         interrupted += Interruption(rng.randint(begin, int(0.9 * counted.lines))).of(partial(listen, run, tokens))

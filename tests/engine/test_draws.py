@@ -15,7 +15,6 @@ import pytest
 from support.counts import count
 
 from kvant import stream_generate
-from kvant.cache import FullKVCache
 from kvant.engine.draw import splitmix64
 from kvant.engine.row_sampling import Row, sample_rows
 from kvant.engine.run import Run
@@ -162,7 +161,8 @@ def test_a_run_that_goes_on_draws_as_one_that_was_not_cut(pocket: Pocket) -> Non
     model, tokenizer = pocket
     processors = make_logits_processors({0: -1e9, 2: -1e9}, repetition_penalty=1.5)
     settings = {"sampler": make_sampler(1.5, seed=4), "logits_processors": processors}
-    for bits, cache in ((8, model.make_cache(100)), (0, [FullKVCache() for _ in model.layers])):
+    for bits in (8, 0):
+        cache = model.make_cache(100, kv_bits=bits)
         whole = [r.token for r in stream_generate(model, tokenizer, QUESTION, 20, kv_bits=bits, **settings)]
         parts: list[int] = []
         for prompt in (QUESTION, None):

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,10 +16,9 @@ from support.counts import count as scaled
 from support.grammars import spelled
 
 from kvant import batch_generate, generate, stream_generate
-from kvant.cache import FullKVCache, QuantizedKVCache
 from kvant.engine.run import Run
 from kvant.errors import ContextError, PromptError
-from kvant.models import Decoder
+from kvant.models import Decoder, load_decoder
 from kvant.text.stream import TextStream
 
 Pocket = tuple[Decoder, Any]
@@ -139,11 +139,15 @@ def test_a_cache_is_freed_with_its_last_user(pocket: Pocket, prompt: list[int]) 
     assert mx.get_active_memory() - before < 2**18
 
 
-def test_caches_that_do_not_fit_are_refused_at_the_call(pocket: Pocket) -> None:
+def test_caches_that_do_not_fit_are_refused_at_the_call(
+    pocket: Pocket, make_checkpoint: Callable[..., tuple[Path, Any]]
+) -> None:
     model, tokenizer = pocket
+    narrow = load_decoder(make_checkpoint(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)[0])
     for cache, message in (
         (model.make_cache(64)[:2], "the cache has 2 layers"),
-        ([QuantizedKVCache(64, 2, 32) for _ in model.layers], "a head_dim of 32"),
+        ([*model.make_cache(64)[:2], *model.make_cache(64)[2:]], "expected all layers of one cache, in order"),
+        (narrow.make_cache(64), r"a head_dim of \(2, 32\); expected \(2, 64\)"),
     ):
         with pytest.raises(ValueError, match=message):
             stream_generate(model, tokenizer, [1, 2], prompt_cache=cache)
@@ -152,7 +156,7 @@ def test_caches_that_do_not_fit_are_refused_at_the_call(pocket: Pocket) -> None:
 def test_the_models_context_bounds_any_cache(pocket: Pocket) -> None:
     model, tokenizer = pocket
     context = model.config.max_position_embeddings
-    for cache in (model.make_cache(context + 500), [FullKVCache() for _ in model.layers]):
+    for cache in (model.make_cache(context + 500), list(model.make_cache(context + 500))):
         with pytest.raises(ContextError, match=f"{context + 1} tokens; {context} are the model's context"):
             stream_generate(model, tokenizer, [1] * (context + 1), prompt_cache=cache)
 

@@ -14,7 +14,7 @@ import pytest
 from support.counts import count
 
 from kvant import generate, stream_generate, threads
-from kvant.cache import FullKVCache
+from kvant.cache import ModelCache
 from kvant.engine.conversation import Conversation
 from kvant.models import Decoder
 from kvant.threads import Turn
@@ -48,7 +48,7 @@ def race(use):
 USES = [
     'kvant.generate(model, tokenizer, "Once", max_tokens=9, prompt_cache=cache)',
     "mx.eval(model(mx.array([[5, 7]]), cache=cache))",
-    "mx.eval(model(mx.array([[5]]), cache=cache)), [layer.reset() for layer in cache]",
+    "mx.eval(model(mx.array([[5]]), cache=cache)), cache.reset()",
 ]
 
 
@@ -117,13 +117,14 @@ ATTEMPTS: dict[str, Callable[[Pocket, Any], Any]] = {
     "a run": lambda pocket, cache: stream_generate(*pocket, PROMPT, prompt_cache=cache),
     "a call": lambda pocket, cache: pocket[0](mx.array([[5]]), cache=cache),
     "trim": lambda pocket, cache: cache[0].trim(1),
-    "reset": lambda pocket, cache: cache[0].reset(),
+    "reset": lambda pocket, cache: ModelCache.of(cache).reset(),
 }
 
 
-@pytest.mark.parametrize("grows", [False, True])
-def test_another_thread_during_a_step(pocket: Pocket, grows: bool) -> None:
-    cache: Any = [FullKVCache() for _ in pocket[0].layers] if grows else pocket[0].make_cache(100)
+@pytest.mark.parametrize("listed", [False, True])
+def test_another_thread_during_a_step(pocket: Pocket, listed: bool) -> None:
+    cache: Any = pocket[0].make_cache(100)
+    cache = list(cache) if listed else cache
     expected = generate(*pocket, PROMPT, max_tokens=5, prompt_cache=copy.deepcopy(cache))
     refused = []
 

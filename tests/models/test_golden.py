@@ -15,7 +15,6 @@ from support.checkpoints import change_tensors
 from support.golden import CASES, GOLDEN, IDS
 from support.numbers import relative_error
 
-from kvant.cache import FullKVCache
 from kvant.models import Decoder, ModelConfig, load_decoder
 from kvant.models.architectures import ARCHITECTURES
 from kvant.tools.bench.adapters import MLXLM
@@ -74,8 +73,6 @@ def test_logits_are_transformers(case: str, load: Load) -> None:
         for split in (True, False):
             layers = model.make_cache(len(IDS), kv_bits=0, bias_split=split)
             assert relative_error(_in_steps(model, bounds, layers), expected) < TOLERANCE
-    growing = [FullKVCache(window) for window in model.config.windows]
-    assert relative_error(_in_steps(model, STEPS["in chunks"], growing), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from kvant.cache import FullKVCache
 from kvant.errors import ContextError
 from kvant.models import load_decoder
 
@@ -19,7 +18,7 @@ def test_an_offset_can_only_confirm_the_cache(make_checkpoint: Callable[..., tup
     model(mx.array([[1, 2]]), offset=0, cache=cache)
     model(mx.array([[3]]), offset=2, cache=cache)
     expected = r"expected an int or an array of integers \(1,\)"
-    one, growing = mx.array([[5]]), [FullKVCache() for _ in model.layers]
+    one = mx.array([[5]])
     refused: list[tuple[mx.array, Any, Any, str]] = [  # ids, offset, cache, and what is said
         (one, mx.array([3.0]), cache, rf"array of mlx.core.float32 \(1,\); {expected}"),
         (one, mx.array([3, 1]), cache, rf"array of mlx.core.int32 \(2,\); {expected}"),
@@ -31,8 +30,8 @@ def test_an_offset_can_only_confirm_the_cache(make_checkpoint: Callable[..., tup
         (one, 2, None, "offset is 2; the cache holds 0 tokens"),
         (one, mx.array([1]), cache, r"offset is \[1\]; the cache holds 3 tokens"),
         (mx.array([[5], [6]]), mx.array([1, 0]), None, r"offset is \[1, 0\]; the cache holds 0 tokens"),
-        (mx.array([[5], [6]]), 5, growing, "offset is 5; the cache holds 0 tokens"),  # two sequences, none there yet
-        (mx.array([[5], [6], [7]]), None, cache, "inputs has 3 sequences; a cache has one"),
+        (mx.array([[5], [6]]), 5, None, "offset is 5; the cache holds 0 tokens"),
+        (mx.array([[5], [6], [7]]), None, cache, "inputs has 3 sequences; expected 1"),
         *((mx.array([[token]]), None, cache, "the model knows 0 to 299") for token in (300, -1, 10**8)),
         (mx.array([[1.0]]), None, cache, "expected integer token ids"),
         (mx.array([1, 2]), None, None, r"expected \(B, S\) token ids"),

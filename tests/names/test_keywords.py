@@ -18,7 +18,6 @@ from support.tiny_models import build
 
 import kvant
 from kvant import generate, load, stream_generate
-from kvant.cache import FullKVCache
 from kvant.errors import ArgumentError
 from kvant.models import Decoder
 
@@ -114,10 +113,10 @@ def test_bits_shape_the_cache_that_is_reserved(pocket: Pocket, monkeypatch: pyte
         ({}, (8, 32)),
         ({"kv_bits": None, "kv_group_size": None, "quantized_kv_start": None}, (8, 32)),
         ({"kv_bits": 4, "kv_group_size": 16, "quantized_kv_start": 0}, (4, 16)),
-        ({"kv_bits": 0, "quantized_kv_start": 5000}, (0, 32)),
+        ({"kv_bits": 0, "quantized_kv_start": 5000}, (0, 0)),
     ):
         assert generate(model, tokenizer, PROMPT, max_tokens=5, **options)  # type: ignore[arg-type]
-        assert {(layer.kv_bits, layer.kv_group_size) for layer in made.pop()} == {expected}
+        assert {(layer.format.kv_bits, layer.format.kv_group_size) for layer in made.pop()} == {expected}
     assert not made
 
 
@@ -154,18 +153,14 @@ def test_options_beside_a_cache_can_only_confirm_it(pocket: Pocket) -> None:
 
     eight, none = (kvant.make_prompt_cache(model, 64, kv_bits=bits) for bits in (8, 0))
     four = kvant.make_prompt_cache(model, 64, kv_bits=4, kv_group_size=16)
-    growing = [FullKVCache() for _ in model.layers]
     assert ask(eight, kv_bits=8, kv_group_size=32, max_kv_size=64)
     assert ask(four, kv_bits=4, kv_group_size=16)
     assert ask(none, kv_bits=0)
-    assert ask(growing, kv_bits=0)
     for cache, options, message in (
         (eight, {"kv_bits": 4}, "kv_bits is 4; 8 is that of the prompt_cache"),
         (four, {"kv_group_size": 32}, "kv_group_size is 32; 16 is that of the prompt_cache"),
         (none, {"kv_bits": 8}, "kv_bits is 8; 0 is that of the prompt_cache"),
-        (growing, {"kv_bits": 8}, "kv_bits is 8; 0 is that of the prompt_cache"),
         (eight, {"max_kv_size": 65}, "max_kv_size is 65; 64 is that of the prompt_cache"),
-        (growing, {"max_kv_size": 65}, "max_kv_size is 65; None is that of the prompt_cache"),
     ):
         with pytest.raises(ArgumentError, match=message):
             ask(cache, **options)

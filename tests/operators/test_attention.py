@@ -18,8 +18,8 @@ from kvant.cache import QuantizedKVCache
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
+from kvant.operators.quantization import quantize
 from kvant.operators.rotary import Rotary
-from kvant.operators.stored_tokens import append_and_attend, write_tokens
 
 THETA = 1e4
 HEADS = [(1, 1), (4, 2), (7, 1), (16, 2)]  # H, K: ratios 1, 2, 7 and 8
@@ -111,13 +111,15 @@ def test_scores_of_a_chunk_stay_under_the_bound(heads: int) -> None:
     """A chunk's attention to a long past makes no score matrix of queries times context."""
     cache = QuantizedKVCache(PAST + CHUNK, KV_HEADS, HEAD_DIM)
     past = mx.random.normal((1, KV_HEADS, PAST, HEAD_DIM), key=mx.random.key(0))
-    arrays, options = (cache.cache, cache.scale), {"quant_bit": 8, "quant_group": 32}
-    write_tokens(past, past, 0, *arrays, **options)
-    mx.eval(arrays)
+    cache.attend(past[:, :, :1], past[:, :, :1], past[:, :, :1])
+    for array, part in zip(cache.layer.arrays, quantize(past, quant_bit=8, quant_group=32), strict=True):
+        array[:, :, :PAST] = part
+    mx.eval(cache.layer.arrays)
+    cache.batch.held.restore(PAST, [0] * PAST)
     query = mx.random.normal((1, heads, CHUNK, HEAD_DIM), key=mx.random.key(1))
     current = mx.random.normal((1, KV_HEADS, CHUNK, HEAD_DIM), key=mx.random.key(2))
     mx.eval(query, current)
-    used = peak_bytes(lambda: mx.eval(append_and_attend(query, current, current, PAST, *arrays, **options)))
+    used = peak_bytes(lambda: mx.eval(cache.attend(query, current, current)))
     floats = 2 * KV_HEADS * (PAST + CHUNK) * HEAD_DIM * 4
     assert used > floats  # or the past was not read
     outputs = 4 * query.nbytes  # the blocks, joined and transposed

@@ -53,7 +53,8 @@ def exact(
         held = [p for p in range(start, end) if pages is not None or p < keep or p >= end - ring]
         places = [p - start if pages is not None or p < keep else keep + (p - keep) % ring for p in held]
         arrays = [None if x is None else to_numpy(x if pages is not None else x[0, b]) for x in (cache, scale)]
-        at = places if pages is None else [pages[b, i // PAGE_SIZE].item() * PAGE_SIZE + i % PAGE_SIZE for i in places]
+        own_pages = None if pages is None else pages[b].tolist()
+        at = places if own_pages is None else [own_pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE for i in places]
         both = oracle.floats(*(None if x is None else x[:, :, at] for x in arrays), quant_bit, quant_group)
         key, value = both.swapaxes(1, 2) if len(both) == 2 else np.split(both[0].swapaxes(0, 1), [D], axis=-1)
         assert value.shape[-1] == (value_dim or D)

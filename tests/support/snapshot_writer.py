@@ -14,15 +14,23 @@ import time
 import kvant  # isort: skip  # noqa: F401  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 
-from kvant.cache import ModelCache, QuantizedKVCache
+from kvant.cache import ModelCache
+from kvant.cache.layer_format import LayerFormat
+from kvant.cache.pool import Pool, sizes_alone
 
 SIZES = (300, 700)  # tokens of the two; each token of a snapshot of n is n
+
+
+def make(reserved: int = 1000, layers: int = 2) -> ModelCache:
+    """An empty cache of two heads of 64."""
+    own = LayerFormat("quantized", 2, 64, 64, 8, 32, "I8", "F16")
+    return ModelCache(Pool([own] * layers, [None] * layers, **sizes_alone(reserved), make_cache=make))
 
 
 def caches() -> list[ModelCache]:
     made = []
     for size in SIZES:
-        cache = ModelCache([QuantizedKVCache(1000, 2, 64) for _ in range(2)])
+        cache = make()
         cache.begin(mx.zeros((1, size), mx.int32))
         x = mx.full((1, 2, size, 64), float(size))
         for layer in cache:

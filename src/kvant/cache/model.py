@@ -1,5 +1,6 @@
 """The cache of a conversation: a pool of one sequence, as a sequence of its layers."""
 
+import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -56,6 +57,10 @@ class KVCache(PoolLayerView):
         """For mlx-lm, which evaluates it."""
         return [NotSaved(), *self.layer.arrays]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The same layer of a copy of the cache."""
+        return copy.deepcopy(self.batch, memo)[self.batch.pool.layers.index(self.layer)]
+
     def trim(self, num_tokens: int) -> int:
         """Forget the last tokens of all layers, as mlx-lm does layer by layer."""
         return self.batch.trim_layer(id(self.layer), num_tokens)
@@ -77,19 +82,19 @@ class ModelCache(PoolBatch, Sequence[Any]):
     Attributes:
         held: its sequence.
         ahead: of its tokens the last ones that are computed and not handed out yet.
+        prefill_step_size: prompt tokens that a scheduler feeds at a time.
     """
 
     pool: Pool
     # A scheduler takes a cache in the place of a pool.
     attends_apart, has_windows, page_size = True, False, PAGE_SIZE  # pages that are shared have no windows here
     max_sequences = num_free = 1
-    prefill_step_size = sys.maxsize
 
     def __init__(self, pool: Pool) -> None:
         """Open the sequence of a pool of one, which is made for it."""
         self.held: PoolSequence = pool.sequence(pool.max_seq_len)
         super().__init__(pool, [self.held])
-        self.ahead = 0
+        self.ahead, self.prefill_step_size = 0, sys.maxsize
         self._places = tuple((part, layer) for layer in pool.layers for part in pool.parts if layer in part.layers)
         self._trimmed: tuple[int, int, set[int]] | None = None
         self._is_torn = False  # pages are being handed out
@@ -222,8 +227,8 @@ class ModelCache(PoolBatch, Sequence[Any]):
         """Forget the last tokens, or all there are; see :meth:`PoolSequence.trim`."""
         with self.turn:
             self._hand_out()
-            self.end_step()
             forgotten = self.held.trim(num_tokens)
+            self.end_step()
             self._is_torn = False
             self.ahead = 0
             self._trimmed = None
@@ -297,6 +302,9 @@ class ModelCache(PoolBatch, Sequence[Any]):
             made: Self = self.pool.make_cache(self.max_seq_len)
             made.held.load(self.held)
             return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.fork()
 
     def save(self, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
         """Save the committed tokens: one safetensors file, for its owner only, in place of what is at ``path``.

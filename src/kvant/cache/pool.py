@@ -77,7 +77,8 @@ class Pool(PoolState):
             windows: of the whole model's layers, where ``formats`` are a rank's alone: pages are counted for all.
         """
         sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
-        for name, number in (sizes | {"prefill_step_size": prefill_step_size or 1}).items():
+        step_size = 1 if prefill_step_size is None else prefill_step_size
+        for name, number in (sizes | {"prefill_step_size": step_size}).items():
             if type(number) is not int or number < 1:
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
         check_process()

@@ -38,7 +38,8 @@ class CacheScheduler(Scheduler):
     ) -> None:
         check_count("prefill_step_size", prefill_step_size)
         self.cache = model.check_cache(cache)
-        super().__init__(model, self.cache, max_batch=1, prefill_step_size=prefill_step_size)
+        self.cache.prefill_step_size = prefill_step_size
+        super().__init__(model, self.cache, max_batch=1)
         self._later: deque[Token] = deque()  # of the last step
         self._keep = 0  # tokens that the cache holds for what was handed out
         self._last: int | None = None  # handed out last

@@ -64,7 +64,6 @@ class Scheduler:
         *,
         max_batch: int,
         max_queue: int | None = None,
-        prefill_step_size: int | None = None,
         deterministic: bool = False,
     ) -> None:
         """For a model and its pool, which serves nobody else.
@@ -72,7 +71,6 @@ class Scheduler:
         Args:
             max_batch: answers that run at once, at most.
             max_queue: requests that wait to be admitted, at most; None: any number.
-            prefill_step_size: prompt tokens that are fed at a time, at most; None: as many as the pool takes.
         """
         check_count("max_batch", max_batch)
         if max_batch > pool.max_sequences:
@@ -87,7 +85,6 @@ class Scheduler:
                 "sequences at once, so that rounding goes with their lengths"
             )
         self._model, self._pool = model, pool
-        self._step_size = prefill_step_size or pool.prefill_step_size
         self._max_batch, self._max_queue = max_batch, max_queue
         self._deterministic = deterministic
         self._decoder = BatchDecoder(model, pool, rows=max_batch if deterministic else None)
@@ -181,7 +178,7 @@ class Scheduler:
             # In this order the first two tokens of an answer come from two steps, each as soon as it is there.
             started = time.perf_counter()
             if not self._running:
-                self._burst = BURST * max(CHUNK, self._step_size)
+                self._burst = BURST * max(CHUNK, self._pool.prefill_step_size)
             elif self._prompt is None:
                 self._burst = 0
             if not (self._running and self._burst):
@@ -219,7 +216,7 @@ class Scheduler:
 
     def _feed_prompts(self) -> None:
         """Feed a chunk of the first prompt, and whole prompts behind it that fit in the same number of tokens."""
-        most = room = min(self._burst, max(CHUNK, self._step_size)) or CHUNK
+        most = room = min(self._burst, max(CHUNK, self._pool.prefill_step_size)) or CHUNK
         self._admit()
         while (work := self._prompt) is not None and (room == most or work.left <= room):
             left = work.left
@@ -237,7 +234,7 @@ class Scheduler:
             with kernel_failures(self._pool):
                 if self._queued is not None:
                     mx.eval(self._queued.logits)  # or MLX would copy the arrays that it reads
-                logits = work.feed(self._model, self._pool, min(room, self._step_size))
+                logits = work.feed(self._model, self._pool, min(room, self._pool.prefill_step_size))
             if logits is None:
                 return
             answers = work.begin_answers()

@@ -53,7 +53,7 @@ def test_a_word_wins_over_the_device(checked_gpu: None, monkeypatch: pytest.Monk
     ):
         if variable is not None:
             monkeypatch.setenv("KVANT_KERNELS", variable)
-        assert QuantizedKVCache(4, 2, 64, kernels=word).backend == backend
+        assert QuantizedKVCache(4, 2, 64, kernels=word).layer.backend == backend
     with pytest.raises(ValueError, match="kernels is 'fast'; expected 'unfused' or 'fused'"):
         QuantizedKVCache(4, 2, 64, kernels="fast")
     with pytest.raises(ValueError, match="KVANT_KERNELS is 'Fused'; expected 'unfused' or 'fused'"):
@@ -140,8 +140,8 @@ def test_the_kernel_is_given_the_cache_itself(launches: list[Any]) -> None:
         query, key = mx.random.normal((1, 4, 1, 64)), mx.random.normal((1, 2, 1, 64))
         mx.eval(cache.attend(query, key, key))
         inputs = dict(zip(launch.INPUTS["attend"], launches[1][1], strict=True))
-        assert inputs["cache"] is cache.cache
-        assert inputs["scale"] is cache.scale
+        assert inputs["cache"] is cache.layer.arrays[0]
+        assert inputs["scale"] is cache.layer.arrays[1]
         seen.append([inputs[name] for name in ("mask", "key_bias", "pairs", "rotation", "slopes")])
     for again in seen[1:]:
         assert all(mine is first for mine, first in zip(again, seen[0], strict=True))

@@ -7,11 +7,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvant.cache import QuantizedKVCache
 from kvant.operators.kernels import launch as launch_module
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
 from kvant.operators.paged_kernel import step_pages
-from kvant.operators.stored_tokens import append_and_attend
 
 # Launches of an operation whose arrays are row contiguous, by MLX 0.32's sources under mlx/backend/. In a write the old
 # array is donated, which costs none: nothing else holds a cache's arrays. An operation that is not here fails the test.
@@ -56,8 +54,17 @@ def _tokens(heads: int, tokens: int = 1, batch: int = 1) -> mx.array:
     return mx.random.normal((batch, heads, tokens, D), key=mx.random.key(heads)).astype(mx.bfloat16)
 
 
-def _cache(quant_bit: int) -> list[mx.array]:
-    return QuantizedKVCache(ROWS, K, D, kv_bits=quant_bit, dtype=mx.bfloat16).arrays
+def _arrays() -> list[mx.array]:
+    return [mx.zeros((2, K, ROWS, D), mx.int8), mx.zeros((2, K, ROWS, D // 32), mx.float16)]
+
+
+def _step(rows: PagedRows) -> Callable[..., list[mx.array]]:
+    def step(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> list[mx.array]:
+        held = list(arrays)
+        output, _ = append_and_attend_paged(query, key, value, held, rows, **QUANTIZED)
+        return [output, *held]
+
+    return step
 
 
 @pytest.fixture(autouse=True)
@@ -74,10 +81,9 @@ QUANTIZED: dict[str, Any] = {"quant_bit": 8, "quant_group": 32, "backend": "meta
 
 @pytest.mark.parametrize("new_tokens", [1, 4])
 def test_a_step_is_five_launches_a_layer(new_tokens: int) -> None:
-    def step(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> Any:
-        return append_and_attend(query, key, value, 7, *arrays, **QUANTIZED), *arrays
-
-    traced = _traced(step, *(_tokens(heads, new_tokens) for heads in (H, K, K)), *_cache(8))
+    pages = step_pages([[0]], [0], [7], 7 + new_tokens, None)
+    rows = PagedRows([(7, 7 + new_tokens)], [[(0, 7 + new_tokens)]], [0], None, pages)
+    traced = _traced(_step(rows), *(_tokens(heads, new_tokens) for heads in (H, K, K)), *_arrays())
     assert traced == [*APPEND, "SliceUpdate", "SliceUpdate", *ATTEND]
 
 
@@ -89,12 +95,7 @@ def test_a_step_of_a_pool_s_sequences_is_five_launches_a_layer(new_tokens: int) 
     new = mx.array([row for own in runs for row in range(own[-1][1] - new_tokens, own[-1][1])])
     rows = PagedRows(new, runs, [0, 0], None, pages)
 
-    def step(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> list[mx.array]:
-        held = list(arrays)
-        return [append_and_attend_paged(query, key, value, held, rows, **QUANTIZED), *held]
-
-    arrays = [mx.zeros((2, K, ROWS, D), mx.int8), mx.zeros((2, K, ROWS, D // 32), mx.float16)]
-    traced = _traced(step, *(_tokens(heads, new_tokens, 2) for heads in (H, K, K)), *arrays)
+    traced = _traced(_step(rows), *(_tokens(heads, new_tokens, 2) for heads in (H, K, K)), *_arrays())
     assert sorted(traced) == sorted([*APPEND, *PUT, *ATTEND, *(["copied"] * 2 if new_tokens > 1 else [])])
 
 
