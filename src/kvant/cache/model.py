@@ -53,13 +53,26 @@ class KVCache(PoolLayerView):
         return self.layer.nbytes
 
     @property
+    def arrays(self) -> list[mx.array]:
+        """Its rows (2, K, T, D') and their scales. Nothing else may hold them: MLX would copy them at an append."""
+        return self.layer.arrays
+
+    @property
+    def backend(self) -> Backend | None:
+        """Runs the fused kernel for steps of a few tokens; None: it is unfused."""
+        return self.layer.backend
+
+    @property
     def state(self) -> list[object]:
         """For mlx-lm, which evaluates it."""
-        return [NotSaved(), *self.layer.arrays]
+        return [NotSaved(), *self.arrays]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The same layer of a copy of the cache."""
-        return copy.deepcopy(self.batch, memo)[self.batch.pool.layers.index(self.layer)]
+        made = copy.copy(self)
+        made.batch = copy.deepcopy(self.batch, memo)
+        made.part, made.layer = made.batch.places[self.batch.places.index((self.part, self.layer))]
+        return made
 
     def trim(self, num_tokens: int) -> int:
         """Forget the last tokens of all layers, as mlx-lm does layer by layer."""
@@ -83,6 +96,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
         held: its sequence.
         ahead: of its tokens the last ones that are computed and not handed out yet.
         prefill_step_size: prompt tokens that a scheduler feeds at a time.
+        places: each layer, and the layers that share its page table.
     """
 
     pool: Pool
@@ -95,7 +109,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
         self.held: PoolSequence = pool.sequence(pool.max_seq_len)
         super().__init__(pool, [self.held])
         self.ahead, self.prefill_step_size = 0, sys.maxsize
-        self._places = tuple((part, layer) for layer in pool.layers for part in pool.parts if layer in part.layers)
+        self.places = tuple((part, layer) for layer in pool.layers for part in pool.parts if layer in part.layers)
         self._trimmed: tuple[int, int, set[int]] | None = None
         self._is_torn = False  # pages are being handed out
 
@@ -121,10 +135,10 @@ class ModelCache(PoolBatch, Sequence[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         # Made when they are asked for: a cache that held them would be freed by the garbage collector alone.
-        return (KVCache(self, part, layer) for part, layer in self._places)
+        return (KVCache(self, part, layer) for part, layer in self.places)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.places)
 
     @property
     def offset(self) -> int:

@@ -33,6 +33,7 @@ class QuantizedKVCache(KVCache):
         scale_dtype: mx.Dtype = mx.float16,
         bias_split: BiasSplit | None = None,
         kernels: str | None = None,
+        num_heads: int | None = None,
     ) -> None:
         """Allocate the cache.
 
@@ -49,6 +50,7 @@ class QuantizedKVCache(KVCache):
             kernels: "unfused" or "fused" forces how attention is computed. None: the environment variable
                 KVANT_KERNELS decides; without it, a GPU uses the fused kernel. The choice holds for the cache's life.
                 A call of more than 8 new tokens, as in a prefill, is always unfused.
+            num_heads: H; None: not known. The kernel is tried now as it will be used, and then in more shapes.
 
         Raises:
             ValueError: a size below 1, a group that does not divide D, an unsupported bit or dtype; a kernel forced for
@@ -75,10 +77,13 @@ class QuantizedKVCache(KVCache):
             slack=SLACK if window is not None and window < max_seq_len else 0,
             split_pairs=None if bias_split is None else bias_split.pairs,
         )
-        options: dict[str, Any] = {"make_cache": ModelCache, "kernels": kernels, "dtype": dtype}
-        pool = Pool([own], [bias_split], **sizes_alone(max_seq_len), **options)
-        cache = ModelCache(pool)
-        super().__init__(cache, pool.parts[0], pool.layers[0])
+        options: dict[str, Any] = {"kernels": kernels, "dtype": dtype, "num_heads": num_heads}
+
+        def made(tokens: int) -> ModelCache:
+            return ModelCache(Pool([own], [bias_split], **sizes_alone(tokens), **options, make_cache=made))
+
+        cache = made(max_seq_len)
+        super().__init__(cache, cache.pool.parts[0], cache.pool.layers[0])
 
     def attend(
         self,

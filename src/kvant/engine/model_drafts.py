@@ -69,6 +69,7 @@ class ModelDrafts(Drafts):
         if isinstance(pool, ModelCache):
             tokens = context_limit(self.model, pool.max_seq_len) or default_reservation(config)
             made = self.model.make_cache(tokens, **chosen.fields)
+            made.prefill_step_size = pool.prefill_step_size
             if (back := made.takes_back(self.num_draft_tokens)) < self.num_draft_tokens:
                 which = f"windows take back {back}" if back else "states cannot"
                 refused += f"rejected drafts of {self.num_draft_tokens} tokens are taken back from its cache, and its "
