@@ -38,7 +38,6 @@ def exact(
     slopes: tuple[float, ...] = (),
     score_scale: float | None = None,
     sinks: mx.array | None = None,
-    keep: int = 0,
     backend: str,
     **options: Any,
 ) -> Array:
@@ -47,11 +46,9 @@ def exact(
     starts = [0] * B if first is None else first.tolist()[:B]
     ends = np.broadcast_to(np.array(offset).reshape(-1)[:B] + S, B).tolist()
     assert pages is None or rows in (None, max(end - start for start, end in zip(starts, ends, strict=True)))
-    ring = cache.shape[-2] - keep
     outputs = []
     for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        held = [p for p in range(start, end) if pages is not None or p < keep or p >= end - ring]
-        places = [p - start if pages is not None or p < keep else keep + (p - keep) % ring for p in held]
+        places = list(range(end - start))
         arrays = [None if x is None else to_numpy(x if pages is not None else x[0, b]) for x in (cache, scale)]
         own_pages = None if pages is None else pages[b].tolist()
         at = places if own_pages is None else [own_pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE for i in places]
@@ -59,8 +56,7 @@ def exact(
         key, value = both.swapaxes(1, 2) if len(both) == 2 else np.split(both[0].swapaxes(0, 1), [D], axis=-1)
         assert value.shape[-1] == (value_dim or D)
         if pairs:
-            table = np.array(rotation)[..., places if pages is None else held]
-            cosine, sine = (table[b % len(table)] if table.ndim == 4 else table).swapaxes(1, 2)
+            cosine, sine = np.array(rotation)[..., start:end].swapaxes(1, 2)
             key += oracle.turned_bias(np.array(key_bias), pairs, cosine, sine, D)
         if value_bias is not None:
             value += np.array(value_bias)
@@ -68,7 +64,7 @@ def exact(
         if own is not None:
             own = np.broadcast_to(own, (B, H, *own.shape[-2:]))[b : b + 1, ..., places]
         output = oracle.attend(
-            to_numpy(query[b : b + 1]).swapaxes(1, 2), key[None], value[None], positions=held, attn_mask=own, keep=keep,
+            to_numpy(query[b : b + 1]).swapaxes(1, 2), key[None], value[None], attn_mask=own,
             scale=score_scale, is_alibi=bool(slopes), sinks=None if sinks is None else to_numpy(sinks), **options,
         )  # fmt: skip
         outputs.append(output.swapaxes(1, 2))

@@ -64,7 +64,7 @@ def fused_calls(gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
         seen.append(query.shape)
         if (pages := options["pages"]) is not None:
             first, (_, _, offset) = options["first"], arguments
-            assert (options.get("is_causal", True), options.get("mask"), options.get("keep", 0)) == (True, None, 0)
+            assert (options.get("is_causal", True), options.get("mask")) == (True, None)
             assert offset.shape == first.shape == (max(8, len(query)),)
             assert (len(pages), pages.shape[1] >= 8) == (len(query), True)
             assert pages.dtype == first.dtype == offset.dtype == mx.int32

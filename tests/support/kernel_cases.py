@@ -50,7 +50,7 @@ class KernelCase:
     new_tokens: int = 1
     offset: int = 5  # of the first sequence
     shorter: int = 0  # cached tokens that each sequence has fewer than the one before, down to none
-    max_tokens: int = 37  # rows of a sequence; fewer than tokens: a ring
+    max_tokens: int = 37  # rows of a sequence
     layout: str = "rows"  # rows, pages
     dtype: str = "float32"
     quant_bit: int = 8
@@ -62,7 +62,6 @@ class KernelCase:
     mask: str = "none"  # none, bool, float
     mask_rank: int = 4
     window: int | None = None
-    keep: int = 0
     sinks: bool = False
     softcap: float = 0.0
     score_scale: float | None = None
@@ -95,7 +94,7 @@ class KernelCase:
     @property
     def firsts(self) -> list[int]:
         """The position of each sequence's row 0: with pages those that nobody sees any more are left out."""
-        if self.layout == "rows" or self.window is None or self.keep:
+        if self.layout == "rows" or self.window is None:
             return [0] * self.batch
         return [max(0, offset + 1 - self.window) // PAGE_SIZE * PAGE_SIZE for offset in self.offsets]
 
@@ -109,19 +108,14 @@ class KernelCase:
         width = max(self.head_dim, self.values)
         return threadgroup_shape(self.ratio * self.new_tokens, self.pairs or 0, self.backend, width)
 
-    def positions(self, b: int) -> dict[int, int]:
-        """The position that each row of sequence b holds, once all tokens are written."""
-        if self.layout == "pages":
-            return {position - self.firsts[b]: position for position in range(self.firsts[b], self.ends[b])}
-        keep, ring = self.keep, self.max_tokens - self.keep
-        return {p if p < keep else keep + (p - keep) % ring: p for p in range(self.ends[b])}
+    def positions(self, b: int) -> range:
+        """The positions that the rows of sequence b hold, once all tokens are written."""
+        return range(self.firsts[b], self.ends[b])
 
-    def readable(self, b: int) -> list[int]:
+    def readable(self, b: int) -> range:
         """The rows of sequence b that may be read: without a window all it has."""
-        rows = self.positions(b)
-        if self.window is None or self.keep or self.ends[b] - self.firsts[b] > self.max_tokens:
-            return list(rows)
-        return [row for row, position in rows.items() if position > self.offsets[b] - self.window]
+        rows = range(len(self.positions(b)))
+        return rows if self.window is None else rows[max(0, self.offsets[b] + 1 - self.window - self.firsts[b]) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,19 +181,17 @@ def place(case: KernelCase, sides: Sequence[Array], dtype: str, pages: Array | N
     array = poisoned((1, case.batch, num_sides, K, case.max_tokens, last) if pages is None else pool, dtype)
     for b in range(case.batch):
         held = case.positions(b)
-        own, at = rows_in(array, pages, b, held)
-        own[:, :, at] = parts[b][:, list(held.values())].swapaxes(1, 2)
+        own, at = rows_in(array, pages, b, range(len(held)))
+        own[:, :, at] = parts[b][:, held].swapaxes(1, 2)
     return array
 
 
 def rotations(case: KernelCase, angle: Array) -> Array:
-    """By row, with pages by position; of each sequence where their rows hold other positions."""
-    table = np.full((case.batch, 2, len(angle), max(case.max_tokens, case.num_keys)), np.nan, np.float32)
-    for b in range(case.batch):
-        for row, position in case.positions(b).items():
-            column = position if case.layout == "pages" else row
-            table[b, :, :, column] = np.cos(angle * position), np.sin(angle * position)
-    return table if case.num_keys > case.max_tokens else table[0]
+    """Of the positions that are in rows; others are poison."""
+    table = np.full((2, len(angle), max(case.max_tokens, case.num_keys)), np.nan, np.float32)
+    held = sorted({position for b in range(case.batch) for position in case.positions(b)})
+    table[..., held] = np.cos(np.outer(angle, held)), np.sin(np.outer(angle, held))
+    return table
 
 
 def draw_mask(case: KernelCase, rng: np.random.Generator) -> Array | None:
@@ -257,7 +249,7 @@ def run(case: KernelCase, drawn: Drawn, **how: Any) -> mx.array:
 
 
 def attended(case: KernelCase, drawn: Drawn) -> Any:
-    names = ("quant_bit", "quant_group", "is_causal", "is_alibi", "window", "keep", "softcap", "score_scale", "backend")
+    names = ("quant_bit", "quant_group", "is_causal", "is_alibi", "window", "softcap", "score_scale", "backend")
     given = {name: getattr(drawn, name) for name in ("mask", "sinks", "pages")}
     return fused_attention.attend_fused(
         to_mx(drawn.query, case.dtype),
@@ -329,7 +321,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "is_alibi": (False, True),
     "mask": ("none", "bool", "float"),
     "pairs": (None, 0, 1, 9, 32),
-    "place": ("rows", "pages", "window", "window in pages", "ring", "ring that keeps"),
+    "place": ("rows", "pages", "window", "window in pages"),
     "sinks": (False, True),
     "softcap": (0.0, 5.0),
     "score_scale": (None, 0.3),
@@ -370,21 +362,18 @@ def fits(values: Mapping[str, Any]) -> bool:
 
 
 def case_of(values: Mapping[str, Any], seed: int) -> KernelCase:
-    """The instance of a value of each option. 0 rows: as many as its ring has."""
+    """The instance of a value of each option."""
     own = dict(values)
     (bits, group), (head_dim, value_dim), where = own.pop("format"), own.pop("widths"), own.pop("place")
     own |= {"quant_bit": bits, "quant_group": group, "head_dim": head_dim, "value_dim": value_dim}
     own |= {"layout": "pages" if "pages" in where else "rows", "window": None if where in ("rows", "pages") else 20}
-    own |= {"max_tokens": 0 if "ring" in where else 1, "keep": 3 if "keeps" in where else 0}
     return KernelCase(seed=seed, **own)
 
 
 def runs(case: KernelCase) -> list[KernelCase]:
     """Calls of one instance: at offset 0 or 1, and two about the boundaries of splits and steps; of other sizes."""
     rng = np.random.default_rng(case.seed)
-    is_ring, splits = not case.max_tokens, case.splits or 1
-    ring = case.keep + (case.window or 0) + case.new_tokens + int(rng.integers(4))
-    edges = {SPLIT_ROWS, 2 * SPLIT_ROWS, splits * SPLIT_ROWS, *STEPS} | ({ring, 2 * ring} if is_ring else set())
+    edges = {SPLIT_ROWS, 2 * SPLIT_ROWS, (case.splits or 1) * SPLIT_ROWS, *STEPS} | ({PAGE_SIZE + case.window} if case.window else set())
     num_keys = {edge + beside for edge in edges for beside in (-1, 0, 1)}
     offsets = sorted(n - case.new_tokens for n in num_keys if n >= case.new_tokens)
     cases = []
@@ -399,7 +388,7 @@ def runs(case: KernelCase) -> list[KernelCase]:
             num_kv_heads = min(num_kv_heads, max(1, MOST_WORK // work))
         tokens = offset + case.new_tokens
         own = replace(case, seed=1000 * case.seed + offset, offset=offset, knows_rows=offset % 2 == 1)
-        most = min(tokens, ring) if is_ring else tokens + int(rng.choice([0, 1, 6]))
+        most = tokens + int(rng.choice([0, 1, 6]))
         shorter, rank = 0 if len(cases) % 2 else offset // 2 + 1, int(rng.integers(2, 5))
         sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "max_tokens": most}
         cases.append(replace(own, **sizes, shorter=shorter, mask_rank=rank))

@@ -213,13 +213,12 @@ def attend(
     scale: float | None = None,
     softcap: float = 0.0,
     window: int | None = None,
-    keep: int = 0,
     sinks: Array | None = None,
 ) -> Array:
     """Attention in float64. Query (B, S, H, D), key and value (B, T, K, D) -> (B, S, H, D).
 
     Keys are at ``positions``, by default 0 to T - 1, and the queries at the last S of them. A query sees the last
-    ``window`` positions and the first ``keep``. A sink (H,) takes part in the softmax.
+    ``window`` positions. A sink (H,) takes part in the softmax.
     """
     batch, num_queries, num_heads, head_dim = query.shape
     num_keys, num_kv_heads = key.shape[1:3]
@@ -238,7 +237,7 @@ def attend(
         if is_alibi or (is_causal and num_queries > 1):
             scores = np.where(distance > 0, -np.inf, scores)
         if window is not None:
-            scores = np.where((distance > -window) | (position < keep), scores, -np.inf)
+            scores = np.where(distance > -window, scores, -np.inf)
         v[np.isneginf(scores).all(axis=0)] = 0  # a token that nobody sees may be unknown: 0 times NaN is NaN
         sink = np.full((num_queries, 1), -np.inf if sinks is None else sinks[h])
         output[b, :, h] = softmax(np.concatenate([scores, sink], axis=-1))[:, :-1] @ v

@@ -313,8 +313,7 @@ def backend_of(
         None if own.split_pairs is None else len(own.split_pairs),
         mask=own.kind == "chunks",  # the model's own says which are seen
         sinks=may_have_sinks,
-        paged=True,
-        options=() if own.window is None else (("window", own.window),),
+        window=own.window,
     )
     return resolve(kernels, reason, [use])
 

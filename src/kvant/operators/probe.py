@@ -47,8 +47,9 @@ class KernelUse:
         cache_dtype: of stored keys and values at 0 bits; None: ``dtype``.
         mask: whether a mask is given.
         sinks: whether learned sinks may be given, in the queries' dtype. Tried besides.
-        paged: whether the cache is a pool.
-        options: window, keep and is_alibi of :func:`kvant.operators.fused_attention.attend_fused`, by name.
+        paged: whether rows are in pages. A PMX operator's are not.
+        window: tokens that a query sees, its own included; None: all.
+        is_alibi: whether ALiBi is added.
     """
 
     head_dim: int
@@ -62,16 +63,18 @@ class KernelUse:
     cache_dtype: mx.Dtype | None = None
     mask: bool = False
     sinks: bool = False
-    paged: bool = False
-    options: tuple[tuple[str, Any], ...] = ()
+    paged: bool = True
+    window: int | None = None
+    is_alibi: bool = False
 
     def __str__(self) -> str:
         values = "" if self.value_dim == self.head_dim else f" with values of {self.value_dim}"
         kind = f"{self.quant_bit} bits g{self.quant_group}" if self.quant_bit else "floats"
-        kinds = (("bias split", self.pairs is not None), ("mask", self.mask), ("pages", self.paged))
-        extras = [*(name for name, on in kinds if on), *(name for name, _ in self.options)]
+        has_split, has_window = self.pairs is not None, self.window is not None
+        extras = {"bias split": has_split, "mask": self.mask, "window": has_window, "ALiBi": self.is_alibi}
         dtype = str(self.dtype).removeprefix("mlx.core.")
-        return ", ".join([f"heads of {self.head_dim}{values}", kind, dtype, *extras])
+        named = [name for name, on in (extras | {"no pages": not self.paged}).items() if on]
+        return ", ".join([f"heads of {self.head_dim}{values}", kind, dtype, *named])
 
 
 _tried: dict[tuple[KernelUse, Backend], str | None] = {}
@@ -117,28 +120,20 @@ class Agreement:
 
 
 class Trial:
-    """The arrays of calls that a layer makes: one sequence, or two of a pool.
+    """The arrays of calls that a layer makes: two sequences in pages, one from its second page on, or one without.
 
-    Rows that hold no token hold NaN, so whoever reads one gives NaN. A window's rows are a ring that is written again;
-    in a pool they begin with the second page.
+    Rows that hold no token hold NaN, so whoever reads one gives NaN.
     """
 
     def __init__(self, use: KernelUse, heads: int) -> None:
-        self.use, self.options = use, dict(use.options)
+        self.use = use
         self.form: dict[str, Any] = {"quant_bit": use.quant_bit, "quant_group": use.quant_group}
         K, D, Dv, S, R = KV_HEADS, use.head_dim, use.value_dim, MAX_NEW_TOKENS, ROWS
-        # What is no constant of an instance is as a ring can hold it, with the new tokens.
-        self.keep, self.ring = min(self.options.get("keep", 0), R // 4), 0
-        if "window" in self.options:
-            self.options |= {"window": min(self.options["window"], R - self.keep - S), "keep": self.keep}
+        self.window = None if use.window is None else min(use.window, R // 2)  # no constant of an instance
         # The position of the first row of each sequence, and its tokens before the new ones.
-        self.spans = [(0, R - S - 7)]
-        if use.paged:
-            self.spans = [(PAGE_SIZE, PAGE_SIZE + R - S - 7), (0, R // 2)]
-        elif "window" in self.options:
-            self.spans, self.ring = [(0, R + R // 3)], R - self.keep
+        self.spans = [(PAGE_SIZE, PAGE_SIZE + R - S - 7), (0, R // 2)] if use.paged else [(0, R - S - 7)]
         B, H, pages = len(self.spans), heads * K, R // PAGE_SIZE
-        numbers = random.Random(0).sample(range(B * pages), B * pages)
+        numbers = random.Random(0).sample(range(B * pages), B * pages) if use.paged else list(range(pages))
         self.pages = [numbers[b * pages : (b + 1) * pages] for b in range(B)]
         with mx.stream(mx.cpu):  # the same numbers wherever it is asked
             keys = iter(mx.random.split(mx.random.key(0), 12))
@@ -159,7 +154,7 @@ class Trial:
             self.past = self._empty(R)
             stored = stored_tokens(past_key, past_value, self.past, **self.form)
             for b in range(B):
-                self._write(self.past, b, [part[b] for part in stored], range(len(self._positions(b, 0))))
+                self._write(self.past, [part[b] for part in stored], self._places(b, 0))
             mx.eval(self.query, self.key, self.value, self.past, self.sinks, self.mask)
 
     def agreement(self, backend: Backend, new_tokens: int, *, sinks: bool = False) -> Agreement:
@@ -170,9 +165,8 @@ class Trial:
         arrays = [mx.array(array) for array in self.past]
         key, value = (x[:, :, :new_tokens] for x in (self.key, self.value))
         new = stored_tokens(key, value, arrays, **self.form, backend=backend)
-        for b, (_, offset) in enumerate(self.spans):
-            held = self._positions(b, new_tokens)
-            self._write(arrays, b, [part[b] for part in new], [held.index(offset + i) for i in range(new_tokens)])
+        for b in range(len(self.spans)):
+            self._write(arrays, [part[b] for part in new], self._places(b, new_tokens)[-new_tokens:])
         output = self._attend(arrays, new_tokens, self.sinks if sinks else None, backend)
         mx.eval(new, output)
         mx.synchronize()  # a failure is raised here, or when it was queued
@@ -187,14 +181,14 @@ class Trial:
         return Agreement(error, tolerance, problem)
 
     def _attend(self, arrays: list[mx.array], S: int, sinks: mx.array | None, backend: Backend) -> mx.array:
-        use, options = self.use, dict(self.options)
-        offset = mx.array([offset for _, offset in self.spans], mx.int32)
+        use, options = self.use, dict[str, Any]()
+        starts, offsets = zip(*self.spans, strict=True)
         if use.paged:
-            starts, offsets = zip(*self.spans, strict=True)
-            rows = max(len(self._positions(b, S)) for b in range(len(self.spans)))
+            rows = max(len(self._places(b, S)) for b in range(len(self.spans)))
             pages = step_pages(self.pages, starts, offsets, rows, None)
-            options |= {"pages": pages.table, "first": pages.first, "rows": rows}
-            offset = pages.offset
+            offset, options = pages.offset, {"pages": pages.table, "first": pages.first, "rows": rows}
+        else:
+            offset, arrays = mx.array(offsets), [array[None, None] for array in arrays]
         return attend_fused(
             self.query[:, :, :S],
             arrays[0],
@@ -203,6 +197,8 @@ class Trial:
             value_dim=None if use.value_dim == use.head_dim else use.value_dim,
             mask=None if self.mask is None else self.mask[:S],
             sinks=sinks,
+            window=self.window,
+            is_alibi=use.is_alibi,
             bias_split=self.split,
             backend=backend,
             **self.form,
@@ -210,22 +206,19 @@ class Trial:
         )
 
     def _unfused(self, arrays: list[mx.array], b: int, S: int, sinks: bool) -> mx.array:
-        use, H, held = self.use, self.query.shape[1], self._positions(b, S)
-        places = self._places(b, range(len(held)))
-        stored = [(array if use.paged else array[0, b])[:, :, places][None] for array in arrays]
+        use, H, places, (first, offset) = self.use, self.query.shape[1], self._places(b, S), self.spans[b]
+        stored = [array[:, :, mx.array(places)][None] for array in arrays]
         tokens = float_tokens(stored, quant_bit=use.quant_bit, dtype=mx.float32, key_dim=use.head_dim)
-        position, at = mx.array(held), self.spans[b][1] + mx.arange(S)[:, None]
+        position, at = mx.arange(first, offset + S), offset + mx.arange(S)[:, None]
         seen = position <= at
-        if "window" in self.options:
-            seen = seen & ((position > at - self.options["window"]) | (position < self.keep))
+        if self.window is not None:
+            seen = seen & (position > at - self.window)
         if self.mask is not None:
-            seen = seen & self.mask[:S, : len(held)]
+            seen = seen & self.mask[:S, : len(places)]
         mask = mx.where(seen, 0.0, -math.inf)
-        if self.options.get("is_alibi"):
+        if use.is_alibi:
             mask = mask + mx.array(alibi_slopes(H))[:, None, None] * (position - at)
-        split = self.split
-        if split is not None:
-            split = replace(split, rotation=split.rotation[..., position if use.paged else mx.arange(len(held))])
+        split = None if self.split is None else replace(self.split, rotation=self.split.rotation[..., first:])
         query = self.query[b : b + 1, :, :S].astype(mx.float32)
         return attend_tokens(
             query, *tokens, is_causal=False, mask=mask, bias_split=split, sinks=self.sinks[:H] if sinks else None
@@ -247,36 +240,24 @@ class Trial:
 
     def _empty(self, rows: int) -> list[mx.array]:
         """The cache, and its scale if there is one, of NaN."""
-        use, B = self.use, len(self.spans)
+        use = self.use
         sides, width = (2, use.head_dim) if use.value_dim == use.head_dim else (1, use.head_dim + use.value_dim)
-        shape = (sides, KV_HEADS, B * rows) if use.paged else (1, B, sides, KV_HEADS, rows)
+        shape = (sides, KV_HEADS, len(self.spans) * rows)
         if not use.quant_bit:
             return [mx.full((*shape, width), math.nan, use.cache_dtype or use.dtype)]
         quantized = mx.zeros((*shape, width * use.quant_bit // 8), quantized_dtype(use.quant_bit))
         return [quantized, mx.full((*shape, width // use.quant_group), math.nan, use.scale_dtype)]
 
-    def _positions(self, b: int, S: int) -> list[int]:
-        """The position that each row of sequence b holds, S new tokens included."""
-        first, end = self.spans[b][0], self.spans[b][1] + S
-        if not self.ring:
-            return list(range(first, end))
-        rows = range(self.keep + self.ring)
-        return [p if p < self.keep else end - 1 - (end - 1 - p) % self.ring for p in rows]
+    def _places(self, b: int, S: int) -> list[int]:
+        """The rows of sequence b's tokens, S new ones included, in the order of positions."""
+        first, offset = self.spans[b]
+        rows = range(offset + S - first)
+        return [self.pages[b][row // PAGE_SIZE] * PAGE_SIZE + row % PAGE_SIZE for row in rows]
 
-    def _places(self, b: int, rows: Sequence[int]) -> mx.array:
-        """Where rows of sequence b are on the axis of rows."""
-        if not self.use.paged:
-            return mx.array(list(rows))
-        return mx.array([self.pages[b][row // PAGE_SIZE] * PAGE_SIZE + row % PAGE_SIZE for row in rows])
-
-    def _write(self, arrays: Sequence[mx.array], b: int, parts: Sequence[mx.array], rows: Sequence[int]) -> None:
-        """Write the first tokens of parts (2, K, tokens, last) to these rows of sequence b."""
-        places = self._places(b, rows)
+    def _write(self, arrays: Sequence[mx.array], parts: Sequence[mx.array], places: Sequence[int]) -> None:
+        """Write the first tokens of parts (2, K, tokens, last) there."""
         for array, part in zip(arrays, parts, strict=True):
-            own = array if self.use.paged else array[0, b]
-            own[:, :, places] = part[:, :, : len(rows)]
-            if not self.use.paged:
-                array[0, b] = own
+            array[:, :, mx.array(places)] = part[:, :, : len(places)]
 
 
 def _number(x: mx.array) -> float:

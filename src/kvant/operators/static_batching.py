@@ -142,7 +142,8 @@ def multi_head_cache_attention(
         *(D, D, query.dtype, quant_bit, quant_group, call.arrays[-1].dtype, H // K, pairs),
         cache_dtype=cache.dtype,
         mask=mask is not None,
-        options=(("is_alibi", True),) if is_alibi else (),
+        paged=False,
+        is_alibi=is_alibi,
     )
     backend = resolve(kernels, reason, [use])
     options: dict[str, Any] = {"is_causal": is_causal, "is_alibi": is_alibi, "mask": mask, "bias_split": bias_split}

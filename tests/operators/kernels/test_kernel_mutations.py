@@ -1,4 +1,4 @@
-"""Twenty small mistakes in the kernels' text, each of a kind of its own: the host's checks or the numbers catch it.
+"""Nineteen small mistakes in the kernels' text, each of a kind of its own: the host's checks or the numbers catch it.
 
 A third is tried, all of them in the long run, which a change to a kernel needs. The host does not see that a constant
 outside of a function must be in Metal's address space `constant`.
@@ -35,14 +35,13 @@ NIBBLES = replace(ALONE, quant_bit=4, quant_group=16)
 PAGES = replace(ALONE, layout="pages", offset=300, shorter=100)
 # With 96 elements four lanes of 16 are idle. New tokens see different tokens.
 WIDE = KernelCase(ratio=2, head_dim=96, new_tokens=2, offset=70, max_tokens=80, batch=2, quant_group=16, splits=2)
-# A window that begins in the second 64 rows; a ring of 90 rows with sequences of 192 and 132 tokens.
+# A window that begins in the second 64 rows.
 WINDOW = replace(WIDE, head_dim=64, offset=140, max_tokens=150, window=20)
-RING = replace(WINDOW, max_tokens=90, window=70, offset=190, shorter=60, pairs=3, mask="float")
 # Two query groups of four for seven queries, two simdgroups each.
 SEVEN = KernelCase(ratio=7, head_dim=64, offset=100, max_tokens=110, batch=2, pairs=3, mask="float", splits=2)
 # Keys and values beside each other.
 BESIDE = KernelCase(ratio=2, head_dim=192, value_dim=128, offset=70, max_tokens=75, batch=2, splits=2)
-CASES = [ALONE, EMPTY, RAGGED, MASKED, NIBBLES, PAGES, WIDE, WINDOW, RING, SEVEN, BESIDE]
+CASES = [ALONE, EMPTY, RAGGED, MASKED, NIBBLES, PAGES, WIDE, WINDOW, SEVEN, BESIDE]
 
 
 Check = Callable[..., Any]
@@ -94,7 +93,6 @@ MUTANTS = [
            "a = min(first_query + j, head_queries - 1)", "a = first_query + j"),
     Mutant("idle lanes count", WIDE, NUMBERS, "chunk < KEY_CHUNKS ? score_scale : 0.0f", "score_scale"),
     Mutant("a token too few is seen", WIDE, NUMBERS, "position <= last_seen;", "position < last_seen;"),
-    Mutant("a ring in no order", RING, NUMBERS, "row > newest_row ? max_rows - keep : 0", "0"),
     Mutant("a mask read where nothing is", MASKED, OUTSIDE, "if (MASK && seen) {", "if (MASK) {"),
     Mutant("lanes that diverge", ALONE, "Divergence", "+ n / OWN * REPEAT", "+ n * REPEAT"),
     Mutant("sums that keep an old maximum", ALONE, NUMBERS, "sum *= rescale;", ""),
@@ -119,10 +117,9 @@ def test_the_text_as_it_is_passes(case: KernelCase | Check) -> None:
 
 
 def test_the_mistakes_are_ones_that_the_text_allows() -> None:
-    """Those of the long run too; and the cases are what they are for: query groups, simdgroups, queries, rings."""
+    """Those of the long run too; and the cases are what they are for: query groups, simdgroups, queries."""
     assert all(mutant.texts() for mutant in MUTANTS)
     assert [case.shape for case in (ALONE, WIDE, SEVEN)] == [(1, 1, 4, 4), (1, 1, 4, 4), (1, 2, 2, 4)]
-    assert all(end > RING.max_tokens for end in RING.ends)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS[:: count(3, 1)], ids=lambda mutant: mutant.kind)

@@ -8,10 +8,10 @@
 //   scale: the same, with (DIM / GROUP) in place of stored; any array where BITS is 0
 //   offset (1 or B,) int: tokens before the new ones
 //   pages (B, pages), first (B,) int: where PAGE is not 0, a sequence's pages, and the position of its first row
-//   settings (6,) int: see rows.h. KVANT_SHARING is the number of simdgroups that share the rows of the same queries
+//   settings (4,) int: see rows.h. KVANT_SHARING is the number of simdgroups that share the rows of the same queries
 //   numbers (2,) float: the scores' scale, and the cap of SOFTCAP
 //   mask (1 or B, 1 or H, S, columns) float, where MASK; a column is a row of the sequence
-//   key_bias (K, 2, pairs) float, pairs (pairs,) int, rotation (1 or B, 2, pairs, columns) float, where BIAS,
+//   key_bias (K, 2, pairs) float, pairs (pairs,) int, rotation (2, pairs, columns) float, where BIAS,
 //     which is the number of floats that a threadgroup has for it
 //   slopes (H,) float, where ALIBI
 // Outputs, float:
@@ -76,18 +76,12 @@ const int head_queries = query_heads * new_tokens;
 const int start = offset[batch % offset_shape[0]];
 const int first_position = PAGE ? first[batch] : 0;
 const int window = WINDOW ? settings[KVANT_WINDOW] : 0;
-const int keep = WINDOW ? settings[KVANT_KEEP] : 0;
-const KvantRows rows = KvantRows::of(
-    start, new_tokens, first_position, settings[KVANT_ROWS], window, keep, settings[KVANT_SPLITS]);
+const KvantRows rows = KvantRows::of(start, new_tokens, first_position, window, settings[KVANT_SPLITS]);
 const int begin = rows.begin + split * rows.split_rows;
 const int end = min(begin + rows.split_rows, rows.held);
 if (begin >= end) {
     return;
 }
-
-// Rows of a ring hold the positions up to the newest one's row in order, and older ones behind it.
-const int newest = start + new_tokens - 1;
-const int newest_row = WINDOW && !PAGE && newest >= max_rows ? keep + (newest - keep) % (max_rows - keep) : newest;
 
 const size_t first_key = (size_t(PAGE ? 0 : batch) * (BESIDE ? 1 : 2) * heads + head) * max_rows;
 const size_t first_value = BESIDE ? first_key : first_key + size_t(heads) * max_rows;
@@ -129,7 +123,7 @@ const bool exists = own_query < head_queries;
 const int new_token = own_query % new_tokens;
 const int query_head = head * query_heads + min(own_query, head_queries - 1) / new_tokens;
 const int query_position = start + new_token;
-const int last_seen = !exists ? -1 : (settings[KVANT_CAUSAL] ? query_position : newest);
+const int last_seen = !exists ? -1 : (settings[KVANT_CAUSAL] ? query_position : start + new_tokens - 1);
 const int first_score = lane_chunk / REPEAT * OWN % UNROLL;  // its first row of a step
 float max_score = LOWEST;
 float sum = 0.0f;  // of its own rows
@@ -208,14 +202,13 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
     }
 
     if (BIAS) {
-        const int columns = rotation_shape[3];
-        const int table = first_position + batch % rotation_shape[0] * 2 * num_pairs * columns;
+        const int columns = rotation_shape[2];
         KVANT_UNROLL
         for (int u = 0; u < UNROLL; u++) {
             const int row = base + (u * sharing + sharer) * LANE_GROUPS + lane_group;
             KVANT_ROLLED
             for (int p = lane_chunk; p < num_pairs; p += LANES) {
-                const int cosine = table + p * columns + min(max(row, rows.low), end - 1);
+                const int cosine = first_position + p * columns + min(max(row, rows.low), end - 1);
                 const float c = rotation[cosine];
                 const float s = rotation[cosine + num_pairs * columns];
                 KVANT_UNROLL
@@ -251,17 +244,14 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
     KVANT_UNROLL
     for (int n = 0; n < OWN; n++) {
         const int row = base + ((first_score + n) * sharing + sharer) * LANE_GROUPS + lane_group;
-        int position = first_position + row;
-        if (WINDOW && !PAGE && row >= keep) {
-            position += newest - newest_row - (row > newest_row ? max_rows - keep : 0);
-        }
+        const int position = first_position + row;
         if (SOFTCAP) {
             const float grown = kvant_exp(2.0f / numbers[1] * score[n]);
             score[n] = numbers[1] - 2.0f * numbers[1] / (grown + 1.0f);  // the cap times tanh(score / cap)
         }
         bool seen = row < end && position <= last_seen;
         if (WINDOW) {
-            seen = seen && (position > query_position - window || position < keep);
+            seen = seen && position > query_position - window;
         }
         if (ALIBI) {
             score[n] += slopes[query_head] * float(position - query_position);

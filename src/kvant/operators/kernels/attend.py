@@ -40,7 +40,6 @@ def attend(
     mask: mx.array | None = None,
     sinks: mx.array | None = None,
     window: int | None = None,
-    keep: int = 0,
     pages: mx.array | None = None,
     first: mx.array | None = None,
     rows: int | None = None,
@@ -67,15 +66,11 @@ def attend(
         mask: (S, T), (H, S, T) or (B, H, S, T), with 1 for B, H or S if they share it and T of the longest sequence.
             A boolean mask keeps True; another is added. Column j is row j of a sequence.
         sinks: (H,) a score of each head that takes its share of the softmax and adds nothing.
-        window: positions that a query sees, its own included, besides the first ``keep``; None: all. More tokens than
-            MaxS are a ring: position p is at row p below ``keep``, from there on
-            at keep + (p - keep) mod (MaxS - keep).
+        window: positions that a query sees, its own included; None: all.
         pages: (B, N) integers, the numbers of a sequence's pages of 128 rows. Entries past its rows are not read.
         first: (B,) integers, with ``pages``: the position of a sequence's first row.
         rows: that the longest sequence has, the new ones included; None: not known, as many as there can be.
-        key_bias, pairs, rotation, value_bias: the fields of a :class:`kvant.operators.bias_split.BiasSplit`. A
-            column of ``rotation`` is a row of the sequence, with ``pages`` a position; (B, 2, P, columns) if
-            they differ.
+        key_bias, pairs, rotation, value_bias: the fields of a :class:`kvant.operators.bias_split.BiasSplit`.
         queries: of a simdgroup, at most; None: ``QUERIES``.
 
     Returns:
@@ -84,20 +79,19 @@ def attend(
     """
     B, H, S, D = query.shape
     Dv = value_dim or D
-    K, max_rows = cache.shape[-3:-1]
-    most = max_rows if pages is None else pages.shape[1] * PAGE_SIZE
+    K = cache.shape[-3]
+    most = cache.shape[-2] if pages is None else pages.shape[1] * PAGE_SIZE
     query_tiles, query_groups, simdgroups, own_queries = threadgroup_shape(
         H // K * S, len(pairs), backend, max(D, Dv), queries
     )
     wanted = num_splits(K * query_tiles)
     splits = min(wanted, -(-min(most, rows or most) // SPLIT_ROWS))
     causal = is_causal or bool(slopes)
-    settings = (int(causal), window or 0, keep, max_rows if pages is None else 2**30, wanted, simdgroups)
+    settings = (int(causal), window or 0, wanted, simdgroups)
     offset = offset.reshape(-1).astype(mx.int32)
     nothing = _constant((0.0,), mx.float32)
     no_index = _constant((0,), mx.int32)
     first = no_index if first is None else first
-    rotation = _constant(((((0.0,),),),), mx.float32) if rotation is None or not pairs else rotation
     partial = ((B, H, S, splits, Dv), mx.float32)
     statistic = ((B, H, S, splits), mx.float32)
     results = launch(
@@ -115,7 +109,7 @@ def attend(
             _constant(((((0.0,),),),), mx.float32) if mask is None else _added(mask, S),
             key_bias if key_bias is not None and pairs else nothing,
             _constant(pairs or (0,), mx.int32),
-            rotation if rotation.ndim == 4 else rotation[None],
+            rotation if rotation is not None and pairs else _constant((((0.0,),),), mx.float32),
             _constant(slopes, mx.float32) if slopes else nothing,
         ],
         template={

@@ -18,8 +18,8 @@ const int new_tokens = partial_shape[2];
 const int head = query / new_tokens % heads;
 const int batch = query / new_tokens / heads;
 const KvantRows rows = KvantRows::of(
-    offset[batch % offset_shape[0]], new_tokens, first[batch % first_shape[0]], settings[KVANT_ROWS], settings[KVANT_WINDOW],
-    settings[KVANT_KEEP], settings[KVANT_SPLITS]);
+    offset[batch % offset_shape[0]], new_tokens, first[batch % first_shape[0]], settings[KVANT_WINDOW],
+    settings[KVANT_SPLITS]);
 const size_t first_split = size_t(query) * partial_shape[3];
 
 const float sink = float(sinks[head % sinks_shape[0]]);
