@@ -1,4 +1,4 @@
-"""Nineteen small mistakes in the kernels' text, each of a kind of its own: the host's checks or the numbers catch it.
+"""Twenty small mistakes in the kernels' text, each of a kind of its own: the host's checks or the numbers catch it.
 
 A third is tried, all of them in the long run, which a change to a kernel needs. The host does not see that a constant
 outside of a function must be in Metal's address space `constant`.
@@ -93,6 +93,8 @@ MUTANTS = [
            "a = min(first_query + j, head_queries - 1)", "a = first_query + j"),
     Mutant("idle lanes count", WIDE, NUMBERS, "chunk < KEY_CHUNKS ? score_scale : 0.0f", "score_scale"),
     Mutant("a token too few is seen", WIDE, NUMBERS, "position <= last_seen;", "position < last_seen;"),
+    Mutant("a token too many is seen", WINDOW, NUMBERS,
+           "position > query_position - window", "position >= query_position - window"),
     Mutant("a mask read where nothing is", MASKED, OUTSIDE, "if (MASK && seen) {", "if (MASK) {"),
     Mutant("lanes that diverge", ALONE, "Divergence", "+ n / OWN * REPEAT", "+ n * REPEAT"),
     Mutant("sums that keep an old maximum", ALONE, NUMBERS, "sum *= rescale;", ""),

@@ -184,11 +184,11 @@ USES = {
     "floats": replace(PLAIN, quant_bit=0, dtype=mx.float32, cache_dtype=mx.float16),
     "bias split": replace(PLAIN, pairs=3),
     "sinks": replace(PLAIN, sinks=True),
-    "pages": replace(PLAIN, paged=True, pairs=2, options=(("window", 40),)),
-    "ring": replace(PLAIN, pairs=2, options=(("window", 40), ("keep", 4))),
-    "a large ring": replace(PLAIN, options=(("window", 4096), ("keep", 1024))),
+    "window": replace(PLAIN, pairs=2, window=40),
+    "a large window": replace(PLAIN, window=4096),
     "mask": replace(PLAIN, mask=True),
-    "ALiBi": replace(PLAIN, options=(("is_alibi", True),)),
+    "no pages": replace(PLAIN, pairs=3, paged=False),
+    "ALiBi": replace(PLAIN, paged=False, is_alibi=True),
     "two widths": replace(PLAIN, value_dim=128),
 }
 Change = Callable[[mx.array], mx.array]
@@ -219,12 +219,12 @@ def test_the_kernel_itself_is_right_on_the_host(name: str) -> None:
     [
         ("plain", "offset", _plus(1)),  # a token too many
         ("plain", "numbers", _times([1.1, 1.0])),  # the scale of scores
-        ("pages", "pages", lambda x: x[:, ::-1]),
-        ("pages", "first", _plus(1)),
-        ("pages", "settings", _plus([0, 1, 0, 0, 0, 0])),  # the window
-        ("ring", "settings", _plus([0, 1, 0, 0, 0, 0])),
-        ("ring", "settings", _plus([0, 0, -1, 0, 0, 0])),  # the first tokens
+        ("plain", "pages", lambda x: x[:, ::-1]),
+        ("plain", "first", _plus(1)),
+        ("window", "settings", _plus([0, 1, 0, 0])),  # a token too many
         ("bias split", "rotation", _rolled),
+        ("no pages", "offset", _plus(1)),
+        ("no pages", "rotation", _rolled),
         ("bias split", "value_bias", _plus(1)),
         ("sinks", "sinks", _plus(1)),
         ("mask", "mask", _rolled),
