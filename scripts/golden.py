@@ -22,7 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "data" / "golden"
 TOKENS, VOCAB = 24, 32
-WINDOW = 5  # the ring of a cache, 16 rows longer, is full before the ids end
+WINDOW = 5  # the ids run far past it
 IDS = [(5 + 17 * i + i * i) % VOCAB for i in range(TOKENS)]
 SIZES = {
     "vocab_size": VOCAB,

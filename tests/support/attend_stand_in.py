@@ -48,10 +48,10 @@ def exact(
     assert pages is None or rows in (None, max(end - start for start, end in zip(starts, ends, strict=True)))
     outputs = []
     for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        places = list(range(end - start))
+        at = np.arange(end - start)
+        if pages is not None:
+            at = np.array(pages)[b, at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
         arrays = [None if x is None else to_numpy(x if pages is not None else x[0, b]) for x in (cache, scale)]
-        own_pages = None if pages is None else pages[b].tolist()
-        at = places if own_pages is None else [own_pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE for i in places]
         both = oracle.floats(*(None if x is None else x[:, :, at] for x in arrays), quant_bit, quant_group)
         key, value = both.swapaxes(1, 2) if len(both) == 2 else np.split(both[0].swapaxes(0, 1), [D], axis=-1)
         assert value.shape[-1] == (value_dim or D)
@@ -62,10 +62,10 @@ def exact(
             value += np.array(value_bias)
         own = None if mask is None else to_numpy(mask)
         if own is not None:
-            own = np.broadcast_to(own, (B, H, *own.shape[-2:]))[b : b + 1, ..., places]
+            own = np.broadcast_to(own, (B, H, *own.shape[-2:]))[b : b + 1, ..., : len(at)]
         output = oracle.attend(
-            to_numpy(query[b : b + 1]).swapaxes(1, 2), key[None], value[None], attn_mask=own,
-            scale=score_scale, is_alibi=bool(slopes), sinks=None if sinks is None else to_numpy(sinks), **options,
+            to_numpy(query[b : b + 1]).swapaxes(1, 2), key[None], value[None], attn_mask=own, scale=score_scale,
+            is_alibi=bool(slopes), sinks=None if sinks is None else to_numpy(sinks), **options,
         )  # fmt: skip
         outputs.append(output.swapaxes(1, 2))
     return np.concatenate(outputs)

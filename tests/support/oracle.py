@@ -208,7 +208,6 @@ def attend(
     *,
     is_causal: bool = True,
     is_alibi: bool = False,
-    positions: Sequence[int] | None = None,
     attn_mask: Array | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -217,12 +216,12 @@ def attend(
 ) -> Array:
     """Attention in float64. Query (B, S, H, D), key and value (B, T, K, D) -> (B, S, H, D).
 
-    Keys are at ``positions``, by default 0 to T - 1, and the queries at the last S of them. A query sees the last
-    ``window`` positions. A sink (H,) takes part in the softmax.
+    The queries are the last S of the T tokens. A query sees the last ``window`` tokens, its own included. A sink (H,)
+    takes part in the softmax.
     """
     batch, num_queries, num_heads, head_dim = query.shape
     num_keys, num_kv_heads = key.shape[1:3]
-    position = np.arange(num_keys) if positions is None else np.array(positions)
+    position = np.arange(num_keys)
     distance = position - position[num_keys - num_queries :, None]  # (S, T): 0 at the query's own key
     output = np.zeros((*query.shape[:3], value.shape[-1]))
     for b, h in np.ndindex(batch, num_heads):

@@ -254,7 +254,7 @@ class Trial:
         rows = range(offset + S - first)
         return [self.pages[b][row // PAGE_SIZE] * PAGE_SIZE + row % PAGE_SIZE for row in rows]
 
-    def _write(self, arrays: Sequence[mx.array], parts: Sequence[mx.array], places: Sequence[int]) -> None:
+    def _write(self, arrays: Sequence[mx.array], parts: Sequence[mx.array], places: list[int]) -> None:
         """Write the first tokens of parts (2, K, tokens, last) there."""
         for array, part in zip(arrays, parts, strict=True):
             array[:, :, mx.array(places)] = part[:, :, : len(places)]
