@@ -10,10 +10,10 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
-from kvant.cache import QuantizedKVCache
 from kvant.operators.attention import attend_tokens
 from kvant.operators.kernels.attend import PAGE_SIZE, attend
-from kvant.operators.stored_tokens import read_tokens, write_tokens
+from kvant.operators.quantization import quantized_dtype
+from kvant.operators.stored_tokens import float_tokens, stored_tokens
 
 SHAPES = {  # query heads, kv heads, head_dim, layers
     "qwen2.5-0.5b": (14, 2, 64, 24),
@@ -94,7 +94,7 @@ def _mlx_lm(pairs: list[Arrays], context: int, bits: int) -> Variant:
 def _kvant(pairs: list[Arrays], context: int, bits: int, plan: dict[str, Any]) -> list[Variant]:
     """One for each path, over the same caches."""
     group, offset = GROUP if bits else 1, mx.array(context - 1)  # the new token is in the cache already
-    dtype, (_, kv_heads, room, head_dim) = pairs[0][0].dtype, pairs[0][0].shape
+    dtype, room = pairs[0][0].dtype, pairs[0][0].shape[2]
 
     def fused(query: mx.array, arrays: Arrays, **options: Any) -> mx.array:
         cache, scale = [*arrays, None][:2]
@@ -102,18 +102,14 @@ def _kvant(pairs: list[Arrays], context: int, bits: int, plan: dict[str, Any]) -
         return attend(query, cache, scale, offset, **form, **options)  # type: ignore[arg-type]
 
     def read(arrays: Arrays, kind: mx.Dtype) -> tuple[mx.array, mx.array]:
-        cache, scale = [*arrays, None][:2]
-        return read_tokens(context, cache, scale, quant_bit=bits, dtype=kind)  # type: ignore[arg-type]
+        return float_tokens([array[0, ..., :context, :] for array in arrays], quant_bit=bits, dtype=kind)
 
     def unfused(query: mx.array, arrays: Arrays) -> mx.array:
         return attend_tokens(query, *read(arrays, dtype))
 
-    layers = []
-    for pair in pairs:
-        cache = QuantizedKVCache(room, kv_heads, head_dim, kv_bits=bits, kv_group_size=group, dtype=dtype)
-        arrays = cache.arrays
-        write_tokens(*pair, 0, arrays[0], arrays[1] if bits else None, quant_bit=bits, quant_group=group)
-        layers.append(arrays)
+    like = [mx.zeros(0, kind) for kind in ([quantized_dtype(bits), mx.float16] if bits else [dtype])]
+    stored = (stored_tokens(*pair, like, quant_bit=bits, quant_group=group) for pair in pairs)
+    layers = [[part[None] for part in parts] for parts in stored]  # (1, 1, 2, K, MaxS, last)
     ways = {"fused": fused, "unfused": unfused}
     found = [
         Variant(f"kvant {bits}-bit {path}", path, bits, layers, ways[path], partial(read, kind=mx.float32))

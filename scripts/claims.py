@@ -35,16 +35,16 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from kvant.bridge.rope import rotate_by_matrices
-from kvant.cache import QuantizedKVCache
 from kvant.engine.load import POCKET, find_model
 from kvant.engine.run import Run
 from kvant.machine import environment
 from kvant.models import load_decoder
 from kvant.operators import multi_head_cache_attention
-from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
+from kvant.operators.paged_attention import PagedRows, append_and_attend_paged, attend_rows
+from kvant.operators.quantization import quantized_dtype
 from kvant.operators.rotary import Rotary
-from kvant.operators.stored_tokens import append_and_attend, read_tokens, write_tokens
+from kvant.operators.stored_tokens import stored_tokens
 from kvant.tools.bench.shapes import Shape, write_random
 
 T = TypeVar("T")
@@ -175,28 +175,25 @@ def unfused(rounds: int = 25) -> None:
 
 
 def _unfused_ways(context: int, bits: int, group: int) -> dict[str, Callable[[], float]]:
-    cache, key, value = _filled(context, bits, group)
+    arrays, rows, key, value = _filled(context, bits, group)
     query, scale = mx.random.normal((1, HEADS, 1, HEAD_DIM), key=mx.random.key(2)), HEAD_DIM**-0.5
     theirs = [mx.quantize(x, 32, bits) for x in (key, value)]
     mx.eval(query, theirs)
 
-    def multiplied_out() -> mx.array:
-        return attend_tokens(query, *read_tokens(context, cache.cache, cache.scale, quant_bit=bits, dtype=mx.float32))
-
     return {
-        "kvant": timed(multiplied_out),
+        "kvant": timed(lambda: attend_rows(query, arrays, rows, quant_bit=bits)),
         "mlx-lm": timed(lambda: quantized_scaled_dot_product_attention(query, *theirs, scale, None, 32, bits)),
         "float32": timed(lambda: mx.fast.scaled_dot_product_attention(query, key, value, scale=scale)),
     }
 
 
-def _filled(tokens: int, bits: int, group: int, split: BiasSplit | None = None) -> tuple[Any, mx.array, mx.array]:
-    """A cache full of tokens, and their keys and values."""
+def _filled(tokens: int, bits: int, group: int) -> tuple[list[mx.array], PagedRows, mx.array, mx.array]:
+    """A layer's arrays full of tokens, the rows of a step that writes the last one, and their keys and values."""
     key, value = (mx.random.normal((1, KV_HEADS, tokens, HEAD_DIM), key=mx.random.key(i)) for i in (0, 1))
-    cache = QuantizedKVCache(tokens, KV_HEADS, HEAD_DIM, kv_bits=bits, kv_group_size=group, bias_split=split)
-    write_tokens(key, value, 0, cache.cache, cache.scale, quant_bit=bits, quant_group=group)
-    mx.eval(key, value, cache.cache, cache.scale)
-    return cache, key, value
+    like = [mx.zeros(0, quantized_dtype(bits)), mx.zeros(0, mx.float16)]
+    arrays = stored_tokens(key, value, like, quant_bit=bits, quant_group=group, alone=True)
+    mx.eval(key, value, arrays)
+    return arrays, PagedRows([(tokens - 1, tokens)], [[(0, tokens)]], [0], None), key, value
 
 
 def bias_split(rounds: int = 30) -> None:
@@ -216,12 +213,13 @@ def _appended(query: mx.array, new: mx.array, tokens: int, pairs: int | None) ->
         rotation = rotation_table(Rotary.plain(HEAD_DIM, THETA), chosen, tokens)
         key_bias, value_bias = mx.full((KV_HEADS, 2, pairs), 30.0), mx.ones((KV_HEADS, HEAD_DIM))
         split = BiasSplit(key_bias=key_bias, pairs=chosen, rotation=rotation, value_bias=value_bias)
-    cache, *_ = _filled(tokens, 8, 32, split)
+    arrays, rows, *_ = _filled(tokens, 8, 32)
 
-    def step() -> tuple[Any, ...]:
-        where = (query, new, new, tokens - 1, cache.cache, cache.scale)
-        attended = append_and_attend(*where, quant_bit=8, quant_group=32, bias_split=cache.bias_split)
-        return attended, cache.cache, cache.scale
+    def step() -> list[mx.array]:
+        output, _ = append_and_attend_paged(
+            query, new, new, arrays, rows, quant_bit=8, quant_group=32, bias_split=split
+        )
+        return [output, *arrays]
 
     return timed(step)
 
