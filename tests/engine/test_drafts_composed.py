@@ -135,7 +135,7 @@ def test_refused_by_the_model(pocket: Pocket, loaded: Loaded) -> None:
         with pytest.raises(ArgumentError, match=r"draft.* is .*deterministic"):
             _many(pocket, ["a"], deterministic=True, **options(model))
     cache = model.make_cache(64)
-    cache.divided = True
+    cache.pool.divided = True
     with pytest.raises(ArgumentError, match="several ranks draft from prompt and answer alone"):
         stream_generate(*pocket, "Hello", draft_model=model, prompt_cache=cache)
 

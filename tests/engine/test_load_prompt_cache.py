@@ -59,7 +59,7 @@ def test_windows_and_states(name: str, make_checkpoint: Callable[..., tuple[Path
     kvant.save_prompt_cache(tmp_path / "saved", cache)
     loaded = kvant.load_prompt_cache(tmp_path / "saved", max_kv_size=50)
     assert mx.array_equal(*(model(mx.array([[7, 8]]), cache=one) for one in (loaded, cache)))
-    assert [layer.format for layer in loaded.cache.layers] == [layer.format for layer in cache.layers]
+    assert loaded.cache.formats == cache.formats
     assert loaded.cache.max_seq_len == 50
 
 
