@@ -157,7 +157,7 @@ def _too_large(name: str, template: dict[str, Any]) -> BaseException | None:
 
 
 SAID = (
-    "the fused kernel fails here: heads of 64, 8 bits g32, float16, pages, 2 queries of a kv head: "
+    "the fused kernel fails here: heads of 64, 8 bits g32, float16, 2 queries of a kv head: "
     r"Thread group size \(256\) is greater than the maximum allowed \(224\)\."
 )
 
