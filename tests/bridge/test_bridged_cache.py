@@ -5,16 +5,15 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from kvant.bridge.state_layer import StateCache
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import can_trim_prompt_cache
-from support.bridged import KINDS, PROMPT, WITH_STATE, bridged, feed
+from support.bridged import KINDS, LONG, PROMPT, WITH_STATE, bridged, feed
 from support.counts import at_widths
 from support.numbers import peak_bytes, relative_error
 from support.tiny_models import build
 
 from kvant.bridge import BridgedCache, CacheBytes, cache_bytes, make_model_cache
-from kvant.bridge.layers import BridgedKVCache
+from kvant.bridge.layers import BridgedLayer
 from kvant.cache import CacheOptions
 from kvant.errors import ContextError
 
@@ -27,21 +26,22 @@ def _begin(model: Any, cache: BridgedCache, tokens: list[int]) -> None:
 
 @pytest.mark.parametrize(("name", "bits"), at_widths(KINDS))
 def test_a_step_that_is_not_committed_leaves_no_trace(name: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not past a window's ring, in a prefill, in a decode step, or where it failed; else it is mlx-lm's own."""
+    """Not where tokens of a window wait, in a prefill, in a decode step, or where it failed; else it is mlx-lm's."""
     model, _ = build(name)
-    disturbed, quiet = (make_model_cache(model, 64, CacheOptions(kv_bits=bits)) for _ in range(2))
+    disturbed, quiet = (make_model_cache(model, 700, CacheOptions(kv_bits=bits)) for _ in range(2))
     theirs = mlx_lm_cache.make_prompt_cache(model)
-    assert len(quiet) == len(theirs)
-    last = [layer for layer in disturbed.layers if isinstance(layer, BridgedKVCache)][-1]
+    append = BridgedLayer.update_and_fetch
 
-    def broken(*_: Any) -> None:
-        raise InterruptedError
+    def broken(layer: BridgedLayer, *given: mx.array) -> tuple[mx.array, mx.array]:
+        if layer is disturbed.views[-1]:
+            raise InterruptedError
+        return append(layer, *given)
 
-    for tokens in (PROMPT[:20], PROMPT[20:29], PROMPT[29:], [5], [6, 7, 8], [9]):
+    for tokens in (PROMPT[:20], PROMPT[20:29], PROMPT[29:], LONG[30:380], [5], [6, 7, 8], [9]):
         _begin(model, disturbed, [90] * len(tokens))
         _begin(model, disturbed, [91, 92, 93])
         with monkeypatch.context() as patch:
-            patch.setattr(last, "update_and_fetch", broken)
+            patch.setattr(BridgedLayer, "update_and_fetch", broken)
             with pytest.raises(InterruptedError):
                 _begin(model, disturbed, [94] * 18)
         disturbed.end_step()
@@ -50,6 +50,24 @@ def test_a_step_that_is_not_committed_leaves_no_trace(name: str, bits: int, monk
         assert mx.array_equal(given, feed(model, quiet, tokens))
         assert bits or relative_error(given, feed(model, theirs, tokens)) < 1e-5
     assert disturbed.ids == quiet.ids
+
+
+WINDOWS = ["gemma3_text", "gpt_oss", "llama4", "mimo_v2_flash", "plamo3", "recurrent_gemma"]
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_pages_of_windows_move(name: str) -> None:
+    """Against the model without a cache, on all tokens. mlx-lm's own cache of PLaMo 3 forgets a token too early."""
+    model, _ = build(name)
+    cache = make_model_cache(model, 600, CacheOptions(kv_bits=0))
+    expected, given, fed = model(mx.array([LONG])), [], 0
+    for count in (100, 300, *[1] * 8, 12, 7, 40, 12, *[1] * 12, 80, 29):
+        given.append(feed(model, cache, LONG[fed : fed + count]))
+        fed += count
+    assert fed == 600
+    assert relative_error(mx.concatenate(given, axis=1), expected) < 1e-4
+    parts = zip(cache.pool.parts, cache.held.tables, strict=True)
+    assert [table.first > 256 for part, table in parts if part.window] == [True]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "deepseek_v32", "llama4"])
@@ -75,11 +93,11 @@ def test_a_state_takes_all_of_a_step_or_nothing(name: str) -> None:
         cache.commit(2)
     cache.commit(30)
     assert not can_trim_prompt_cache(cache)
-    with pytest.raises(ValueError, match="of 30 tokens the cache can forget all, or the last 0"):
+    with pytest.raises(ValueError, match=r"1 of 30 tokens .* go back no further than to 30 tokens"):
         cache.trim(1)
     assert not cache.can_trim_to(29)
     cache.reset()
-    assert not any(isinstance(layer, StateCache) and layer.buffers for layer in cache.layers)
+    assert not cache.used.state
     assert mx.array_equal(*(feed(model, c, PROMPT[:7]) for c in (cache, fresh)))
     assert cache.trim(7) == 7
     fresh.reset()
@@ -114,19 +132,27 @@ def test_a_step_copies_nothing_where_a_model_ties_its_arrays_together() -> None:
     assert peaks[1] < peaks[0] + 2**16
 
 
+def test_a_step_holds_the_floats_of_one_layer_at_a_time() -> None:
+    model = bridged("qwen3", num_hidden_layers=12)
+    cache = model.make_cache(8200)
+    cache.held.commit([1] * 8000)  # as if they had been fed: its rows are zeros
+    used = peak_bytes(lambda: mx.eval(model.next_logits(mx.array([[5]]), cache)))
+    assert used < 6 * 8000 * 2 * 2 * 32 * 4
+
+
 def test_a_step_is_begun_before_the_model_is_called() -> None:
     model, _ = build("qwen3")
     cache = make_model_cache(model, 8)
     with pytest.raises(RuntimeError, match="no step was begun"):
-        model(mx.array([[1]]), cache=cache)
+        model(mx.array([[1]]), cache=cache.entries)
     cache.begin(mx.array([[1, 2]]))
-    model(mx.array([[1, 2]]), cache=cache)
-    with pytest.raises(RuntimeError, match="no step was begun"):
-        model(mx.array([[1, 2]]), cache=cache)
+    model(mx.array([[1, 2]]), cache=cache.entries)
+    with pytest.raises(RuntimeError, match="twice in one step"):
+        model(mx.array([[1, 2]]), cache=cache.entries)
     cache.commit(2)
     with pytest.raises(ContextError, match="7 more tokens do not fit: 2 of the 8"):
         cache.begin(mx.array([[1] * 7]))
-    with pytest.raises(ValueError, match="2 sequences; a cache has one"):
+    with pytest.raises(ValueError, match="inputs has 2 sequences; expected 1"):
         cache.begin(mx.array([[1], [2]]))
     states, _ = build("mamba")  # a limit, too, though no layer has rows
     cache = make_model_cache(states, 8)
@@ -145,5 +171,5 @@ def test_released_memory_is_given_back() -> None:
     cache.release()
     mx.clear_cache()
     assert mx.get_active_memory() - before < 2**16
-    with pytest.raises(RuntimeError, match="the cache was released"):
+    with pytest.raises(RuntimeError, match="was released"):
         cache.begin(mx.array([[1]]))

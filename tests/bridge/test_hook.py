@@ -9,13 +9,13 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
 from support import attend_stand_in
-from support.bridged import OWN_ATTENTION, PROMPT, feed
+from support.bridged import LONG, OWN_ATTENTION, PROMPT, alone, feed
 from support.counts import count
 from support.numbers import peak_bytes, relative_error
 from support.tiny_models import SERVED, build
 
 from kvant.bridge import hook, make_model_cache
-from kvant.bridge.layers import BridgedChunkCache, BridgedKVCache, BridgedWindowCache
+from kvant.bridge.layers import BridgedLayer
 from kvant.cache import CacheOptions
 from kvant.operators import dispatch, fused_attention
 from kvant.operators.kernels import attend, launch
@@ -25,12 +25,12 @@ def _normal(seed: int, *shape: int) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed))
 
 
-def _fetched(layer: BridgedKVCache, tokens: int) -> tuple[mx.array, mx.array]:
+def _fetched(layer: BridgedLayer, tokens: int) -> tuple[mx.array, mx.array]:
     return layer.update_and_fetch(_normal(1, 1, 2, tokens, 64), _normal(2, 1, 2, tokens, 64))
 
 
 def test_nothing_is_held() -> None:
-    layer = BridgedKVCache(16, 2, 64)
+    layer = alone(16)
     key, value = _fetched(layer, 4)
     assert hook.owner_of(key, value) is layer
     before = len(hook._fetched)
@@ -42,7 +42,7 @@ def test_nothing_is_held() -> None:
     assert hook.owner_of(key, value) is None
 
 
-def _check(layer: BridgedKVCache, query: mx.array, fetched: tuple[mx.array, mx.array], **options: Any) -> None:
+def _check(layer: BridgedLayer, query: mx.array, fetched: tuple[mx.array, mx.array], **options: Any) -> None:
     """The hook's attention is mlx-lm's to the same dequantized tokens."""
     given = hook.attention(query, *fetched, cache=layer, **options)
     assert relative_error(given, mx.fast.scaled_dot_product_attention(query, *map(mx.array, fetched), **options)) < 1e-5
@@ -63,7 +63,7 @@ def test_attention_is_mlx_lms(
     launches: list[Any] = request.getfixturevalue("launches") if through == "fused" else []
     D, Dv = widths
     for new in (1, 5) if through == "unfused" else (3,):
-        layer = BridgedKVCache(64, 2, D, value_head_dim=Dv, kv_bits=bits, kv_group_size=group, dtype=mx.float32)
+        layer = alone(64, widths, kv_bits=bits, kv_group_size=group)
         for tokens in (20, new):
             seen: Any = layer.make_mask(tokens, window_size=9)
             fetched = layer.update_and_fetch(_normal(1, 1, 2, tokens, D), _normal(2, 1, 2, tokens, Dv))
@@ -84,23 +84,22 @@ def test_attention_is_mlx_lms(
 
 
 def test_another_layer_s_mask_is_an_array(launches: list[Any]) -> None:
-    """It may have columns for other tokens: that of a ring of 25 rows for a ring at another position, or for all 25
-    tokens of a layer without a window."""
-    other = BridgedWindowCache(64, 2, 64, window=9)
+    """It may have columns for other tokens: those of a window at another position, or all 9 of a layer without one."""
+    other = alone(64, window=9)
     _fetched(other, 40)
-    for layer, held in ((BridgedWindowCache(64, 2, 64, window=9), 42), (BridgedKVCache(64, 2, 64), 24)):
+    for layer, held, columns in ((alone(64, window=9), 42, 43), (alone(64), 8, 9), (alone(300, window=9), 170, 43)):
         _fetched(layer, held)
-        mask = other.make_mask(1, window_size=9)
+        mask = other.make_mask(1, window_size=5)
         fetched = _fetched(layer, 1)
         launches.clear()
         _check(layer, _normal(3, 1, 6, 1, 64), fetched, scale=0.125, mask=mask)
         ((_, inputs), _) = launches
-        assert _input(inputs, "mask").size == 25
+        assert _input(inputs, "mask").size == columns
 
 
-def test_a_ring_that_fills_needs_no_other_instance(checked_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_move_need_no_other_instance(checked_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel would be compiled in the middle of a text."""
-    layer, run, instances = BridgedWindowCache(64, 2, 64, window=9), attend.launch, set()
+    layer, run, instances = alone(400, window=9), attend.launch, set()
 
     def recorded(name: str, *given: Any, template: dict[str, Any], **rest: Any) -> list[mx.array]:
         if name == "attend":
@@ -108,6 +107,7 @@ def test_a_ring_that_fills_needs_no_other_instance(checked_gpu: None, monkeypatc
         return run(name, *given, template=template, **rest)
 
     monkeypatch.setattr(attend, "launch", recorded)
+    mx.eval(_fetched(layer, 138))
     for _ in range(30):
         mask = layer.make_mask(1, window_size=9)
         mx.eval(hook.attention(_normal(3, 1, 6, 1, 64), *_fetched(layer, 1), cache=layer, scale=0.125, mask=mask))
@@ -115,11 +115,11 @@ def test_a_ring_that_fills_needs_no_other_instance(checked_gpu: None, monkeypatc
 
 
 def test_tokens_that_wait_are_read_where_they_are(launches: list[Any]) -> None:
-    """The last query alone, after more tokens than a ring has room for: they are not in its rows yet."""
-    layer = BridgedWindowCache(128, 2, 64, window=9)
+    """The last query alone, after more tokens than its pages have room for: they are not in its rows yet."""
+    layer = alone(512, window=9)
     _fetched(layer, 30)
-    fetched = _fetched(layer, 30)
-    assert layer._pending
+    fetched = _fetched(layer, 300)
+    assert layer._cache.waiting
     tokens = fetched[0].shape[2]
     _check(layer, _normal(3, 1, 6, 1, 64), fetched, scale=0.125, mask=(mx.arange(tokens) >= tokens - 9)[None])
 
@@ -134,10 +134,10 @@ def test_the_kernel_serves_architectures(name: str, bits: int, launches: list[An
     the unfused operator where tokens are quantized or forgotten."""
     model, _ = build(name, **SERVED[name][0])
     fused, unfused = (
-        make_model_cache(model, 64, CacheOptions(kv_bits=bits, kernels=kernels)) for kernels in ("fused", "unfused")
+        make_model_cache(model, 400, CacheOptions(kv_bits=bits, kernels=kernels)) for kernels in ("fused", "unfused")
     )
     theirs = mlx_lm_cache.make_prompt_cache(model)
-    for tokens in (PROMPT[:6], [5], PROMPT[:20], [6, 7, 8, 9, 10], None, [3]):
+    for tokens in (PROMPT[:6], [5], LONG[:170], [6, 7, 8, 9, 10], None, [3]):
         if tokens is None:
             assert fused.trim(4) == unfused.trim(4) == 4
             theirs = None
@@ -195,12 +195,9 @@ def test_a_mask_is_known_in_mlx_lms_loop_too(launches: list[Any]) -> None:
 
 @pytest.mark.parametrize("bits", [0, 8])
 def test_the_kernel_serves_chunks(bits: int, launches: list[Any]) -> None:
-    """A chunk's rows lie in a ring and the model's mask is in order."""
-    caches = [
-        BridgedChunkCache(256, 2, 64, window=32, kv_bits=bits, dtype=mx.float32, kernels=kernels)
-        for kernels in (None, "unfused")
-    ]
-    for seed, new in enumerate((40, 1, 7, 1, 20, 1, 3, 8, 1, 30, 1)):
+    """A mask of the model's begins with the chunk, and the pages before it."""
+    caches = [alone(600, chunk=32, kv_bits=bits, kernels=kernels) for kernels in (None, "unfused")]
+    for seed, new in enumerate((40, 1, 7, 1, 20, 1, 3, 8, 1, 30, 1, 100, 1, 3, 300, 1, 4)):
         key, value, query = (_normal(10 * seed + i, 1, heads, new, 64) for i, heads in enumerate((2, 2, 6)))
         offset, start = caches[0].offset, caches[0].start_position
         token, position = mx.arange(start, offset + new), mx.arange(offset, offset + new)[:, None]
@@ -218,7 +215,7 @@ def test_the_kernel_serves_chunks(bits: int, launches: list[Any]) -> None:
 
 
 def test_rows_that_the_kernel_serves_are_not_computed(launches: list[Any]) -> None:
-    layer = BridgedKVCache(4096, 2, 64)
+    layer = alone(4096)
     mx.eval(_fetched(layer, 4000)[0].shape, layer.arrays)
     key, value = _fetched(layer, 1)
     query = _normal(3, 1, 6, 1, 64)
@@ -236,7 +233,7 @@ def test_rows_that_the_kernel_serves_are_not_computed(launches: list[Any]) -> No
 
 def test_a_prefill_makes_no_score_matrix() -> None:
     """Queries are taken in blocks on a CPU."""
-    layer = BridgedKVCache(8192, 2, 64)
+    layer = alone(8192)
     _fetched(layer, 7680)
     key, value = _fetched(layer, 512)
     query = _normal(3, 1, 8, 512, 64)

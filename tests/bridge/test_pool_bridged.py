@@ -8,7 +8,7 @@ import architectures as table
 import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
-from support.bridged import OWN_ATTENTION, bridged
+from support.bridged import LONG, OWN_ATTENTION, bridged
 from support.counts import count
 from support.numbers import peak_bytes, relative_error
 
@@ -145,10 +145,10 @@ def test_windows_go_past_their_pages() -> None:
     """Pages whose rows all left the window are given back while the sequence grows."""
     model = bridged("gemma3_text")
     pool = _pool(model, tokens=2048)
-    long = [(7 + 31 * i) % 97 for i in range(376)]
+    long = LONG[:396]
     cache = mlx_lm_cache.make_prompt_cache(model.module)
     model.module(mx.array([long]), cache=cache)
-    sequence, _ = _opened(model, pool, long, 400)
+    sequence, _ = _opened(model, pool, long, 420)
     other, _ = _opened(model, pool, PROMPTS[0])
     tables = {part.window: table for part, table in zip(pool.parts, sequence.tables, strict=True)}
     firsts = []
@@ -229,23 +229,24 @@ def test_a_sequence_becomes_a_cache_and_comes_back(name: str, tmp_path: Path) ->
     model = bridged(name)
     pool = _pool(model, 8)
     sequence, _ = _opened(model, pool, PROMPTS[1])
-    saved = sequence.to_cache()
+    saved = model.make_cache(200)
+    saved.held.load(sequence)
     assert saved.ids == [PROMPTS[1]]
     saved.save(tmp_path / "c.kvant")
     cache = model.make_cache(200)
     cache.load(tmp_path / "c.kvant")
     model.check_cache(cache)
     loaded = pool.sequence(200)
-    loaded.load(cache)
+    loaded.load(cache.held)
     expected = _fed(model, pool, [sequence], [[9]])
     assert relative_error(_fed(model, pool, [loaded], [[9]]), expected) < 1e-6
     assert relative_error(model(mx.array([[9]]), cache=cache)[:, -1], expected) < 1e-3  # a level of 8 bits may flip
     with pytest.raises(ValueError, match="for a model with other layers"):
-        pool.sequence(200).load(bridged("qwen3").make_cache(64))
+        pool.sequence(200).load(bridged("qwen3").make_cache(64).held)
 
 
 def test_prefixes_are_shared_where_no_layer_has_a_state() -> None:
-    text = [(7 + 31 * i) % 97 for i in range(150)]
+    text = LONG[:150]
     for name, shared in (("qwen3", 128), ("gpt_oss", 128), ("qwen3_next", 0)):
         model = bridged(name)
         pool = _pool(model)

@@ -5,18 +5,15 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from kvant.bridge.pool_layer import PooledLayer, StepRows
 from mlx_lm.models import cache as mlx_lm_cache
 from support.bridged import bridged
 from support.metal_host import host_pytest_skip
 from support.numbers import relative_error
 from support.tiny_models import CONFIGS
 
-from kvant.bridge.layers import Mask
+from kvant.bridge.layers import Mask, StepRows
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.pool import BridgedPool
-from kvant.cache.layer_format import LayerFormat
-from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pool import PoolSequence
 from kvant.operators.paged_attention import PagedRows
 from kvant.operators.paged_kernel import step_pages
@@ -113,19 +110,20 @@ def test_what_a_mask_shows() -> None:
     for length, window, expected in ((30, None, None), (4, 8, 8), (30, 8, "unknown")):
         one = _step((length,), 3, window)
         assert _window(one, "causal") == expected  # all that was fetched: that is more than the window at last
-        assert _window(one, one.mask_of_one(5)) == 5
+        assert _window(one, one.mask(5)) == 5
 
 
 def test_a_query_of_fewer_tokens_than_the_step_is_unfused(fused_calls: Calls) -> None:
-    own = LayerFormat("quantized", 2, 64, 64, dtype="F32")
-    layer = PoolLayer(own, None, "metal", [mx.random.normal((2, 2, 128, 64))])
-    step = _step((30, 5), 3)
-    pooled, query = PooledLayer(layer, step, mx.array([30, 5])), mx.random.normal((2, 4, 3, 64))
-    options: dict[str, Any] = {"scale": 0.1, "mask": step.mask(None), "sinks": None}
-    assert pooled.attend_fetched(query, query, query, **options) is not None
-    assert fused_calls == [query.shape]
-    pooled.attend_fetched(query[:, :, 2:], query, query, **options)
-    assert len(fused_calls) == 1
+    pool = _pool(_bridged("qwen3"))
+    batch, query = pool.batch([pool.sequence(9) for _ in range(2)]), mx.random.normal((2, 4, 3, 64))
+    batch.begin(mx.zeros((2, 3), mx.int32))
+    layer = batch.views[0]
+    options: dict[str, Any] = {"scale": 0.1, "mask": layer.make_mask(3), "sinks": None}
+    assert layer.attend_fetched(query, query, query, **options) is not None
+    assert fused_calls[-1:] == [query.shape]
+    fused_calls.clear()
+    layer.attend_fetched(query[:, :, 2:], query, query, **options)
+    assert not fused_calls
 
 
 def test_which_layers_are_fused(fused_calls: Calls) -> None:

@@ -12,14 +12,14 @@ import pytest
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
-from support.bridged import KINDS, PROMPT, bridged, feed
+from support.bridged import KINDS, LONG, PROMPT, bridged, feed
 from support.counts import at_widths, count
 from support.numbers import peak_bytes, relative_error
 from support.tiny_models import build
 
 from kvant.bridge import make_model_cache
-from kvant.bridge.cache import BridgedCache, make_prompt_cache
-from kvant.bridge.layers import BridgedKVCache
+from kvant.bridge.cache import BridgedCache
+from kvant.bridge.prompt_cache import PromptCacheLayer, make_prompt_cache
 from kvant.cache import CacheOptions
 from kvant.errors import ContextError
 
@@ -30,9 +30,9 @@ def _tokens(model: nn.Module, cache: list[Any] | None, count: int = 20) -> tuple
     return [token for token, _ in steps], mx.stack([logprobs for _, logprobs in steps])
 
 
-def _layers(cache: list[Any]) -> list[BridgedKVCache]:
+def _layers(cache: list[Any]) -> list[PromptCacheLayer]:
     parts = [part for entry in cache for part in getattr(entry, "caches", [entry])]
-    return [part for part in parts if isinstance(part, BridgedKVCache)]
+    return [part for part in parts if isinstance(part, PromptCacheLayer)]
 
 
 def _addresses(cache: list[Any]) -> list[int]:
@@ -63,8 +63,8 @@ def test_mlx_lms_loop_gives_mlx_lms_tokens(name: str) -> None:
 @pytest.mark.parametrize(("name", "bits"), at_widths(KINDS))
 def test_tokens_are_written_in_place(name: str, bits: int) -> None:
     model, _ = build(name)
-    cache = kvant.make_prompt_cache(model, 64, kv_bits=bits)
-    feed(model, cache, PROMPT[:9])
+    cache = kvant.make_prompt_cache(model, 400, kv_bits=bits)
+    feed(model, cache, LONG[:140])
     before = _addresses(cache)
     for token in PROMPT:
         feed(model, cache, [token])
@@ -98,8 +98,9 @@ def _of_kvants_loop(model: nn.Module, max_kv_size: int, kv_bits: int) -> Bridged
 @pytest.mark.parametrize(("name", "bits"), at_widths(["qwen3", "gemma3_text", "llama4", "gemma3n", "deepseek_v3"]))
 def test_trimmed_tokens_do_not_matter(make: Callable[..., Any], name: str, bits: int) -> None:
     model, _ = build(name)
-    used, fresh = (make(model, 64, kv_bits=bits) for _ in range(2))
+    used, fresh = (make(model, 600, kv_bits=bits) for _ in range(2))
     for cache in (used, fresh):
+        feed(model, cache, LONG[:400])
         feed(model, cache, PROMPT)
     for token in (90, 91, 92):
         feed(model, used, [token])
@@ -109,18 +110,23 @@ def test_trimmed_tokens_do_not_matter(make: Callable[..., Any], name: str, bits:
         assert mx.array_equal(*(feed(model, cache, tokens) for cache in (used, fresh)))
 
 
-@pytest.mark.parametrize(("name", "most"), [("gemma3_text", 17), ("qwen3_next", 0)])
+@pytest.mark.parametrize(("name", "most"), [("gemma3_text", 37), ("qwen3_next", 0)])
 def test_a_trim_that_one_layer_cannot_do_is_refused_by_all(name: str, most: int) -> None:
     """Windows of 8, or states, beside layers that keep everything."""
     model, _ = build(name)
-    cache = kvant.make_prompt_cache(model, 64)
-    feed(model, cache, PROMPT)
+    cache = kvant.make_prompt_cache(model, 300)
+    feed(model, cache, LONG[:299])  # of a window they wait, and any of them can be forgotten
+    feed(model, cache, LONG[299:300])
     for layer in _layers(cache):
-        with pytest.raises(ValueError, match=f"of 30 tokens the cache can forget all, or the last {most}"):
+        with pytest.raises(ValueError, match=f"{most + 1} of 300 tokens .* no further than to {300 - most} tokens"):
             layer.trim(most + 1)
-    assert {layer.offset for layer in _layers(cache)} == {30}
+    assert {layer.offset for layer in _layers(cache)} == {300}
     assert can_trim_prompt_cache(cache) == (most > 0)
-    assert not most or trim_prompt_cache(cache, 30) == 30
+    if most:
+        assert trim_prompt_cache(cache, most) == most
+        assert not can_trim_prompt_cache(cache)
+        feed(model, cache, [1])
+        assert trim_prompt_cache(cache, 300) == 301 - most
 
 
 def test_a_copy_has_a_life_of_its_own() -> None:
@@ -140,7 +146,7 @@ def test_mlx_lms_prefill_leaves_the_buffers_alone() -> None:
     model, _ = build("gemma3_text")
     cache, plain = kvant.make_prompt_cache(model, 2000, kv_bits=0), mlx_lm_cache.make_prompt_cache(model)
     for start in range(0, 600, 60):
-        tokens = [(7 + 31 * i) % 97 for i in range(start, start + 60)]
+        tokens = LONG[start : start + 60]
         assert relative_error(*(feed(model, one, tokens) for one in (cache, plain))) < 1e-5
     assert peak_bytes(lambda: [feed(model, cache, [token]) for token in range(5)]) < cache[-1].nbytes
 
@@ -170,4 +176,4 @@ def test_what_is_refused() -> None:
         with pytest.raises((ValueError, ContextError), match=message):
             make(given, size, **options)
     layers = _layers(kvant.make_prompt_cache(model, 8, kv_group_size=48))
-    assert {layer.kv_group_size for layer in layers} == {16}  # which divides heads of 32
+    assert {layer._layer.format.kv_group_size for layer in layers} == {16}  # which divides heads of 32

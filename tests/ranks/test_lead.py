@@ -215,7 +215,7 @@ def test_what_is_refused(led: tuple[Lead, Loopback], tmp_path: Path) -> None:
             refused()
     pool = lead.make_pool(256, sequences=1)
     sequence = pool.sequence(100)
-    for refused in (sequence.to_cache, lambda: sequence.load(foreign)):
+    for refused in (lambda: foreign.held.load(sequence), lambda: sequence.load(foreign.held)):
         with pytest.raises(SnapshotError, match="divided over several ranks"):
             refused()
 

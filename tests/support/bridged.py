@@ -13,6 +13,12 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from kvant.bridge import BridgedCache
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.model import BridgedModel
+from kvant.bridge.pool import reserve
+from kvant.bridge.probe import Attention
+from kvant.bridge.prompt_cache import PromptCacheLayer
+from kvant.cache import CacheOptions, ModelCache
+from kvant.cache.layer_format import DTYPE_NAMES
+from kvant.cache.pool import sizes_alone
 from support.tiny_models import build
 
 BRIDGED = Path(__file__).parents[1] / "data" / "bridged"
@@ -27,7 +33,8 @@ OWN_ATTENTION = {
     *("kimi_k3", "kimi_linear", "kimi_vl", "longcat_flash", "longcat_flash_ngram", "mistral4", "plamo"),
     *("plamo2", "stablelm"),
 }
-PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
+LONG = [(7 + 31 * i) % 97 for i in range(600)]
+PROMPT = LONG[:30]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
@@ -72,6 +79,21 @@ def write_mlx_lm(folder: Path, name: str, bits: int = 0) -> Path:
 def bridged(name: str, **changes: Any) -> BridgedModel:
     """A tiny model of an architecture of mlx-lm, for ids of any vocabulary."""
     return BridgedModel(build(name, **changes)[0], BridgedConfig(name, 2**17, None), mx.float32)
+
+
+def alone(
+    max_kv_size: int,
+    widths: tuple[int, int] = (64, 64),
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+    dtype: mx.Dtype = mx.float32,
+    **options: Any,
+) -> PromptCacheLayer:
+    """A layer of a prompt cache, of 2 kv heads, with no other beside it."""
+    leaf = Attention(2, *widths, DTYPE_NAMES[dtype], window, chunk, value_is_key=False, shared=False)
+    pool = reserve([leaf], sizes_alone(max_kv_size), CacheOptions(**options), dtype=dtype, make_cache=ModelCache)
+    return PromptCacheLayer(ModelCache(pool), [], {})
 
 
 def feed(model: Any, cache: Any, tokens: list[int]) -> mx.array:

@@ -9,14 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.bridge import hook
-from kvant.bridge.pool import BridgedBatch, BridgedPool, BridgedSequence, formats_of, pool_needs
-from kvant.bridge.probe import Attention, Entry, Model, as_text, leaves_of, probe
+from kvant.bridge.pool import BridgedBatch, BridgedPool, BridgedSequence, pool_needs, reserve
+from kvant.bridge.probe import Attention, Entry, Model, State, as_text, leaves_of, probe
 from kvant.cache import ModelCache
-from kvant.cache.layer_format import LayerFormat
+from kvant.cache.layer_format import DTYPES, LayerFormat
 from kvant.cache.options import CacheOptions
 from kvant.cache.pool import rows_alone, sizes_alone
-from kvant.models.caches import check_memory
 from kvant.sizes import format_bytes
 
 
@@ -78,21 +76,18 @@ class BridgedCache(ModelCache, BridgedBatch):
     pool: BridgedPool
     held: BridgedSequence
 
-    def __init__(self, pool: BridgedPool, kv_group_size: int) -> None:
-        """``kv_group_size``: that was asked for."""
+    def __init__(self, pool: BridgedPool, kv_group_size: int, absent: Collection[int] = ()) -> None:
+        """``kv_group_size``: that was asked for. ``absent`` is as in :func:`make_model_cache`."""
         super().__init__(pool)
         self._group = kv_group_size
+        held = [entry for number, entry in enumerate(pool.entries) if number not in absent]
+        self._num_states = sum(isinstance(leaf, State) for leaf in leaves_of(held))
 
     def __iter__(self) -> Iterator[Any]:
         return chain(super().__iter__(), [StateView(self)] if self.pool.states else [])
 
     def __len__(self) -> int:
         return super().__len__() + bool(self.pool.states)
-
-    @property
-    def layout(self) -> str:
-        """:func:`layout_of` the model that it is for."""
-        return self.pool.layout
 
     @property
     def states(self) -> list[mx.array]:
@@ -105,8 +100,13 @@ class BridgedCache(ModelCache, BridgedBatch):
 
     @property
     def used(self) -> CacheBytes:
-        """Bytes held now."""
+        """:attr:`nbytes` by kind."""
         return CacheBytes(self.keys_values, sum(array.nbytes for array in self.states))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return self.used.total
 
     def takes_back(self, most: int) -> int:
         """As :meth:`ModelCache.takes_back`; a state takes all of a step."""
@@ -116,12 +116,11 @@ class BridgedCache(ModelCache, BridgedBatch):
         """What it is made of, a line for each kind of layer, and where a group is not the one asked for."""
         held = [layer for layer in self.pool.layers if layer.format.num_kv_heads]
         kinds = Counter(_described(layer.format, self.max_seq_len, layer.nbytes) for layer in held)
-        states = len(self.pool.states)
         now = f"state, mlx-lm's own, {format_bytes(self.used.state)}" if self.used.state else "state, mlx-lm's own"
         groups = Counter(layer.format.kv_group_size for layer in held if layer.format.kv_bits)
         return [
             *(f"{_counted(count)}: {kind}" for kind, count in kinds.items()),
-            *([f"{_counted(states)}: {now}"] if states else []),
+            *([f"{_counted(self._num_states)}: {now}"] if self._num_states else []),
             *(
                 f"groups of {group} in {_counted(count)}: {self._group} does not divide every width there"
                 for group, count in groups.items()
@@ -142,15 +141,10 @@ def make_model_cache(
     options = options or CacheOptions()
     check_format({"max_seq_len": max_seq_len}, options)
     found = probe(model)
-    formats = formats_of(found, max_seq_len, options, absent)
-    own = [entry for number, entry in enumerate(found) if number not in absent]
-    check_memory(max_seq_len, entries_bytes(own, max_seq_len, options).total)
-    hook.install()
-    dtypes = [leaf.dtype for leaf in leaves_of(found) if isinstance(leaf, Attention)]
-    more: dict[str, Any] = {"kernels": options.kernels} | ({"dtype": dtypes[0]} if dtypes else {})
+    dtype = next((leaf.dtype for leaf in leaves_of(found) if isinstance(leaf, Attention)), "F32")
     make_cache = partial(make_model_cache, model, options=options, absent=absent)
-    pool = BridgedPool(found, formats, **sizes_alone(max_seq_len), make_cache=make_cache, **more)
-    return BridgedCache(pool, options.kv_group_size)
+    pool = reserve(found, sizes_alone(max_seq_len), options, dtype=DTYPES[dtype], make_cache=make_cache, absent=absent)
+    return BridgedCache(pool, options.kv_group_size, absent)
 
 
 def layout_of(model: Model) -> str:

@@ -16,7 +16,7 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, quantize
 from kvant.bridge.architectures import NEEDS_METAL, module_name
 from kvant.bridge.config import BridgedConfig, for_mlx_lm, read_config, read_folder
 from kvant.bridge.model import BridgedModel, by_layer, parameters
-from kvant.bridge.probe import Attention, Entry, probe
+from kvant.bridge.probe import Attention, Entry, leaves_of, probe
 from kvant.bridge.rope import rotate_by_matrices
 from kvant.bridge.translation import translated
 from kvant.errors import CheckpointError, ModelError, library_errors
@@ -101,8 +101,7 @@ def build(raw: Mapping[str, Any]) -> tuple[Module, BridgedConfig]:
 
 def _check_layers(entries: Sequence[Entry]) -> None:
     """Refuse windows that are no numbers of tokens, and keys without heads or width."""
-    leaves = [leaf for entry in entries for leaf in (entry if isinstance(entry, tuple) else (entry,))]
-    for leaf in leaves:
+    for leaf in leaves_of(entries):
         if not isinstance(leaf, Attention):
             continue
         for what, value in (("window", leaf.window), ("chunk", leaf.chunk)):

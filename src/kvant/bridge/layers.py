@@ -5,6 +5,7 @@ R rows: sequences of the step, B of them real and the others padding. S new toke
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from kvant.cache.paged_layers import PagedLayers, PoolLayer
 from kvant.cache.pool_batch import PoolBatch
 from kvant.operators.attention import attend_tokens
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.masks import window_mask
 from kvant.operators.paged_attention import PagedRows, attend_rows, read_rows, write_rows
 from kvant.operators.paged_kernel import StepPages, attend_pages
 from kvant.operators.stored_tokens import float_tokens, stored_tokens
@@ -22,7 +24,7 @@ UNKNOWN = -1  # in place of a window
 Mask = mx.array | str | None
 
 
-@dataclass(slots=True)
+@dataclass
 class StepRows:
     """What the layers that share page tables have in common in a step.
 
@@ -31,67 +33,72 @@ class StepRows:
         window: tokens that a query sees; None: all.
         lengths: tokens of each of the R rows before the step.
         new_tokens: S.
-        masks: those that were made for several rows, by the window that was asked for.
-        masks_of_one: the same for one row, (S, T), by the window and T.
+        masks: those that were made in the step, by the window that was asked for and T.
     """
 
     rows: PagedRows
     window: int | None
     lengths: tuple[int, ...]
     new_tokens: int
-    masks: dict[int | None, mx.array] = field(default_factory=dict)
-    masks_of_one: dict[tuple[int | None, int], mx.array] = field(default_factory=dict)
-    _padded: mx.array | None = None
+    masks: dict[tuple[int | None, int], mx.array] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: PoolBatch, part: PagedLayers, new_tokens: int) -> "StepRows":
         """What the layers of a part have in common in a step that a batch has begun."""
         step = cls(batch.placed(part), part.window, batch.lengths, new_tokens)
-        if part.in_chunks:  # one token sees all that is read; of several, the model's mask decides
-            step.window = step.counts[0]
-            if new_tokens > 1:
-                step.rows = replace(step.rows, pages=None)
+        if part.in_chunks:  # all that is read: for the rest there is the model's mask
+            step.window = step.longest
         return step
 
-    @property
+    @cached_property
+    def is_alone(self) -> bool:
+        """Whether the step has one row."""
+        return len(self.lengths) == 1
+
+    @cached_property
+    def offset(self) -> int | mx.array:
+        """Tokens before the step: of one row an int, otherwise (R,)."""
+        return self.lengths[0] if self.is_alone else mx.array(self.lengths)
+
+    @cached_property
     def counts(self) -> list[int]:
         """How many tokens of each sequence are read, those that wait to be written included."""
         waiting = self.new_tokens if self.rows.new is None else 0
         return [sum(end - first for first, end in runs) + waiting for runs in self.rows.runs]
 
+    @cached_property
+    def longest(self) -> int:
+        """T."""
+        return max(self.counts)
+
+    @cached_property
     def padded_rows(self) -> mx.array:
-        """The rows that are read, (R * T,) for the longest T: shorter sequences on the right, as mlx-lm pads them."""
-        if self._padded is None:
-            T = max(self.counts)
-            parts = []
-            for count, runs in zip(self.counts, self.rows.runs, strict=True):
-                # row 0 in place of none; masks leave it out
-                parts += [mx.zeros(T - count, mx.int32), *(mx.arange(first, end) for first, end in runs)]
-            parts.append(mx.zeros(T * (len(self.lengths) - len(self.rows.runs)), mx.int32))
-            self._padded = mx.concatenate(parts)
-        return self._padded
+        """The rows that are read, (R * T,): shorter sequences on the right, as mlx-lm pads them."""
+        parts = []
+        for count, runs in zip(self.counts, self.rows.runs, strict=True):
+            # row 0 in place of none; masks leave it out
+            parts += [mx.zeros(self.longest - count, mx.int32), *(mx.arange(first, end) for first, end in runs)]
+        parts.append(mx.zeros(self.longest * (len(self.lengths) - len(self.rows.runs)), mx.int32))
+        return mx.concatenate(parts)
 
     def mask(self, window: int | None) -> mx.array:
-        """Which of the padded rows each query sees: boolean (R, 1, S, T).
+        """Which of the tokens that are read each query sees: boolean (R, 1, S, T), and (S, T) of one row.
 
         A query of padding sees a row that nobody reads the answer of: softmax of nothing would be NaN.
         """
-        if window not in self.masks:
-            T, S = max(self.counts), self.new_tokens
+        key = window, self.longest
+        if key not in self.masks:
+            T, S = self.longest, self.new_tokens
+            if self.is_alone:
+                self.masks[key] = window_mask(S, T, window or T)
+                return self.masks[key]
             length = mx.array(self.lengths)[:, None, None, None]
             first = mx.array([*self.rows.first, *[0] * (len(self.lengths) - len(self.rows.first))])
             query = length + mx.arange(S)[:, None]
             token = length + S - T + mx.arange(T)
             seen = (token >= first[:, None, None, None]) & (token <= query)
-            self.masks[window] = seen if window is None else seen & (token > query - window)
-        return self.masks[window]
-
-    def mask_of_one(self, window: int | None) -> mx.array:
-        """:meth:`mask` where the step has one row: (S, T)."""
-        key = window, self.counts[0]
-        if key not in self.masks_of_one:
-            self.masks_of_one[key] = self.mask(window)[0, 0]
-        return self.masks_of_one[key]
+            self.masks[key] = seen if window is None else seen & (token > query - window)
+        return self.masks[key]
 
     def seen(self, mask: Mask) -> PagedRows | None:
         """The rows that a mask shows of each sequence, all up to a query's own; None: not known, or they go with it."""
@@ -112,13 +119,11 @@ class StepRows:
         if mask is None:
             return self.window if self.new_tokens == 1 else UNKNOWN
         if isinstance(mask, str):  # causal: all that was fetched, which may be more than a window
-            narrow = self.window is not None and self.window < max(self.counts)
-            return UNKNOWN if narrow or len(self.lengths) > 1 else self.window
-        longest = max(self.lengths) + self.new_tokens
-        own = {window: made for (window, T), made in self.masks_of_one.items() if max(self.counts) == T}
-        for window, made in (*self.masks.items(), *own.items()):
-            if mask is made:
-                if window is None or window >= longest:
+            narrow = self.window is not None and self.window < self.longest
+            return self.window if self.is_alone and not narrow else UNKNOWN
+        for (window, T), made in self.masks.items():
+            if mask is made and self.longest == T:
+                if window is None or window >= max(self.lengths) + self.new_tokens:
                     return self.window
                 if self.window is None or window <= self.window:
                     return window
@@ -145,30 +150,26 @@ class BridgedLayer:
 
     Attributes:
         offset: tokens so far: an int where the step has one row, otherwise (R,).
-        start_position: the first token that is read, where the step has one row, for Llama 4's chunks.
+        appended: whether the step's tokens were.
         attends: whether all of the model's attention to what it fetched was computed here, for each sequence alone.
     """
 
-    def __init__(
-        self, batch: PoolBatch, part: PagedLayers, layer: PoolLayer, step: StepRows, offset: int | mx.array
-    ) -> None:
-        """``layer``: appended to; its arrays are replaced. ``offset``: tokens before the step."""
-        self.offset = offset
-        self.start_position = step.rows.first[0]
+    def __init__(self, batch: PoolBatch, part: PagedLayers, layer: PoolLayer, step: StepRows) -> None:
+        """``layer``: appended to; its arrays are replaced."""
         self.attends: bool | None = None
-        self._batch, self._part, self._layer, self._step = batch, part, layer, step
-        self._alone = isinstance(offset, int)
+        self._batch, self._part, self._layer = batch, part, layer
+        self._begin(step)
+
+    def _begin(self, step: StepRows) -> None:
+        self.offset: Any = step.offset
+        self.appended = False
+        self._step = step
         self._fetched: tuple[mx.array, mx.array] | None = None
 
     @property
-    def new_tokens(self) -> int:
-        """S."""
-        return self._step.new_tokens
-
-    @property
-    def has_fetched(self) -> bool:
-        """Whether the step's tokens were appended."""
-        return self._fetched is not None
+    def start_position(self) -> int:
+        """The first token that is read, where the step has one row: Llama 4 makes its masks from there."""
+        return self._part.first_read(self.offset)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (R, K, S, D) keys and (R, K, S, Dv) values.
@@ -177,7 +178,7 @@ class BridgedLayer:
             what new queries may see, as lazy arrays (R, K, T, D) and (R, K, T, Dv) in the keys' dtype.
             :meth:`make_mask` belongs to them.
         """
-        if self._fetched is not None:
+        if self.appended:
             raise RuntimeError("a layer is appended to twice in one step")
         own, rows = self._layer.format, self._step.rows
         value_is_key = values is keys
@@ -189,12 +190,14 @@ class BridgedLayer:
                 f"keys and values have shapes {tuple(keys.shape)} and {tuple(values.shape)}; the step's are {shape} "
                 f"with widths {own.head_dim} and {own.value_head_dim}"
             )
-        waiting = self._append(keys, values, rows)
-        fetched_keys, fetched_values = self._read(keys.dtype, waiting)
-        self._fetched = fetched_keys, fetched_keys if value_is_key else fetched_values
+        fetched_keys, fetched_values = self._read(keys.dtype, self._append(keys, values, rows))
+        fetched = fetched_keys, fetched_keys if value_is_key else fetched_values
+        if own.shared:
+            self._fetched = fetched
+        self.appended = True
         self.pass_by(self._step.new_tokens)
-        hook.remember(self, *self._fetched)
-        return self._fetched
+        hook.remember(self, *fetched)
+        return fetched
 
     def pass_by(self, num_tokens: int) -> None:
         """Count tokens that another process appends in this step."""
@@ -211,11 +214,9 @@ class BridgedLayer:
         if self._step.new_tokens != N:
             raise ValueError(f"a mask of {N} tokens is asked for; the step has {self._step.new_tokens}")
         window = window_size or self._step.window
-        if not self._alone:
+        narrow = window is not None and window < self._step.longest
+        if narrow or not self._step.is_alone or (return_array and N > 1):
             return self._step.mask(window)
-        (T,) = self._step.counts
-        if (window is not None and window < T) or (return_array and N > 1):
-            return self._step.mask_of_one(window)
         return "causal" if N > 1 else None
 
     def maybe_trim_front(self) -> None:
@@ -247,7 +248,7 @@ class BridgedLayer:
                 self.attends = self.attends is not False
                 return output
         scaled = scaled_query(query, scale)
-        if not self._alone:
+        if not self._step.is_alone:
             rows = self._step.seen(mask)
             self.attends = rows is not None and self.attends is not False
             if rows is None:
@@ -278,37 +279,30 @@ class BridgedLayer:
         if self._layer.format.value_head_dim:
             raise AttributeError("a model sets the values of its cache; kvant's takes them by update_and_fetch")
 
-    def size(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(self._step.lengths) + (0 if self._fetched is None else self._step.new_tokens)
-
-    def empty(self) -> bool:
-        """Whether no sequence has a token."""
-        return not self.size()
-
     def _append(self, keys: mx.array, values: mx.array, rows: PagedRows) -> list[mx.array]:
         """Write new tokens. Returns them as they are stored, where they wait."""
-        own, B = self._layer.format, len(rows.runs)
-        options: dict[str, Any] = {"quant_bit": own.kv_bits, "quant_group": own.kv_group_size}
+        own, arrays, B = self._layer.format, self._layer.arrays, len(rows.runs)
+        bits, group = own.kv_bits, own.kv_group_size
         if rows.new is None:
-            waiting = stored_tokens(keys, values, self._layer.arrays, **options, alone=True)
+            waiting = stored_tokens(keys, values, arrays, quant_bit=bits, quant_group=group, alone=True)
             self._batch.wait(self._part, self._layer, waiting)
             return waiting
+        if len(self._step.lengths) > B:
+            keys, values = keys[:B], values[:B]
         backend = None if rows.pages is None else self._layer.backend
-        write_rows(keys[:B], values[:B], self._layer.arrays, rows.new, **options, backend=backend)
+        write_rows(keys, values, arrays, rows.new, quant_bit=bits, quant_group=group, backend=backend)
         return []
 
     def _read(self, dtype: mx.Dtype, waiting: list[mx.array]) -> tuple[mx.array, mx.array]:
-        own, rows = self._layer.format, self._step.rows
-        if self._alone:
-            copy = self._step.new_tokens == 1 and own.kv_bits > 0 and mx.default_device().type == mx.cpu
-            options: dict[str, Any] = {"quant_bit": own.kv_bits, "dtype": dtype, "key_dim": own.head_dim, "copy": copy}
-            return read_rows(self._layer.arrays, rows.runs[0], waiting, **options)
-        taken = [mx.take(array, self._step.padded_rows(), axis=2) for array in self._layer.arrays]
-        R = len(self._step.lengths)
+        step, arrays, bits, D = self._step, self._layer.arrays, self._layer.format.kv_bits, self._layer.format.head_dim
+        if step.is_alone:
+            copy = bits > 0 and step.new_tokens == 1 and mx.default_device().type == mx.cpu
+            return read_rows(arrays, step.rows.runs[0], waiting, quant_bit=bits, dtype=dtype, key_dim=D, copy=copy)
+        taken = [mx.take(array, step.padded_rows, axis=2) for array in arrays]
+        R = len(step.lengths)
         # (2, K, R * T, last) -> (R, 2, K, T, last)
         stored = [x.reshape(*x.shape[:2], R, -1, x.shape[3]).transpose(2, 0, 1, 3, 4) for x in taken]
-        return float_tokens(stored, quant_bit=own.kv_bits, dtype=dtype, key_dim=own.head_dim)
+        return float_tokens(stored, quant_bit=bits, dtype=dtype, key_dim=D)
 
     def _attend_fused(
         self, query: mx.array, tokens: int, mask: Mask, backend: Backend, **options: Any
@@ -316,12 +310,14 @@ class BridgedLayer:
         """Attention by the kernel; None: it does not take the step, or not with this mask."""
         pages = self._step.seen_pages(mask)
         if pages is None:
-            if self._step.rows.pages is None or not (self._alone and isinstance(mask, mx.array)):
+            if self._step.rows.pages is None or not self._step.is_alone or isinstance(mask, str):
                 return None
             pages = replace(self._step.rows.pages, window=None)
-            before = pages.rows - tokens  # rows that are there and were not fetched
-            hidden = False if mask.dtype == mx.bool_ else -math.inf
-            mask = mx.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(before, 0)], constant_values=hidden) if before else mask
+            if before := pages.rows - tokens:  # rows that are there and were not fetched
+                if mask is None:
+                    return None
+                hidden = False if mask.dtype == mx.bool_ else -math.inf
+                mask = mx.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(before, 0)], constant_values=hidden)
             options |= {"mask": mask, "is_causal": False}
         own = self._layer.format
         options |= {"quant_bit": own.kv_bits, "quant_group": own.kv_group_size, "value_head_dim": own.value_head_dim}

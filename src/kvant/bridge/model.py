@@ -94,7 +94,7 @@ class BridgedModel:
         if not isinstance(cache, BridgedCache):
             raise ValueError(f"the cache is a {type(cache).__name__}; expected what model.make_cache returns")
         self._layout = self._layout or layout_of(self.module)
-        if cache.layout != self._layout:
+        if cache.pool.layout != self._layout:
             raise ValueError("the cache is for a model with other layers; expected what model.make_cache returns")
         if None not in (cache.identity, self.identity) and cache.identity != self.identity:
             raise ValueError("the cache holds tokens of another model")
@@ -111,7 +111,7 @@ class BridgedModel:
             max_seq_len = default_reservation(self.config)
         cache = make_model_cache(self.module, max_seq_len, chosen, absent=self.absent_caches)
         cache.pool.identity, cache.pool.make_cache = self.identity, partial(self.make_cache, **chosen.fields)
-        self._layout = self._layout or cache.layout  # or the model would be probed once more
+        self._layout = self._layout or cache.pool.layout  # or the model would be probed once more
         return cache
 
     def make_pool(

@@ -136,7 +136,7 @@ class BridgedBatch(PoolBatch):
     """The cache of a model's step, of sequences of different lengths.
 
     Attributes:
-        entries: what mlx-lm's model takes as its cache, once a step was begun.
+        views: of the layers that keep rows, in a step.
     """
 
     pool: BridgedPool
@@ -144,9 +144,16 @@ class BridgedBatch(PoolBatch):
 
     def __init__(self, pool: BridgedPool, sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
         super().__init__(pool, sequences, rows)
-        self.entries: list[Any] = []
+        self._entries: list[Any] = []
         self.views: list[BridgedLayer] = []
         self._states: list[ArraysCache] = []
+
+    @property
+    def entries(self) -> list[Any]:
+        """What mlx-lm's model takes as its cache in the step."""
+        if self.step is None:
+            raise RuntimeError("no step was begun; expected begin before the model is called")
+        return self._entries
 
     @property
     def state(self) -> list[mx.array]:
@@ -157,11 +164,11 @@ class BridgedBatch(PoolBatch):
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
         lengths = super().begin(inputs)
-        offset = lengths[0] if self.rows == 1 else mx.array(lengths)
         views: dict[PoolLayer, BridgedLayer] = {}
         for part in self.pool.parts:
             step = StepRows.of(self, part, inputs.shape[1])
-            views |= {layer: BridgedLayer(self, part, layer, step, offset) for layer in part.layers}
+            for layer in part.layers:
+                views[layer] = BridgedLayer(self, part, layer, step)
         self.views = [views[layer] for layer in self.pool.layers]
         self._states = [
             self._stacked([sequence.states[n] for sequence in self.sequences]) for n in range(len(self.pool.states))
@@ -173,7 +180,7 @@ class BridgedBatch(PoolBatch):
                 return MlxLmKVCache()
             return next(states if isinstance(leaf, State) else layers)
 
-        self.entries = [CacheList(*map(one, e)) if isinstance(e, tuple) else one(e) for e in self.pool.entries]
+        self._entries = [CacheList(*map(one, e)) if isinstance(e, tuple) else one(e) for e in self.pool.entries]
         return lengths
 
     def commit(
@@ -189,7 +196,9 @@ class BridgedBatch(PoolBatch):
                 )
         if states and self.step is not None:
             for b, sequence in enumerate(self.sequences):
-                own = [[None if a is None else a[b : b + 1] for a in state.cache] for state in states]
+                own: list[Arrays] = [state.cache for state in states]
+                if self.rows > 1:
+                    own = [[None if a is None else a[b : b + 1] for a in arrays] for arrays in own]
                 sequence.will_have(sequence.length + self.step.shape[1], own)
         super().commit(num_tokens, ids=ids)
         for sequence in self.sequences:
@@ -198,11 +207,14 @@ class BridgedBatch(PoolBatch):
     def end_step(self) -> None:
         """Drop a step that was begun and is not committed."""
         super().end_step()
-        self.entries, self.views, self._states = [], [], []
+        self._entries, self.views, self._states = [], [], []
 
     def _stacked(self, each: Sequence[Arrays]) -> ArraysCache:
         """One state of all rows. Nothing yet is zeros, as mlx-lm has it; so is what a shorter state lacks in front."""
         made = ArraysCache(len(each[0]))
+        if self.rows == 1:
+            made.cache = [*each[0]]
+            return made
         for n, arrays in enumerate(zip(*each, strict=True)):
             known = [array for array in arrays if array is not None]
             if not known:
@@ -210,7 +222,7 @@ class BridgedBatch(PoolBatch):
             most = tuple(map(max, *(array.shape for array in known), known[0].shape))
             full = [mx.zeros(most, known[0].dtype) if array is None else _padded(array, most) for array in arrays]
             full += [mx.zeros(most, known[0].dtype)] * (self.rows - len(full))
-            made.cache[n] = full[0] if len(full) == 1 else mx.concatenate(full)
+            made.cache[n] = mx.concatenate(full)
         return made
 
 
@@ -239,20 +251,32 @@ def make_pool(
     """
     found = probe(model)
     check_entries(found, model, name)
-
-    def made(options: CacheOptions, sizes: dict[str, int]) -> BridgedPool:
-        formats = formats_of(found, sizes["max_seq_len"], options)
-        check_memory(sizes["tokens"], sum(pool_needs(found, sizes, options)))
-        own: dict[str, Any] = {"identity": identity, "kernels": options.kernels, "dtype": dtype}
-        own["make_cache"] = partial(make_cache, **options.fields)
-        return BridgedPool(found, formats, **sizes, **own)
-
     small = {"tokens": len(TRIED) * Pool.page_size, "sequences": len(TRIED), "max_seq_len": 64, "prefill_step_size": 32}
-    trial = made(CacheOptions(0, kernels="unfused"), small)
+    trial = reserve(found, small, CacheOptions(0, kernels="unfused"), dtype=dtype, make_cache=make_cache)
     attends_apart = _try(model, name, trial, AGREE if dtype == mx.float32 else AGREE_HALF)
-    pool = made(options, sizes)
-    pool.attends_apart = attends_apart
+    pool = reserve(found, sizes, options, dtype=dtype, make_cache=partial(make_cache, **options.fields))
+    pool.identity, pool.attends_apart = identity, attends_apart
     return pool
+
+
+def reserve(
+    found: Sequence[Entry],
+    sizes: Mapping[str, Any],
+    options: CacheOptions,
+    *,
+    dtype: mx.Dtype,
+    make_cache: Callable[..., Any],
+    absent: Collection[int] = (),
+) -> BridgedPool:
+    """The pool of a model, whose attention is hooked; a ContextError if this machine lacks the memory.
+
+    ``absent`` is as in :func:`formats_of`.
+    """
+    hook.install()
+    own = [entry for number, entry in enumerate(found) if number not in absent]
+    check_memory(sizes["tokens"], sum(pool_needs(own, sizes, options)))
+    formats = formats_of(found, sizes["max_seq_len"], options, absent)
+    return BridgedPool(found, formats, **sizes, make_cache=make_cache, kernels=options.kernels, dtype=dtype)
 
 
 def check_entries(found: Sequence[Entry], model: Model, name: str) -> None:
@@ -273,7 +297,6 @@ def pool_needs(found: Sequence[Entry], sizes: Mapping[str, Any], options: CacheO
 
 def _try(model: Model, name: str, pool: BridgedPool, agree: float) -> bool:
     """Whether attention in a step of several sequences is computed for each alone."""
-    hook.install()
     refused = f"{name} has no step of several sequences of different lengths; one sequence at a time works"
     texts = [[2 + (7 + 31 * i + 5 * b) % 59 for i in range(count + 1)] for b, count in enumerate(TRIED)]
     opened = [pool.sequence(pool.max_seq_len) for _ in texts]
@@ -319,10 +342,6 @@ def formats_of(
         for leaf in leaves_of([entry]):
             if not isinstance(leaf, Attention):
                 continue
-            if leaf.keep:
-                raise ValueError(
-                    f"a layer keeps the first {leaf.keep} tokens of a window, which kvant has no pages for"
-                )
             seen = leaf.chunk or leaf.window
             window = seen if seen is not None and seen < max_seq_len else None
             formats.append(
@@ -333,7 +352,7 @@ def formats_of(
                     leaf.value_dim,
                     bits,
                     leaf.group(options.kv_group_size) if bits else 0,
-                    stored_dtype(bits) if bits else DTYPE_NAMES[leaf.dtype],
+                    stored_dtype(bits) if bits else leaf.dtype,
                     "F16" if bits else "",
                     window=window,
                     slack=0 if window is None else SLACK,

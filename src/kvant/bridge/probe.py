@@ -5,7 +5,8 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -24,9 +25,8 @@ class Attention:
 
     Attributes:
         num_kv_heads, key_dim, value_dim: of its tokens; value_dim 0: no values are kept.
-        dtype: of its keys.
+        dtype: of its keys, by its name in safetensors.
         window: tokens that a query sees, its own included; None: all.
-        keep: first tokens that every query sees besides.
         chunk: tokens of a chunk, where a query sees its own chunk only.
         value_is_key: the model gives one array for both.
         shared: other layers ask for what was fetched.
@@ -35,9 +35,9 @@ class Attention:
     num_kv_heads: int
     key_dim: int
     value_dim: int
-    dtype: mx.Dtype
+    dtype: str
     window: int | None
-    keep: int
+    keep: int = field(default=0, init=False)  # layouts that were saved have it
     chunk: int | None
     value_is_key: bool
     shared: bool
@@ -74,11 +74,13 @@ def probe(model: Model) -> list[Entry]:
     """What each of the caches that ``model`` makes is used for. A tuple stands for a list of caches of one layer."""
     with _nothing_read(model):
         probes, _ = called(model)
-    windows: dict[tuple[int, int], int] = {}
-    for leaf in _leaves(probes):
+    windows: dict[int, int] = {}
+    entries = [tuple(found.caches) if isinstance(found, mlx_lm_cache.CacheList) else found for found in probes]
+    for leaf in leaves_of(entries):
         if isinstance(leaf, _Probe) and leaf.asked is not None and leaf.ring is not None:
             windows[leaf.ring] = max(leaf.asked, windows.get(leaf.ring, 0))
-    return [_entry_of(found, windows) for found in probes]
+    one = partial(_leaf_of, windows=windows)
+    return [tuple(map(one, entry)) if isinstance(entry, tuple) else one(entry) for entry in entries]
 
 
 def called(model: Model) -> tuple[list[Any], mx.array]:
@@ -110,7 +112,7 @@ def _nothing_read(model: Model) -> Iterator[None]:
         module.mx = mx
 
 
-def leaves_of(entries: Iterable[Entry]) -> list[Leaf]:
+def leaves_of(entries: Iterable[Any]) -> list[Any]:
     """What a probe found, the parts of lists one by one."""
     return [leaf for entry in entries for leaf in (entry if isinstance(entry, tuple) else (entry,))]
 
@@ -121,9 +123,7 @@ def as_text(entries: Sequence[Entry]) -> str:
     def one(entry: Entry) -> Any:
         if isinstance(entry, tuple):
             return list(map(one, entry))
-        facts = {field.name: getattr(entry, field.name) for field in fields(entry)}
-        if isinstance(entry, Attention):
-            facts["dtype"] = DTYPE_NAMES[entry.dtype]
+        facts = {own.name: getattr(entry, own.name) for own in fields(entry)}
         return {"kind": KIND_NAMES[type(entry)], **facts}
 
     return json.dumps([one(entry) for entry in entries])
@@ -134,8 +134,8 @@ class _Probe:
 
     offset = start_position = 0
 
-    def __init__(self, ring: tuple[int, int] | None = None, chunk: int | None = None) -> None:
-        self.ring = ring  # (max_size, keep) of mlx-lm's rotating cache
+    def __init__(self, ring: int | None = None, chunk: int | None = None) -> None:
+        self.ring = ring  # max_size of mlx-lm's rotating cache
         self.chunk = chunk
         self.asked: int | None = None  # the window of the mask
         self.fetched: tuple[mx.array, mx.array] | None = None
@@ -172,19 +172,17 @@ class _Probe:
     def values(self, array: mx.array) -> None:
         """DeepSeek V3.2 puts zeros here that nobody reads."""
 
-    def size(self) -> int:
-        return 0
-
-    def empty(self) -> bool:
-        return True
-
 
 def _probe_of(cache: Any, number: int) -> Any:
     kind = type(cache)
     if kind is mlx_lm_cache.KVCache:
         return _Probe()
     if kind is mlx_lm_cache.RotatingKVCache:
-        return _Probe(ring=(cache.max_size, cache.keep))
+        if cache.keep:
+            raise ValueError(
+                f"layer {number} keeps the first {cache.keep} tokens of a window; kvant has no pages for them"
+            )
+        return _Probe(ring=cache.max_size)
     if kind is mlx_lm_cache.ChunkedKVCache:
         return _Probe(chunk=cache.chunk_size)
     if kind is mlx_lm_cache.ArraysCache:
@@ -194,37 +192,20 @@ def _probe_of(cache: Any, number: int) -> Any:
     raise ValueError(f"the cache of layer {number} is a {kind.__name__}; kvant's stands for mlx-lm's {KINDS}")
 
 
-def _leaves(probes: Sequence[Any]) -> list[Any]:
-    return [
-        leaf for found in probes for leaf in (found.caches if isinstance(found, mlx_lm_cache.CacheList) else [found])
-    ]
-
-
-def _entry_of(found: Any, windows: dict[tuple[int, int], int]) -> Entry:
-    if isinstance(found, mlx_lm_cache.CacheList):
-        return tuple(_leaf_of(part, windows) for part in found.caches)
-    return _leaf_of(found, windows)
-
-
-def _leaf_of(found: Any, windows: dict[tuple[int, int], int]) -> Leaf:
+def _leaf_of(found: Any, windows: dict[int, int]) -> Leaf:
     if isinstance(found, mlx_lm_cache.ArraysCache):
         shapes = tuple(None if a is None else (DTYPE_NAMES[a.dtype], a.shape) for a in found.cache)
         return State(found.nbytes, shapes)
     if found.fetched is None:
         return Unused()
     key, value = found.fetched
-    window, keep = None, 0
-    if found.ring is not None:
-        size, keep = found.ring
-        # The mask's window is the model's. PLaMo 3 masks one token more than its cache holds.
-        window = windows.get(found.ring, size) - keep
     return Attention(
         num_kv_heads=key.shape[1],
         key_dim=key.shape[3],
         value_dim=0 if value is key else value.shape[3],
-        dtype=key.dtype,
-        window=window,
-        keep=keep,
+        dtype=DTYPE_NAMES[key.dtype],
+        # The mask's window is the model's. PLaMo 3 masks one token more than its cache holds.
+        window=windows.get(found.ring, found.ring),
         chunk=found.chunk,
         value_is_key=value is key,
         shared=found.shared,

@@ -6,25 +6,27 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 from mlx_lm.models.cache import KVCache as MlxLmKVCache
 
-from kvant.bridge import hook
 from kvant.bridge.cache import check_format, entries_bytes
 from kvant.bridge.layers import BridgedLayer, Mask, StepRows
-from kvant.bridge.pool import BridgedPool, formats_of
-from kvant.bridge.probe import Attention, Leaf, Model, State, Unused, probe
+from kvant.bridge.pool import reserve
+from kvant.bridge.probe import Leaf, Model, State, Unused, leaves_of, probe
 from kvant.cache import ModelCache
+from kvant.cache.layer_format import DTYPES
 from kvant.cache.model import NotSaved
 from kvant.cache.options import CacheOptions
 from kvant.cache.pool import sizes_alone
 from kvant.models.caches import check_memory
 
+Masks = dict[tuple[int, int], dict[tuple[int | None, int], mx.array]]  # by position and new tokens of a step
 
-class PromptCacheLayer:
+
+class PromptCacheLayer(BridgedLayer):
     """A layer's keys and values as mlx-lm's loops use a cache: every append counts at once.
 
-    A step of :class:`kvant.bridge.layers.BridgedLayer` begins with its mask or its tokens.
+    A step begins with its mask or its tokens.
     """
 
-    def __init__(self, cache: ModelCache, others: list["PromptCacheLayer"], masks: "_Masks") -> None:
+    def __init__(self, cache: ModelCache, others: list["PromptCacheLayer"], masks: Masks) -> None:
         """For a cache of one layer.
 
         Args:
@@ -32,28 +34,23 @@ class PromptCacheLayer:
             masks: that the layers made in this step; a model gives one layer's mask to another.
         """
         self._cache, self._others, self._masks = cache, others, masks
-        self._step: BridgedLayer | None = None
         others.append(self)
+        super().__init__(cache, cache.pool.parts[0], cache.pool.layers[0], self._begun(1))
 
-    @property
-    def offset(self) -> int:
-        """Tokens so far; the position of the next one."""
-        return self._cache.offset
-
-    @property
-    def start_position(self) -> int:
-        """The first token that the next step's queries may see."""
-        return self._cache.pool.parts[0].first_read(self.offset)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PromptCacheLayer":
+        """The same layer of a copy of all."""
+        others, masks = memo.setdefault(id(self._others), []), memo.setdefault(id(self._masks), {})
+        return PromptCacheLayer(self._cache.fork(), others, masks)
 
     @property
     def arrays(self) -> list[mx.array]:
         """Its arrays."""
-        return self._cache.pool.layers[0].arrays
+        return self._layer.arrays
 
     @property
     def nbytes(self) -> int:
         """Bytes that are reserved."""
-        return self._cache.nbytes
+        return self._layer.nbytes
 
     @property
     def state(self) -> list[object]:
@@ -61,26 +58,16 @@ class PromptCacheLayer:
         return [NotSaved(), *self.arrays, *self._cache.waiting]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append (1, K, S, D) keys and (1, K, S, Dv) values; see :class:`kvant.bridge.layers.BridgedLayer`."""
-        tokens = keys.shape[2]
-        step, self._step = self._begun(tokens), None
-        fetched = step.update_and_fetch(keys, values)
-        self._step = step
-        self._cache.held.commit([0] * tokens)  # what waits is written before the next step
+        """Append (1, K, S, D) keys and (1, K, S, Dv) values; see :class:`BridgedLayer`."""
+        self._begin_for(keys.shape[2])
+        fetched = super().update_and_fetch(keys, values)
+        self._cache.held.commit([0] * keys.shape[2])  # what waits is written before the next step
         return fetched
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What was fetched last, for layers that share it."""
-        if self._step is None:
-            raise RuntimeError("keys and values are asked for, and none were fetched in this step")
-        return self._step.keys_and_values()
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """The mask of N new tokens: "causal", None or a boolean array."""
-        return self._begun(N).make_mask(N, return_array, window_size)
-
-    def maybe_trim_front(self) -> None:
-        """Do nothing, as :meth:`BridgedLayer.maybe_trim_front`."""
+        self._begin_for(N)
+        return super().make_mask(N, return_array, window_size)
 
     @property
     def keys(self) -> mx.array:
@@ -91,49 +78,41 @@ class PromptCacheLayer:
     def keys(self, array: mx.array) -> None:
         self.arrays[0] = array
 
-    @property
-    def values(self) -> mx.array:
-        """An array that is computed when the last append is."""
-        return self.arrays[-1]
-
-    @values.setter
-    def values(self, array: mx.array) -> None:
-        self._begun(1).values = array
-
     def size(self) -> int:
         """Tokens so far."""
-        return self.offset
+        return self._cache.offset
 
     def empty(self) -> bool:
         """Whether it has no token."""
-        return not self.offset
+        return not self.size()
 
     def is_trimmable(self) -> bool:
         """Whether the last token can be forgotten, by all layers."""
-        return self._can_trim_to(max(0, self.offset - 1))
+        length = max(0, self.size() - 1)
+        return all(other._cache.can_trim_to(length) for other in self._others)
 
     def trim(self, num_tokens: int) -> int:
         """Forget the last tokens, or all there are. Returns how many were forgotten."""
-        length = max(0, self.offset - num_tokens)
+        length = max(0, self.size() - num_tokens)
         for other in self._others:
             if not other._cache.can_trim_to(length):
-                other._cache.trim(other.offset - length)  # which says why not
-        self._step = None
-        return self._cache.trim(num_tokens)
+                other._cache.trim(other.size() - length)  # which says why not
+        forgotten = self._cache.trim(num_tokens)
+        self.offset = self.size()
+        return forgotten
 
-    def _can_trim_to(self, length: int) -> bool:
-        return all(other._cache.can_trim_to(length) for other in self._others)
+    def _begin_for(self, tokens: int) -> None:
+        """Begin a step of so many tokens, if none was."""
+        if self.appended or self._cache.step is None or self._step.new_tokens != tokens:
+            self._begin(self._begun(tokens))
 
-    def _begun(self, tokens: int) -> BridgedLayer:
-        """The step of so many tokens, begun."""
-        step = self._step
-        if step is None or step.has_fetched or step.new_tokens != tokens:
-            cache = self._cache
-            cache.begin(mx.zeros((1, tokens), mx.int32))
-            (part,), (layer,) = cache.pool.parts, cache.pool.layers
-            rows = StepRows.of(cache, part, tokens)
-            rows.masks_of_one = self._masks.at(cache.offset, tokens)
-            step = self._step = BridgedLayer(cache, part, layer, rows, cache.offset)
+    def _begun(self, tokens: int) -> StepRows:
+        self._cache.begin(mx.zeros((1, tokens), mx.int32))
+        place = self._cache.offset, tokens
+        if place not in self._masks:
+            self._masks.clear()
+        step = StepRows.of(self._cache, self._cache.pool.parts[0], tokens)
+        step.masks = self._masks.setdefault(place, step.masks)
         return step
 
 
@@ -167,36 +146,21 @@ def make_prompt_cache(model: Model, max_kv_size: int, *, kv_bits: int = 8, kv_gr
     check_format({"max_kv_size": max_kv_size}, options)
     found = probe(model)
     check_memory(max_kv_size, entries_bytes(found, max_kv_size, options).total)
-    hook.install()
+    states = [leaf for leaf in leaves_of(found) if isinstance(leaf, State)]
     layers: list[PromptCacheLayer] = []
-    masks = _Masks()
+    masks: Masks = {}
 
     def one(leaf: Leaf) -> Any:
         if isinstance(leaf, Unused):
             return MlxLmKVCache()
         if isinstance(leaf, State):
             return ArraysCache(len(leaf.shapes))
-        return PromptCacheLayer(_cache_of(leaf, max_kv_size, options), layers, masks)
+
+        def made(tokens: int) -> ModelCache:
+            # Its pool knows the states too: where there are any, nothing but all can be forgotten.
+            sizes, dtype = sizes_alone(tokens), DTYPES[leaf.dtype]
+            return ModelCache(reserve([leaf, *states], sizes, options, dtype=dtype, make_cache=made))
+
+        return PromptCacheLayer(made(max_kv_size), layers, masks)
 
     return [CacheList(*map(one, entry)) if isinstance(entry, tuple) else one(entry) for entry in found]
-
-
-class _Masks:
-    """The masks that the layers of a model made in the step that was begun last."""
-
-    def __init__(self) -> None:
-        self._step: tuple[int, int] | None = None
-        self._made: dict[tuple[int | None, int], mx.array] = {}
-
-    def at(self, offset: int, tokens: int) -> dict[tuple[int | None, int], mx.array]:
-        """Those of a step of so many tokens at this position."""
-        if self._step != (offset, tokens):
-            self._step, self._made = (offset, tokens), {}
-        return self._made
-
-
-def _cache_of(leaf: Attention, max_kv_size: int, options: CacheOptions) -> ModelCache:
-    """A cache of one layer."""
-    formats = formats_of([leaf], max_kv_size, options)
-    pool = BridgedPool([leaf], formats, **sizes_alone(max_kv_size), make_cache=ModelCache, dtype=leaf.dtype)
-    return ModelCache(pool)

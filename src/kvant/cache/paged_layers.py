@@ -313,7 +313,7 @@ def backend_of(
         None if own.split_pairs is None else len(own.split_pairs),
         mask=own.kind == "chunks",  # the model's own says which are seen
         sinks=may_have_sinks,
-        window=own.window,
+        window=None if own.kind == "chunks" else own.window,
     )
     return resolve(kernels, reason, [use])
 

@@ -3,25 +3,25 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx import nn
+from support.bridged import alone
 from support.metal_host import host_pytest_skip
 from support.operator_cases import OUTPUT_TOLERANCE
 
-from kvant.bridge.layers import BridgedKVCache, BridgedWindowCache
-from kvant.cache import QuantizedKVCache, WindowKVCache
+from kvant.cache import QuantizedKVCache
+from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, stored_dtype
+from kvant.cache.paged_layers import backend_of
 from kvant.models.checkpoint import load_decoder
 from kvant.operators import dispatch, probe
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels import attend, launch
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS, threadgroup_shape
 from kvant.operators.probe import KernelUse
-from kvant.operators.rotary import Rotary
 
 pytestmark = host_pytest_skip
 
@@ -47,6 +47,25 @@ class Launches(list[tuple[str, dict[str, Any]]]):
 
     def of(self, name: str, *constants: str) -> set[Any]:
         return {tuple(seen[constant] for constant in constants) for own, seen in self if own == name}
+
+
+def _backend(
+    bits: int = 8,
+    group: int = 32,
+    *,
+    dim: int = 64,
+    dtype: mx.Dtype = mx.float16,
+    scale: str = "F16",
+    window: int | None = None,
+    kind: str = "quantized",
+    heads: int | None = None,
+    sinks: bool = False,
+    kernels: str | None = None,
+) -> str | None:
+    """What runs the kernel for a layer of 2 kv heads."""
+    stored = stored_dtype(bits) if bits else DTYPE_NAMES[dtype]
+    own = LayerFormat(kind, 2, dim, dim, bits, group if bits else 0, stored, scale if bits else "", window=window)
+    return backend_of(own, kernels, dtype, heads, sinks)
 
 
 @pytest.fixture
@@ -75,10 +94,10 @@ def small(tried: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_shape_of_a_threadgroup_is_tried(launched: Launches) -> None:
     shapes = {heads: {threadgroup_shape(heads * S, 0, "metal", 64)[3] for S in range(1, 9)} for heads in (1, 7)}
-    assert QuantizedKVCache(4, 2, 64, num_heads=14).backend == "metal"
+    assert _backend(heads=14) == "metal"
     assert launched.of("attend", "QUERIES") == {(queries,) for queries in shapes[7]}
     launched.clear()
-    QuantizedKVCache(4, 2, 64)  # any heads
+    _backend()  # any heads
     assert launched.of("attend", "QUERIES") == {(queries,) for queries in shapes[1]} == {(1,), (2,), (4,)}
     assert launched.of("attend", "threads") >= {(32 * 4,), (32 * attend.MAX_QUERY_GROUPS,)}
     assert launched.of("combine", "threads") == {(32 * attend.COMBINE_SIMDGROUPS,)}
@@ -87,30 +106,30 @@ def test_every_shape_of_a_threadgroup_is_tried(launched: Launches) -> None:
 @pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 64), (0, 32)])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_it_is_tried_in_the_format_of_the_cache(launched: Launches, bits: int, group: int, dtype: mx.Dtype) -> None:
-    QuantizedKVCache(4, 2, 128, kv_bits=bits, kv_group_size=group, dtype=dtype, num_heads=8, scale_dtype=mx.float32)
+    _backend(bits, group, dim=128, dtype=dtype, heads=8, scale="F32")
     assert launched.of("attend", "DIM", "T", "BITS", "MASK") == {(128, dtype, bits, False)}
     appended = {(dtype, mx.float32, bits, group)} if bits else set()
     assert launched.of("append", "T", "SCALE", "BITS", "GROUP") == appended
 
 
-def test_rings_pools_bias_splits_and_sinks_are_tried_too(launched: Launches) -> None:
-    split = BiasSplit(mx.zeros((2, 2, 3)), (1, 5, 9), mx.zeros((2, 3, 0)), mx.zeros((2, 64)))
-    cache = WindowKVCache(64, 2, 64, window=8, bias_split=split, rotary=Rotary.plain(64, 1e4), num_heads=8)
-    assert cache.backend == "metal"
+def test_windows_pages_bias_splits_and_sinks_are_tried_too(launched: Launches) -> None:
+    split = BiasSplit(mx.zeros((2, 2, 3)), (1, 5, 9), mx.zeros((2, 3, 64)), mx.zeros((2, 64)))
+    assert QuantizedKVCache(64, 2, 64, window=8, bias_split=split).layer.backend == "metal"
     assert launched.of("attend", "MASK", "WINDOW") == {(False, True)}
     assert launched.of("attend", "BIAS", "pairs small", "key_bias small") == {(attend.BIAS_WEIGHTS, True, False)}
     assert launched.of("combine", "value_bias small") == {(False,)}
-    launched.clear()  # a pool's steps hand on no small array, however few sequences and pages there are
-    assert probe.probe_failure(KernelUse(64, 64, mx.float16, 8, 32, heads=4, paged=True), "metal") is None
+    # no small array is handed on, however few sequences and pages there are
     small = launched.of("attend", "PAGE", "offset small", "first small", "pages small")
     assert small == {(128, False, False, False)}
-    windowed = partial(BridgedWindowCache, window=8)
-    for make in (BridgedKVCache, windowed, QuantizedKVCache):
+    layers = (({}, False, False), ({"window": 8}, True, False), ({"window": 8, "chunk": 8}, False, True))
+    for seen, window, mask in layers:
         launched.clear()  # a bridged layer may have sinks, in the dtype of its queries
-        make(64, 2, 64, dtype=mx.bfloat16)
-        assert launched.of("attend", "WINDOW") == {(make is windowed,)}
-        sinks = {(mx.float32, False), *([(mx.bfloat16, False)] if make is not QuantizedKVCache else [])}
-        assert launched.of("combine", "sinks dtype", "sinks small") == sinks
+        alone(64, **seen, dtype=mx.bfloat16)
+        assert launched.of("attend", "WINDOW", "MASK") == {(window, mask)}
+        assert launched.of("combine", "sinks dtype", "sinks small") == {(mx.float32, False), (mx.bfloat16, False)}
+    launched.clear()
+    _backend(dtype=mx.bfloat16)
+    assert launched.of("combine", "sinks dtype", "sinks small") == {(mx.float32, False)}
 
 
 def test_layers_that_are_alike_are_tried_once(
@@ -119,15 +138,15 @@ def test_layers_that_are_alike_are_tried_once(
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
     model = load_decoder(make_checkpoint(num_hidden_layers=24, **sizes)[0])
     for rows in (16, 32):
-        assert {layer.backend for layer in model.make_cache(rows, bias_split=False)} == {"metal"}
+        assert {layer.backend for layer in model.make_cache(rows, bias_split=False).pool.layers} == {"metal"}
         assert [name for name, _ in launched].count("attend") == MAX_NEW_TOKENS
 
 
 def test_what_is_not_fused_is_not_tried(launched: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert QuantizedKVCache(4, 2, 64, kernels="unfused").backend is None
-    assert QuantizedKVCache(4, 2, 48, kv_group_size=16).backend is None  # a width that the kernel does not take
+    assert _backend(kernels="unfused") is None
+    assert _backend(8, 16, dim=48) is None  # a width that the kernel does not take
     monkeypatch.setenv(dispatch.VARIABLE, "unfused")
-    assert QuantizedKVCache(4, 2, 64).backend is None
+    assert _backend() is None
     assert not launched
 
 
@@ -149,10 +168,10 @@ def test_one_that_does_not_run_is_told_of_once(launched: Launches, monkeypatch: 
     with pytest.warns(RuntimeWarning, match=f"^{SAID}; attention is computed by the unfused operator") as caught:
         caches = [QuantizedKVCache(4, 2, 64, kv_bits=bits) for bits in (8, 8, 4, 0)]
     assert len(caught) == 1
-    assert [cache.backend for cache in caches] == [None, None, None, "metal"]
+    assert [cache.layer.backend for cache in caches] == [None, None, None, "metal"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert QuantizedKVCache(4, 2, 64, num_heads=14).backend == "metal"  # it never has two
+        assert _backend(heads=14) == "metal"  # it never has two
     query, key = mx.ones((1, 6, 1, 64)), mx.ones((1, 2, 1, 64))
     assert mx.allclose(caches[0].attend(query, key, key), query, atol=1e-2).item()
     for word in ("fused", None):
@@ -164,9 +183,9 @@ def test_one_that_does_not_run_is_told_of_once(launched: Launches, monkeypatch: 
 def test_an_interruption_is_not_remembered(launched: Launches) -> None:
     launched.fails = lambda name, template: KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        QuantizedKVCache(4, 2, 64)
+        _backend()
     launched.fails = lambda name, template: None
-    assert QuantizedKVCache(4, 2, 64).backend == "metal"
+    assert _backend() == "metal"
 
 
 @pytest.mark.skipif(mx.default_device().type == mx.gpu, reason="here it would run")
@@ -174,7 +193,7 @@ def test_a_gpu_that_cannot_run_it_is_told_of(gpu: None, monkeypatch: pytest.Monk
     """MLX's own launch on a machine without the back end stands for a kernel that does not compile."""
     monkeypatch.setattr(dispatch, "probe_failure", probe.probe_failure)
     with pytest.warns(RuntimeWarning, match="fails here: .*No Metal back-end"):
-        assert QuantizedKVCache(4, 2, 64).backend is None
+        assert _backend() is None
 
 
 PLAIN = KernelUse(64, 64, mx.float16, 8, 32, heads=2)
