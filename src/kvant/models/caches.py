@@ -1,7 +1,9 @@
 """A model's caches and pools: their formats and bytes, and whether one is for this model."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from itertools import repeat
+from typing import Any
 
 import mlx.core as mx
 
@@ -67,23 +69,25 @@ def check_batch(batch: PoolBatch, config: ModelConfig) -> PoolBatch:
     return batch
 
 
-def pool_formats(
+def pool_format(
     config: ModelConfig,
     options: CacheOptions,
     *,
     dtype: mx.Dtype,
     max_seq_len: int,
-    split_pairs: Sequence[Sequence[int]] | None,
-) -> list[LayerFormat]:
-    """How each layer of a pool stores tokens. A window that no sequence outgrows is none.
+    window: int | None,
+    pairs: Sequence[int] | None,
+) -> LayerFormat:
+    """How a layer of a pool stores tokens. A window that no sequence outgrows is none.
 
     Args:
         dtype: of keys and values at 0 bits.
-        split_pairs: the rotary pairs of each layer's bias split; None: there is none.
+        window: of the layer.
+        pairs: the rotary pairs of its bias split; None: there is none.
     """
     options.check_head(config.head_dim)
-    bits = options.kv_bits
-    plain = LayerFormat(
+    bits, seen = options.kv_bits, narrow_window(window, max_seq_len)
+    return LayerFormat(
         "quantized",
         config.num_key_value_heads,
         config.head_dim,
@@ -92,13 +96,10 @@ def pool_formats(
         options.kv_group_size if bits else 0,
         stored_dtype(bits) if bits else DTYPE_NAMES[dtype],
         "F16" if bits else "",
+        window=seen,
+        slack=0 if seen is None else SLACK,
+        split_pairs=None if pairs is None else tuple(pairs),
     )
-    formats = []
-    for number, window in enumerate(config.windows):
-        pairs = None if split_pairs is None else tuple(split_pairs[number])
-        seen = narrow_window(window, max_seq_len)
-        formats.append(replace(plain, window=seen, slack=0 if seen is None else SLACK, split_pairs=pairs))
-    return formats
 
 
 def narrow_window(window: int | None, max_seq_len: int) -> int | None:
@@ -123,11 +124,14 @@ def pool_size(
         split_pairs: how many rotary pairs each layer's bias split has; None: there is none.
     """
     max_seq_len = longest_sequence(config, tokens, max_seq_len)
-    pairs = None if split_pairs is None else [range(number) for number in split_pairs]
-    formats = pool_formats(config, options, dtype=dtype, max_seq_len=max_seq_len, split_pairs=pairs)
-    return pool_bytes(
-        formats, tokens=tokens, sequences=sequences, max_seq_len=max_seq_len, prefill_step_size=prefill_step_size
-    )
+    sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
+    total = 0
+    # Layers of a kind together: a folder may name tens of thousands of them.
+    for (window, pairs), count in Counter(zip(config.windows, split_pairs or repeat(None), strict=False)).items():
+        split = None if pairs is None else range(pairs)
+        own = pool_format(config, options, dtype=dtype, max_seq_len=max_seq_len, window=window, pairs=split)
+        total += count * pool_bytes([own], **sizes, prefill_step_size=prefill_step_size)
+    return total
 
 
 def longest_sequence(config: ModelConfig, tokens: int, max_seq_len: int | None) -> int:

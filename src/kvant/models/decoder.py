@@ -21,7 +21,7 @@ from kvant.models.caches import (
     default_reservation,
     longest_sequence,
     narrow_window,
-    pool_formats,
+    pool_format,
 )
 from kvant.models.config import ModelConfig
 from kvant.models.inputs import check_ids, check_offset, check_shape
@@ -286,13 +286,17 @@ class Decoder:
         max_seq_len = longest_sequence(self.config, tokens, max_seq_len)
         biases = [layer.self_attn.qkv_bias for layer in self.layers] if chosen.bias_split else []
         split = [bias for bias in biases if bias is not None]
-        formats = pool_formats(
-            self.config,
-            chosen,
-            dtype=self.dtype,
-            max_seq_len=max_seq_len,
-            split_pairs=[bias.pairs for bias in split] if split else None,
-        )
+        formats = [
+            pool_format(
+                self.config,
+                chosen,
+                dtype=self.dtype,
+                max_seq_len=max_seq_len,
+                window=window,
+                pairs=split[number].pairs if split else None,
+            )
+            for number, window in enumerate(self.config.windows)
+        ]
         sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
         sizes["prefill_step_size"] = prefill_step_size
         check_memory(tokens, pool_bytes(formats, **sizes))
