@@ -104,7 +104,7 @@ def test_the_first_request_reads_only_what_is_new(
     path, count = saved(tmp_path, pocket, bits=bits)
     settings = Settings(port=0, sequences=2, max_kv_size=512, api_keys=keys, cache=CacheOptions(kv_bits=bits))
     pool = make_pool(settings, pocket[0])
-    warm_start(settings, pocket[0], pool, [path])
+    warm_start(settings, pool, [path])
     assert pool.num_free == pool.num_pages
     body = CHAT.body(MESSAGES, 12)
     with running(Service(settings, *pocket, pool)) as warm, running(start(settings, *pocket)) as cold:
@@ -122,7 +122,7 @@ def test_what_cannot_be_begun_with(pocket: Any, tmp_path: Path) -> None:
     def fails(message: str, **changes: Any) -> None:
         settings = Settings(**{"sequences": 1, "max_kv_size": 512, **changes})
         with pytest.raises(SnapshotError, match=message):
-            warm_start(settings, model, make_pool(settings, model), [path])
+            warm_start(settings, make_pool(settings, model), [path])
 
     fails(f"holds {count} tokens; expected 1 to 64, a sequence's", max_kv_size=64)
     fails("3 pages are needed; the pool has 2", max_kv_size=256, api_keys=("a", "b", "c"))

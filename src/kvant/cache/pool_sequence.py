@@ -248,8 +248,6 @@ class PoolSequence:
             if self._length:
                 raise ValueError(f"the sequence holds {self._length} tokens; expected an empty one")
             self._check_format(other.pool)
-            if len(ids) != length:
-                raise ValueError(f"the cache knows the ids of {len(ids)} of its {length} tokens")
             source = dict(zip(self.pool.layers, other.pool.layers, strict=True))
             self.step = None
             try:
@@ -312,7 +310,7 @@ class PoolSequence:
         )
 
     def restore(self, length: int, ids: Sequence[int]) -> None:
-        """Count tokens whose rows were put in; ``ids`` are theirs, or nothing."""
+        """Count tokens whose rows were put in; ``ids`` are theirs."""
         self.step = None
         self._ids, self._length = list(ids), length
 

@@ -145,8 +145,7 @@ def _nbytes(stored: Stored) -> int:
 
 def _contents(header: SnapshotHeader, sequence: PoolSequence) -> Iterator[bytes | memoryview]:
     """The bytes of every tensor between the digests, in order."""
-    if header.has_ids:
-        yield _bytes(mx.array(sequence.ids, mx.uint32))
+    yield _bytes(mx.array(sequence.ids, mx.uint32))
     for own, layer in zip(header.layers, sequence.saved_layers, strict=True):
         if isinstance(layer, PoolLayer):
             arrays = [*layer.tables().values(), *sequence.held_rows(layer, own.first(header.length, header.written))]
@@ -170,10 +169,10 @@ def _fill(header: SnapshotHeader, sequence: PoolSequence, reader: "_Reader") -> 
         reader: gives the arrays in the order of a snapshot.
 
     Returns:
-        the ids of the tokens, or nothing if the header has none.
+        the ids of the tokens.
     """
     length, written = header.length, header.written
-    ids: list[int] = reader.take(("U32", (length,))).tolist() if header.has_ids else []  # type: ignore[assignment]
+    ids: list[int] = reader.take(("U32", (length,))).tolist()  # type: ignore[assignment]
     layers = list(zip(header.layers, sequence.saved_layers, strict=True))
     lost = {own: given.first(length, written) for given, own in layers if isinstance(own, PoolLayer)}
     sequence.begin_at(lost, length)

@@ -39,7 +39,6 @@ class SnapshotHeader:
         reservation: tokens it could have.
         length: its tokens.
         written: the most tokens that it has had; see :attr:`kvant.cache.pool_sequence.PoolSequence.written`.
-        has_ids: whether the ids of the tokens are there.
         layers: the format of each.
         layout: of a bridged model's cache, the caches that mlx-lm's model expects, as JSON; "": a decoder's.
         metadata: the caller's.
@@ -51,7 +50,6 @@ class SnapshotHeader:
     reservation: int
     length: int
     written: int
-    has_ids: bool
     layers: tuple[LayerFormat, ...]
     layout: str
     metadata: Mapping[str, str]
@@ -66,7 +64,7 @@ class SnapshotHeader:
             "reservation": self.reservation,
             "lengths": [self.length],  # a list: versions before had several sequences in a cache
             "written": [self.written],
-            "has_ids": self.has_ids,
+            "has_ids": True,  # versions before wrote caches without them
             "layers": [layer.as_json() for layer in self.layers],
             "layout": self.layout,
         }
@@ -80,9 +78,7 @@ class SnapshotHeader:
 
     def tensors(self) -> dict[str, Stored]:
         """Every tensor of the file, in order."""
-        found = {"header_sha256": DIGEST}
-        if self.has_ids:
-            found["ids.0"] = "U32", (self.length,)
+        found: dict[str, Stored] = {"header_sha256": DIGEST, "ids.0": ("U32", (self.length,))}
         for number, layer in enumerate(self.layers):
             found |= {f"layers.{number}.{name}": stored for name, stored in layer.tables().items()}
             found |= {f"layers.{number}.state.{i}": state for i, state in enumerate(layer.state) if state is not None}
@@ -104,7 +100,6 @@ def describe(sequence: PoolSequence, metadata: Mapping[str, str]) -> SnapshotHea
         reservation=sequence.max_tokens,
         length=sequence.length,
         written=sequence.written,
-        has_ids=len(sequence.ids) == sequence.length,
         layers=tuple(layers),
         layout=pool.layout,
         metadata=metadata,
@@ -146,15 +141,14 @@ def parse_facts(raw: Mapping[str, Any], metadata: Mapping[str, str], kvant: str)
     written = check_numbers("written", raw["written"], 0, MAX_LENGTH)
     if not len(lengths) == len(written) == 1:
         raise ValueError(f"lengths has {len(lengths)} numbers, written {len(written)}; expected one sequence")
-    if type(raw["has_ids"]) is not bool or not isinstance(raw["layout"], str):
-        raise ValueError("has_ids is no bool, or layout no text")
+    if raw["has_ids"] is not True or not isinstance(raw["layout"], str):
+        raise ValueError("has_ids is not true, or layout no text")
     header = SnapshotHeader(
         identity=_identity(raw["identity"]),
         rope=_rope(raw["rope"]),
         reservation=raw["reservation"],
         length=lengths[0],
         written=written[0],
-        has_ids=raw["has_ids"],
         layers=tuple(map(LayerFormat.from_json, raw["layers"])),
         layout=raw["layout"],
         metadata=metadata,

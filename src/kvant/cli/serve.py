@@ -119,7 +119,7 @@ def serve(
             pool = make_pool(settings, session.model)
         check_drafts(asked_drafts(session, run), pool, deterministic=deterministic)
         drafts = drafts_beside(session, run, pool)
-        warm_start(settings, session.model, pool, prompt_cache_file or ())
+        warm_start(settings, pool, prompt_cache_file or ())
         with options.named("--deterministic"):
             pooled = drafts if isinstance(drafts, PooledDrafts) else None
             service = Service(settings, session.model, session.tokenizer, pool, as_record(planned), pooled)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from kvant.cache import ModelCache
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool
-from kvant.cache.snapshot import read_header
+from kvant.cache.snapshot import read_header, restore
 from kvant.engine.batch_engine import BatchEngine, Deliver
 from kvant.engine.drafting.drafts import Drafts, ServedSource, drafts_of
 from kvant.engine.load import find_model
@@ -177,7 +176,7 @@ def make_pool(settings: Settings, model: LanguageModel) -> Pool:
     )
 
 
-def warm_start(settings: Settings, model: LanguageModel, pool: Pool, paths: Sequence[str]) -> None:
+def warm_start(settings: Settings, pool: Pool, paths: Sequence[str]) -> None:
     """Let prompts begin with what prompt caches hold, as if a client had sent it; with keys, one of each.
 
     The pages are given up like any other where they are needed, least recently used first.
@@ -194,21 +193,22 @@ def warm_start(settings: Settings, model: LanguageModel, pool: Pool, paths: Sequ
         pages += pool.pages_needed(length) * len(salts)
         if pages > pool.num_pages:
             raise SnapshotError(f"{path}: with it {pages} pages are needed; the pool has {pool.num_pages}")
-        cache = model.make_cache(length, **settings.cache.fields)
-        cache.load(path)
         for salt in salts:
-            _share(pool, cache, salt, path)
+            _share(pool, path, length, salt)
     mx.eval([layer.arrays for layer in pool.layers])  # the engine's thread cannot compute what this one left undone
 
 
-def _share(pool: Pool, cache: ModelCache, salt: bytes, path: str) -> None:
-    """Put a cache's tokens into pages that prompts of a salt may begin with."""
-    sequence = pool.sequence(cache.offset, salt=salt)
-    sequence.load(cache.held)
-    sequence.share_prefix(last_page=True)
-    sequence.release()
-    found = pool.sequence(cache.offset, cache.ids[0], salt=salt, whole_pages=False)
+def _share(pool: Pool, path: str, length: int, salt: bytes) -> None:
+    """Put a file's tokens into pages that prompts of a salt may begin with."""
+    sequence = pool.sequence(length, salt=salt)
+    try:
+        restore(Path(path), sequence)
+        sequence.share_prefix(last_page=True)
+        ids = sequence.ids
+    finally:
+        sequence.release()
+    found = pool.sequence(length, ids, salt=salt, whole_pages=False)
     held = found.length
     found.release()
     if not held:
-        raise SnapshotError(f"{path}: nothing of its {cache.offset} tokens can be shared between prompts of this model")
+        raise SnapshotError(f"{path}: nothing of its {length} tokens can be shared between prompts of this model")
