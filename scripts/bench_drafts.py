@@ -27,7 +27,7 @@ from claims import in_turns  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 
 import kvant
-from kvant.cache import sequence
+from kvant.cache import pool_sequence
 from kvant.engine.load import POCKET
 from kvant.engine.response import GenerationResponse
 from kvant.machine import environment
@@ -58,7 +58,7 @@ def main() -> None:
             told[number % 4] = kvant.generate(model, tokenizer, ids(question), max_tokens=250)
         return ids(question, told[number % 4], question)
 
-    source = inspect.getsource(sequence)[:1800]
+    source = inspect.getsource(pool_sequence)[:1800]
     before, after = (tokenizer.encode(text) for text in (source, source.replace("num_tokens", "token_count")))
     cases: dict[str, Answer] = {
         "edit": lambda number, draft: answer(before, draft, sampler=_dictated(after), max_tokens=len(after)),

@@ -1,13 +1,14 @@
 """Steps of a pool, models to take them with, and whether a pool's pages add up."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.models import Decoder, load_decoder
 from kvant.models.bias import split_pairs
@@ -72,3 +73,17 @@ def check_pages(pool: Pool, sequences: Sequence[PoolSequence]) -> None:
             assert part.num_free == part.pages.num - len({page for table in tables for page in table.pages})
         else:
             assert part.promised == sum(table.limit for table in tables) <= part.pages.num
+
+
+def with_layers(cache: ModelCache, change: Callable[[int, Any], None]) -> ModelCache:
+    """A cache whose layers are changed, whenever a model asks for them."""
+    kind: type[ModelCache] = type(cache)
+
+    class Changed(kind):  # type: ignore[valid-type, misc]
+        def __iter__(self) -> Iterator[Any]:
+            for number, layer in enumerate(super().__iter__()):
+                change(number, layer)
+                yield layer
+
+    cache.__class__ = Changed
+    return cache

@@ -48,6 +48,11 @@ class PromptCacheLayer(BridgedLayer):
         return self._layer.arrays
 
     @property
+    def max_seq_len(self) -> int:
+        """The reservation: tokens it can have."""
+        return self._cache.max_seq_len
+
+    @property
     def nbytes(self) -> int:
         """Bytes that are reserved."""
         return self._layer.nbytes

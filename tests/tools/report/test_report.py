@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 from support.checkpoints import reference_logits
+from support.pools import with_layers
 
-from kvant.cache import QuantizedKVCache
+from kvant.cache import ModelCache
 from kvant.errors import KvantError
 from kvant.models import Decoder, load_decoder
 from kvant.tools.report.divergence import Figures, Tally, divergence, log_probabilities
@@ -169,13 +170,14 @@ class Broken(CacheFormat):
         super().__init__(bits, 32)
         vars(self).update(change=change, layers=layers)
 
-    def make_cache(self, model: Decoder, max_seq_len: int) -> list[QuantizedKVCache]:
-        cache = super().make_cache(model, max_seq_len)
-        for layer in (cache[number] for number in self.layers):
-            layer.attend = lambda query, key, value, *others, attend=layer.attend: attend(
-                query, *self.change(key, value), *others
-            )
-        return cache
+    def make_cache(self, model: Decoder, max_seq_len: int) -> ModelCache:
+        def broken(number: int, layer: Any) -> None:
+            if number in self.layers:
+                layer.attend = lambda query, key, value, *others, attend=layer.attend: attend(
+                    query, *self.change(key, value), *others
+                )
+
+        return with_layers(super().make_cache(model, max_seq_len), broken)
 
 
 def _every(size: int, place: int, period: int) -> mx.array:

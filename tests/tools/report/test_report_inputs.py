@@ -11,6 +11,7 @@ import pytest
 from support.adapters import adapter_config, save_adapter
 from support.checkpoints import load_reference
 from support.command import call
+from support.pools import with_layers
 
 from kvant.engine.generate import generate
 from kvant.errors import PromptError
@@ -65,8 +66,11 @@ class TestQuestions:
         short = sorted(dialogues, key=lambda dialogue: len(dialogue.ids))[:2]
         cache = FORMAT.make_cache(model, 400)
         assert all(right for dialogue in short for right in answer(model, cache, dialogue))
-        for layer in cache:
-            layer.attend = lambda query, key, value, mask=None: 0.0 * query  # type: ignore[method-assign]
+
+        def forgets(number: int, layer: Any) -> None:
+            layer.attend = lambda query, key, value, mask=None: 0.0 * query
+
+        cache = with_layers(cache, forgets)
         assert not any(right for dialogue in short for right in answer(model, cache, dialogue))
 
 
