@@ -14,7 +14,7 @@ from rich.console import Console
 from support.checkpoints import reference_logits
 from support.pools import with_layers
 
-from kvant.cache import ModelCache
+from kvant.cache import ModelCache, QuantizedKVCache
 from kvant.errors import KvantError
 from kvant.models import Decoder, load_decoder
 from kvant.tools.report.divergence import Figures, Tally, divergence, log_probabilities
