@@ -106,14 +106,14 @@ class PagedLayers:
         self.promised = 0
         self.copied: list[tuple[int, int, int]] | None = None
         self.is_fused = any(layer.backend is not None for layer in layers)
-        self._ring = ring_pages(window, step_size)
+        self._window_pages = window_pages(window, step_size)
 
     def limit(self, max_tokens: int) -> int:
         """Pages that a sequence may have at once."""
-        return int(min(pages_for(max_tokens), self._ring))
+        return int(min(pages_for(max_tokens), self._window_pages))
 
-    def _empty(self, max_tokens: int, first: int = 0, pages: Sequence[int] = ()) -> PageTable:
-        return PageTable(first, [*pages], self.limit(max_tokens), moves=self._ring < pages_for(max_tokens))
+    def _table(self, max_tokens: int, first: int = 0, pages: Sequence[int] = ()) -> PageTable:
+        return PageTable(first, [*pages], self.limit(max_tokens), moves=self._window_pages < pages_for(max_tokens))
 
     @property
     def num_free(self) -> int:
@@ -137,7 +137,7 @@ class PagedLayers:
     def open(self, chain: Sequence[bytes], max_tokens: int) -> PageTable:
         """Pages for ``max_tokens`` tokens, of which those under a chain of digests are shared."""
         first = self.first_seen(len(chain) * PAGE_SIZE) // PAGE_SIZE
-        table = self._empty(max_tokens, first * PAGE_SIZE, self.prefix.hold(chain[first:]))
+        table = self._table(max_tokens, first * PAGE_SIZE, self.prefix.hold(chain[first:]))
         return self._reserve(table, max_tokens)
 
     def fork(self, table: PageTable, length: int, max_tokens: int) -> PageTable:
@@ -148,7 +148,7 @@ class PagedLayers:
         """
         whole, rest = (length - table.start) // PAGE_SIZE, length % PAGE_SIZE
         self.pages.share(table.pages[:whole])
-        made = self._reserve(self._empty(max_tokens, table.first, table.pages[:whole]), max_tokens)
+        made = self._reserve(self._table(max_tokens, table.first, table.pages[:whole]), max_tokens)
         if rest:
             if len(made.pages) == whole:
                 made.pages += self._take(1)
@@ -177,10 +177,6 @@ class PagedLayers:
         self.pages.release(table.pages)
         table.pages = []
         table.limit = 0
-
-    def can_go_back(self, table: PageTable, length: int) -> bool:
-        """Whether all that the query at position ``length`` sees is still there, or nothing is to be."""
-        return length == 0 or self.first_seen(length) >= table.first
 
     def go_back(self, table: PageTable, length: int) -> None:
         """Become a table of so many tokens."""
@@ -318,6 +314,6 @@ def backend_of(
     return resolve(kernels, reason, [use])
 
 
-def ring_pages(window: int | None, step_size: int) -> float:
+def window_pages(window: int | None, step_size: int) -> float:
     """Pages that hold what steps of ``step_size`` tokens see through a window; without one any number."""
     return math.inf if window is None else pages_for(window - 1 + SLACK + step_size) + 1

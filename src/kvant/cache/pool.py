@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import DTYPES, LayerFormat
-from kvant.cache.paged_layers import SLACK, PagedLayers, PageTable, PoolLayer, backend_of, ring_pages
+from kvant.cache.paged_layers import SLACK, PagedLayers, PageTable, PoolLayer, backend_of, window_pages
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence, PoolState, close
@@ -240,7 +240,7 @@ def pool_bytes(
 
 def _size(window: int | None, tokens: int, sequences: int, step_size: int | None) -> tuple[int, int]:
     """Pages and rows of a layer: as many as the sequences can use of those that the tokens take."""
-    num_pages = int(min(pages_for(tokens), sequences * ring_pages(window, step_size or SLACK + 1)))
+    num_pages = int(min(pages_for(tokens), sequences * window_pages(window, step_size or SLACK + 1)))
     rows = num_pages * PAGE_SIZE
     return num_pages, rows if step_size else min(rows, tokens)
 
