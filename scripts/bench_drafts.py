@@ -29,7 +29,7 @@ import mlx.core as mx
 import kvant
 from kvant.cache import pool_sequence
 from kvant.engine.load import POCKET
-from kvant.engine.response import GenerationResponse
+from kvant.engine.stream import GenerationResponse
 from kvant.machine import environment
 from kvant.sample_utils import make_sampler
 from kvant.tools.report.texts import heldout_documents

@@ -149,8 +149,7 @@ def _load(name: str) -> "tuple[LanguageModel, Tokenizer]":
 def _sampling(options: KvantOptions, name: str) -> "SamplingOptions":
     """What was given, over what the model's authors set."""
     from kvant.engine.load import find_model
-    from kvant.engine.model_sampling import read_model_sampling
-    from kvant.engine.sampling import NEUTRAL, SamplingOptions
+    from kvant.engine.sampling import NEUTRAL, SamplingOptions, read_model_sampling
 
     names = ("top_p", "top_k", "min_p", "repetition_penalty", "seed")
     given = SamplingOptions(temp=options.temperature, **{name: getattr(options, name) for name in names})

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         save_prompt_cache,
         trim_prompt_cache,
     )
-    from kvant.engine.response import GenerationResponse
+    from kvant.engine.stream import GenerationResponse
 
 
 load_blas()  # before anything imports MLX

@@ -13,8 +13,8 @@ from support.command import QUESTION, call, refusal
 from kvant.cli import answering, session
 from kvant.cli.options import BadValueError
 from kvant.cli.prompts_file import Line, read_lines
-from kvant.engine.response import GenerationResponse
 from kvant.engine.sampling import OPTIONS, SamplingOptions
+from kvant.engine.stream import GenerationResponse
 from kvant.errors import PromptError
 from kvant.machine import Machine
 

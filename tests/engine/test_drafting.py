@@ -9,10 +9,9 @@ import pytest
 from support.drafts import KnownDrafts
 
 from kvant.engine import batch_drafts
-from kvant.engine.batch_drafts import BatchDrafter
+from kvant.engine.batch_drafts import LOSS, BatchDrafter, DraftChoice
 from kvant.engine.decoding import Step
-from kvant.engine.drafting.choice import LOSS, DraftChoice, Drafter
-from kvant.engine.drafting.suffix import SuffixDrafter
+from kvant.engine.drafts import Drafter, SuffixDrafter
 from kvant.engine.run import Run
 from kvant.models import Decoder
 

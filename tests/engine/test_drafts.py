@@ -12,7 +12,7 @@ from support.interruption import Interruption
 from support.kinds import Loaded
 
 from kvant.cache import ModelCache
-from kvant.engine.drafting.drafts import Drafts
+from kvant.engine.drafts import Drafts
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.run import Run
 from kvant.models import Decoder, LanguageModel

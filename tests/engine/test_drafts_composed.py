@@ -13,7 +13,7 @@ from support.openblas import has_small_products
 from support.schemas import problem
 
 from kvant import batch_generate, stream_generate
-from kvant.engine.drafting.drafts import Drafts
+from kvant.engine.drafts import Drafts
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Request
 from kvant.engine.run import Run

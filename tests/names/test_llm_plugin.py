@@ -18,7 +18,7 @@ from llm.cli import cli
 import kvant_llm
 from kvant import generate
 from kvant.engine.conversation import Conversation
-from kvant.engine.model_sampling import read_model_sampling
+from kvant.engine.sampling import read_model_sampling
 from kvant.models import Decoder
 from kvant.text.thinking import Marks, Thinking
 from kvant.weights.lock import DEFAULT_BRANCH, Lock, write_lock

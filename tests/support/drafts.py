@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from kvant.engine.drafting import choice
-from kvant.engine.drafting.drafts import Drafts
+from kvant.engine import batch_drafts
+from kvant.engine.drafts import MOST, Drafter, Drafts
 from support.checkpoints import qwen2_config, reference_model, save_checkpoint
 
 
-class KnownText(choice.Drafter):
+class KnownText(Drafter):
     """Proposes a text that is known, with mistakes."""
 
-    match = choice.MOST
+    match = MOST
 
     def __init__(self, text: Sequence[int], mistakes: float, rng: random.Random) -> None:
         self._taken = 0
@@ -40,15 +40,17 @@ class KnownDrafts(Drafts):
     mistakes: float = 0.2
     seed: int = 0
 
-    def for_answer(self, salt: bytes, tokens: int) -> choice.Drafter:
+    def for_answer(self, salt: bytes, tokens: int) -> Drafter:
         return KnownText(self.text, self.mistakes, random.Random(self.seed))
 
 
 def draft_by_chance(monkeypatch: pytest.MonkeyPatch, seed: int, sizes: Sequence[int] = (0, 1, 3, 7, 7)) -> None:
     """Have every answer draft one of these numbers of tokens, as far as there is room, whatever steps cost."""
     rng = random.Random(seed)
-    monkeypatch.setattr(choice.DraftChoice, "count", lambda self, drafter, most, **_: min(most, rng.choice(sizes)))
-    monkeypatch.setattr(choice, "LOSS", math.inf)
+    monkeypatch.setattr(
+        batch_drafts.DraftChoice, "count", lambda self, drafter, most, **_: min(most, rng.choice(sizes))
+    )
+    monkeypatch.setattr(batch_drafts, "LOSS", math.inf)
 
 
 def save_draft_model(folder: Path, tokenizer: Path, **changes: Any) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvant.engine.drafting.same_tokenizer import check_folders, compare
+from kvant.engine.model_drafts import check_folders, compare
 from kvant.errors import ModelError
 from kvant.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -14,9 +14,9 @@ from kvant.cli.options import RunOptions
 from kvant.cli.question import Question
 from kvant.cli.session import Session
 from kvant.cli.statistics import RunStatistics
-from kvant.engine.drafting.choice import DraftCounts
+from kvant.engine.drafts import DraftCounts
 from kvant.engine.draw import SeededSampler
-from kvant.engine.response import GenerationResponse
+from kvant.engine.stream import GenerationResponse
 from kvant.errors import printable
 from kvant.sizes import format_bytes
 

@@ -15,9 +15,8 @@ from kvant.cli.session import Session, asked_drafts, drafts_beside
 from kvant.cli.terminal import say
 from kvant.engine.limits import pool_reservation, reservation
 from kvant.engine.request import CHUNK, Request, check_drafts
-from kvant.engine.response import GenerationResponse
 from kvant.engine.scheduler import Scheduler
-from kvant.engine.stream import Wanted, responses
+from kvant.engine.stream import GenerationResponse, Wanted, responses
 from kvant.errors import ContextError
 from kvant.machine import Machine
 from kvant.models.config import ModelConfig

@@ -14,7 +14,7 @@ import typer
 
 from kvant.cli import bench_options, options, terminal
 from kvant.cli.options import BadValueError
-from kvant.engine.drafting.drafts import Source
+from kvant.engine.drafts import Source
 from kvant.tools.bench.engines import EngineSpec, with_drafts
 from kvant.tools.bench.shapes import SHAPES
 

@@ -131,7 +131,7 @@ def drafts(
     """The attributes of engines that draft; none if nothing drafts."""
     if draft_model is None:
         return {} if draft == "none" else {"draft": draft}
-    from kvant.engine.drafting.same_tokenizer import check_folders
+    from kvant.engine.model_drafts import check_folders
 
     path = find_model(draft_model)
     check_folders(find_model(model or POCKET), path)

@@ -23,10 +23,9 @@ from kvant.cli.session import Session, follow, load_session, open_session
 from kvant.cli.terminal import say
 from kvant.engine.draw import greedy
 from kvant.engine.request import PromptProgress, Request
-from kvant.engine.response import GenerationResponse
 from kvant.engine.run import CacheScheduler
 from kvant.engine.sampling import SamplingOptions
-from kvant.engine.stream import Wanted, responses
+from kvant.engine.stream import GenerationResponse, Wanted, responses
 
 SEQUENCES = 8  # at once, where nobody says how many
 

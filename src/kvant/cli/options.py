@@ -16,7 +16,7 @@ from kvant.cache.options import DEFAULT_KV_GROUP_SIZE, CacheOptions
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cli.defaults import BadValueError as BadValueError  # here for the commands
 from kvant.cli.defaults import Defaults, settings_used, source_of
-from kvant.engine.drafting.drafts import Source
+from kvant.engine.drafts import Source
 from kvant.engine.load import POCKET
 from kvant.engine.model_drafts import check_draft_tokens
 from kvant.errors import ArgumentError, KvantError, one_line

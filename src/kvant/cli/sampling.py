@@ -7,8 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kvant.engine.model_sampling import FILE, read_model_sampling
-from kvant.engine.sampling import NEUTRAL, SamplingOptions
+from kvant.engine.sampling import FILE, NEUTRAL, SamplingOptions, read_model_sampling
 
 NAMES = {"temp": "temperature", "top_p": "top-p", "min_p": "min-p", "top_k": "top-k"}  # for a person
 

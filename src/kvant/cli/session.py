@@ -19,11 +19,10 @@ from kvant.cli.parts import Arranged, arrange, loader
 from kvant.cli.progress import LateProgress
 from kvant.cli.sampling import describe_sampling, drawn_seed, in_force, model_sampling
 from kvant.cli.terminal import say
-from kvant.engine.drafting.drafts import Drafts, drafts_of
-from kvant.engine.drafting.same_tokenizer import check_folders
+from kvant.engine.drafts import Drafts, drafts_of
 from kvant.engine.draw import Sampler
 from kvant.engine.load import find_adapter, find_model, load_folder, load_model
-from kvant.engine.model_drafts import DEFAULT_DRAFT_TOKENS, ModelDrafts
+from kvant.engine.model_drafts import DEFAULT_DRAFT_TOKENS, ModelDrafts, check_folders
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.sampling import SamplingOptions
 from kvant.machine import Machine, default_device, this_machine

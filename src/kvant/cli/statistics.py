@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvant.cli.session import Session
-from kvant.engine.response import GenerationResponse
+from kvant.engine.stream import GenerationResponse
 from kvant.sizes import format_bytes
 from kvant.tools.statistics import percentile
 

@@ -9,7 +9,7 @@ from kvant.engine.prompt_cache import (
     save_prompt_cache,
     trim_prompt_cache,
 )
-from kvant.engine.response import GenerationResponse
+from kvant.engine.stream import GenerationResponse
 
 __all__ = [
     "GenerationResponse",

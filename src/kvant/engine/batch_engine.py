@@ -11,7 +11,7 @@ from types import TracebackType
 import mlx.core as mx
 
 from kvant.cache.pool import Pool
-from kvant.engine.drafting.choice import DraftCounts
+from kvant.engine.drafts import DraftCounts
 from kvant.engine.request import Request, Token
 from kvant.engine.scheduler import Counts, Scheduler
 from kvant.errors import EngineError, one_line

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
-from kvant.engine.drafting.choice import DraftCounts
+from kvant.engine.drafts import DraftCounts
 from kvant.engine.draw import Sampler, for_a_run, for_answer, greedy
 from kvant.engine.limits import CacheWanted, check_count, check_stops, pool_reservation, reservation
 from kvant.engine.model_drafts import ModelDrafts, asked_drafts

@@ -13,15 +13,14 @@ from typing import Any, Literal, get_args
 
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.snapshot import read_header
-from kvant.engine.drafting.drafts import Drafts
+from kvant.engine.drafts import Drafts
 from kvant.engine.draw import Sampler
 from kvant.engine.limits import check_stops, limit_in_words
 from kvant.engine.model_drafts import ModelDrafts, PooledDrafts, asked_drafts
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.request import PREFILL_STEP_SIZE, PromptProgress, Request
-from kvant.engine.response import GenerationResponse
 from kvant.engine.run import CacheScheduler
-from kvant.engine.stream import Wanted, responses
+from kvant.engine.stream import GenerationResponse, Wanted, responses
 from kvant.errors import ContextError, PromptError, SnapshotError
 from kvant.files import unique_keys
 from kvant.models import LanguageModel

@@ -12,9 +12,8 @@ from kvant.engine.limits import CacheWanted, cache_for, check_stops
 from kvant.engine.model_drafts import asked_drafts
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.request import PREFILL_STEP_SIZE, PromptProgress, Request
-from kvant.engine.response import GenerationResponse
 from kvant.engine.run import CacheScheduler
-from kvant.engine.stream import Wanted, responses
+from kvant.engine.stream import GenerationResponse, Wanted, responses
 from kvant.errors import ArgumentError
 from kvant.models import LanguageModel
 from kvant.text.prompt import encode_prompt

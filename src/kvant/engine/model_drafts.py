@@ -2,9 +2,11 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar, cast
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
@@ -12,19 +14,21 @@ from kvant.cache import ModelCache
 from kvant.cache.options import DEFAULT_KV_GROUP_SIZE, DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool, PoolSequence
-from kvant.engine.drafting.choice import MOST, Drafter
-from kvant.engine.drafting.drafts import Drafts, drafts_of
-from kvant.engine.drafting.same_tokenizer import check_draft_model
+from kvant.engine.drafts import MOST, Drafter, Drafts, drafts_of
 from kvant.engine.request import CHUNK, check_drafts
-from kvant.errors import ArgumentError, ContextError, one_line
+from kvant.errors import ArgumentError, ContextError, ModelError, one_line
 from kvant.models import LanguageModel
 from kvant.models.caches import default_reservation
+from kvant.models.identity import tokenizer_digest
 from kvant.models.language_model import context_limit
 from kvant.sizes import format_bytes
-from kvant.text.tokenizer import Tokenizer
+from kvant.text.tokenizer import Tokenizer, load_tokenizer
 
 DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 3, MOST
 MOST_BEHIND = 8  # tokens of a sequence that are fed with the step that drafts; more are fed before, in chunks
+SAME = "a draft model needs the same tokenizer"
+
+_same: WeakKeyDictionary[Tokenizer, set[str]] = WeakKeyDictionary()  # digests of files that were found to be the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -315,3 +319,51 @@ def check_draft_tokens(num_draft_tokens: int | None, *, has_model: bool) -> None
         raise ArgumentError("num_draft_tokens", f"is {num_draft_tokens!r}; expected 1 to {MOST_DRAFT_TOKENS}")
     if not has_model:
         raise ArgumentError("num_draft_tokens", f"is {num_draft_tokens}, which has no effect without", "draft_model")
+
+
+def check_draft_model(model: LanguageModel, tokenizer: Tokenizer, draft_model: LanguageModel) -> None:
+    """Refuse a draft model with another tokenizer.
+
+    Files are compared first. Where they differ, the draft model's tokenizer is loaded from its folder and compared by
+    content, once. The weights' vocabularies may be padded to different sizes. Of a draft model that was not loaded from
+    a folder only the size of its vocabulary is known.
+    """
+    ours, theirs = model.identity, draft_model.identity
+    if draft_model is model:
+        return
+    if theirs is None or theirs.folder is None:
+        sizes = draft_model.config.vocab_size, model.config.vocab_size
+        if sizes[0] != sizes[1]:
+            raise ModelError(f"the draft model's vocabulary has {sizes[0]} tokens, and the model's {sizes[1]}; {SAME}")
+        return
+    if (ours is not None and ours.tokenizer == theirs.tokenizer) or theirs.tokenizer in _same.get(tokenizer, ()):
+        return
+    if tokenizer_digest(theirs.folder) != theirs.tokenizer:
+        raise ModelError(f"{theirs.folder}: tokenizer.json was changed after the draft model was loaded; {SAME}")
+    compare(load_tokenizer(theirs.folder), tokenizer)
+    _same.setdefault(tokenizer, set()).add(theirs.tokenizer)
+
+
+def check_folders(folder: Path, draft_folder: Path) -> None:
+    """:func:`check_draft_model` before anything is loaded."""
+    if tokenizer_digest(folder) != tokenizer_digest(draft_folder):
+        compare(load_tokenizer(draft_folder), load_tokenizer(folder))
+
+
+def compare(theirs: Tokenizer, ours: Tokenizer) -> None:
+    """Refuse tokenizers that differ: ``theirs`` is the draft model's, ``ours`` the model's."""
+    parts = ours.parts()
+    differing = [name for name, digest in theirs.parts().items() if parts[name] != digest]
+    if not differing:
+        return
+    what = f"its {differing[0]} are not the same" if differing[0].endswith("s") else f"its {differing[0]} is another"
+    if differing[0] == "vocabulary":
+        what = _first_token(theirs.get_vocab(), ours.get_vocab())
+    raise ModelError(f"the draft model's tokenizer differs: {what}")
+
+
+def _first_token(theirs: Mapping[str, int], ours: Mapping[str, int]) -> str:
+    there, here = ({place: token for token, place in vocabulary.items()} for vocabulary in (theirs, ours))
+    first = min(place for place in there.keys() | here.keys() if there.get(place) != here.get(place))
+    there_is, here_is = (repr(found[first])[:80] if first in found else "missing" for found in (there, here))
+    return f"token {first} is {there_is} there and {here_is} here"

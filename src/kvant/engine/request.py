@@ -8,8 +8,7 @@ import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.pool import Pool
-from kvant.engine.drafting.choice import MOST
-from kvant.engine.drafting.drafts import Drafts
+from kvant.engine.drafts import MOST, Drafts
 from kvant.engine.draw import Sampler
 from kvant.engine.processors import LogitsProcessor
 from kvant.errors import ArgumentError

@@ -7,8 +7,7 @@ import mlx.core as mx
 
 from kvant.cache import KVCache
 from kvant.engine.decoding import kernel_failures
-from kvant.engine.drafting.choice import DraftCounts
-from kvant.engine.drafting.drafts import Drafts
+from kvant.engine.drafts import DraftCounts, Drafts
 from kvant.engine.draw import Sampler
 from kvant.engine.limits import check_count
 from kvant.engine.processors import LogitsProcessor

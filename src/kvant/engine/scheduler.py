@@ -12,7 +12,7 @@ from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.engine.batch_drafts import BatchDrafter, is_drafted
 from kvant.engine.decoding import BatchDecoder, Step, kernel_failures, pick
-from kvant.engine.drafting.choice import DraftCounts
+from kvant.engine.drafts import DraftCounts
 from kvant.engine.limits import check_count
 from kvant.engine.request import CHUNK, FinishReason, Request, Token, check_drafts
 from kvant.engine.row_sampling import Picked

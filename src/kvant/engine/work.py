@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
-from kvant.engine.drafting.choice import Drafter
+from kvant.engine.drafts import Drafter
 from kvant.engine.draw import Sampler, SeededSampler, for_a_run, for_answer, greedy
 from kvant.engine.limits import check_count, limit_in_words
 from kvant.engine.processors import KINDS, Change

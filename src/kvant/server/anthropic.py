@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from kvant.engine.drafting.drafts import ServedSource
+from kvant.engine.drafts import ServedSource
 from kvant.server.answering import read_prompt
 from kvant.server.body import Caller, Fields, SamplingFields, check_range, decode, max_tokens, sampling_options, stops
 from kvant.server.endpoint import Dialect, Encoder, unless_gone

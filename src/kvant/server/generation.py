@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvant.engine.drafting.drafts import ServedSource
+from kvant.engine.drafts import ServedSource
 from kvant.engine.sampling import SamplingOptions
 
 ToolChoice = Literal["auto", "none", "required"]

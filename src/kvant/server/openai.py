@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvant.engine.drafting.drafts import ServedSource
+from kvant.engine.drafts import ServedSource
 from kvant.server.body import (
     Fields,
     SamplingFields,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvant.engine.drafting.drafts import ServedSource
+from kvant.engine.drafts import ServedSource
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ArgumentError
 from kvant.server.body import Caller, Fields, SamplingFields, check_range, decode, max_tokens, refused, sampling_options

@@ -12,11 +12,11 @@ from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool
 from kvant.cache.snapshot import read_header, restore
 from kvant.engine.batch_engine import BatchEngine, Deliver
-from kvant.engine.drafting.drafts import Drafts, ServedSource, drafts_of
+from kvant.engine.drafts import Drafts, ServedSource, drafts_of
 from kvant.engine.load import find_model
 from kvant.engine.model_drafts import PooledDrafts
-from kvant.engine.model_sampling import read_model_sampling
 from kvant.engine.request import Request
+from kvant.engine.sampling import read_model_sampling
 from kvant.errors import ArgumentError, ContextError, EngineError, GrammarError, SnapshotError
 from kvant.models import LanguageModel
 from kvant.models.caches import DEFAULT_RESERVATION

@@ -8,7 +8,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
-from kvant.engine.drafting.drafts import ServedSource
+from kvant.engine.drafts import ServedSource
 from kvant.engine.load import POCKET
 from kvant.errors import ArgumentError
 

@@ -15,8 +15,8 @@ from kvant.cli.statistics import RunStatistics
 from kvant.engine.conversation import Conversation, Overflow
 from kvant.engine.draw import for_answer
 from kvant.engine.request import check_drafts
-from kvant.engine.response import GenerationResponse
 from kvant.engine.sampling import SamplingOptions
+from kvant.engine.stream import GenerationResponse
 from kvant.errors import ContextError, PromptError
 from kvant.sizes import format_bytes
 

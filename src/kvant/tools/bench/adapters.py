@@ -15,8 +15,7 @@ import mlx.core as mx
 from kvant.bridge.config import is_bridged
 from kvant.cache import ModelCache
 from kvant.cache.pages import PAGE_SIZE, pages_for
-from kvant.engine.drafting.choice import DraftCounts
-from kvant.engine.drafting.drafts import Drafts, drafts_of
+from kvant.engine.drafts import DraftCounts, Drafts, drafts_of
 from kvant.engine.draw import greedy
 from kvant.engine.load import load_model
 from kvant.engine.model_drafts import DEFAULT_DRAFT_TOKENS, ModelDrafts

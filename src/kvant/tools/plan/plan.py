@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvant.engine.drafting.choice import MOST
+from kvant.engine.drafts import MOST
 from kvant.engine.model_drafts import draft_format
 from kvant.fields import MAX_SIZE
 from kvant.machine import Device, default_device

@@ -1,1 +1,0 @@
-"""Drafts: tokens that may follow, proposed cheaply and verified several in one step."""
