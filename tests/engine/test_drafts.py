@@ -11,6 +11,7 @@ from support.drafts import KnownDrafts, draft_by_chance
 from support.interruption import Interruption
 from support.kinds import Loaded
 
+from kvant import stream_generate
 from kvant.cache import ModelCache
 from kvant.engine.drafts import Drafts
 from kvant.engine.model_drafts import ModelDrafts
@@ -87,8 +88,8 @@ def test_the_same_text_and_cache(pocket: Pocket, small: LanguageModel, kind: str
 
 
 def test_ends(pocket: Pocket) -> None:
-    """A stop token, a number of tokens, a full reservation, and a stop or another run in the middle of a step."""
-    model, _ = pocket
+    """A stop token, a stop string, a number of tokens, a full reservation; a stop or another run in a step's middle."""
+    model, tokenizer = pocket
     sampler = make_sampler(1.3, seed=2)
     plain = [token for token, _ in Run(model, PROMPT, model.make_cache(60), sampler=sampler)]
 
@@ -103,6 +104,9 @@ def test_ends(pocket: Pocket) -> None:
     for end in range(1, 20, 3):
         stop = plain[end]
         answer = plain[: plain.index(stop) + 1]
+        drafts: Any = KnownDrafts(text=PROMPT + plain, mistakes=0)
+        told = stream_generate(*pocket, PROMPT, end + 3, sampler=sampler, draft=drafts, stop=tokenizer.decode([stop]))
+        assert [response.finish_reason for response in told][-1] == "stop"
         for options, reason in (({"stop_tokens": {stop}}, "stop"), ({"max_tokens": len(answer)}, "length")):
             cache = model.make_cache(128)
             run = drafted(cache, end, **options)

@@ -1,17 +1,16 @@
 """A scheduler of one request at a time, on the cache of a conversation."""
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from kvant.cache import KVCache
 from kvant.engine.decoding import kernel_failures
 from kvant.engine.drafts import DraftCounts, Drafts
-from kvant.engine.draw import Sampler
 from kvant.engine.limits import check_count
-from kvant.engine.processors import LogitsProcessor
-from kvant.engine.request import PREFILL_STEP_SIZE, FinishReason, PromptProgress, Request, Token
+from kvant.engine.request import PREFILL_STEP_SIZE, FinishReason, Request, Token
 from kvant.engine.scheduler import Scheduler
 from kvant.engine.work import Work
 from kvant.models import LanguageModel
@@ -40,24 +39,24 @@ class CacheScheduler(Scheduler):
         self.cache.prefill_step_size = prefill_step_size
         super().__init__(model, self.cache, max_batch=1)
         self._later: deque[Token] = deque()  # of the last step
-        self._keep = 0  # tokens that the cache holds for what was handed out
         self._last: int | None = None  # handed out last
         self._found: tuple[mx.array | None, int, int] = None, 0, 0  # the cache's step and lengths at the last look
 
     @property
     def ids(self) -> list[int]:
         """Ids of the tokens that the cache holds."""
-        ahead = self.cache.ahead
-        return self.cache.ids[0][: -ahead or None]
+        return self.cache.ids[0][: self._kept]
+
+    @property
+    def _kept(self) -> int:
+        """Tokens that the cache holds for what was handed out."""
+        return self.cache.offset - self.cache.ahead
 
     def submit(self, request: Request | Work) -> None:
-        cache = self.cache
-        with cache.turn:
+        with self.cache.turn:
             super().submit(request)
-            cache.end_step()  # what was left suspended here does not go on
-            if cache.ahead:
-                cache.go_back(cache.offset - cache.ahead)
-            self._keep, self._last = cache.offset, None
+            self.cache.go_back(self._kept)  # what was left suspended here does not go on
+            self._last = None
             self._look()
 
     @property
@@ -67,19 +66,25 @@ class CacheScheduler(Scheduler):
 
     def step(self) -> list[Token]:
         """Give the next token, if there is one yet."""
-        with self.cache.turn:
+        cache = self.cache
+        with cache.turn:
             if not self._is_mine:
                 self._end_all()
                 raise RuntimeError("the run was ended: another run, a call or a trim changed its cache")
-            keep = self._keep
+            kept = self._kept
             try:
                 if not self._later:
                     self._later.extend(super().step())
-                tokens = [self._handed_out()] if self._later else []
+                tokens = [self._later.popleft()] if self._later else []
+                if tokens and tokens[0].token is not None:
+                    self._last, kept = tokens[0].token, cache.offset - len(self._later)  # an error is behind a token
+                cache.ahead = max(0, cache.offset - kept)
+                if tokens and tokens[0].token is None:
+                    self._go_back()
                 self._look()
             except BaseException:
-                self._keep = keep
                 self._end_all()
+                cache.ahead = max(0, cache.offset - kept)
                 self._go_back()
                 self._look()
                 raise
@@ -87,6 +92,8 @@ class CacheScheduler(Scheduler):
 
     def cancel(self, request: Request, answer: int | None = None) -> None:
         super().cancel(request, answer)
+        if self._later and self._later[-1].finish_reason is not None:  # it has ended, which was not said yet
+            self._ready.append(Token(request, 0, None, finish_reason="cancelled"))
         self._drop()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -106,18 +113,8 @@ class CacheScheduler(Scheduler):
                 with kernel_failures(cache):
                     mx.eval(self._model.feed(mx.array(ids), cache))
             cache.commit(1, ids=ids)
-            self._keep, self._last = cache.offset, None
+            self._last = None
             self._look()
-
-    def _handed_out(self) -> Token:
-        """Take a token of the last step; the cache keeps what comes before it."""
-        token = self._later.popleft()
-        if token.token is None:
-            self._go_back()
-        else:
-            self._keep = self.cache.offset - len(self._later)  # an error is behind a token that was fed
-            self._last = token.token
-        return token
 
     def _end_all(self, error: BaseException | None = None) -> None:
         super().close(error)
@@ -133,8 +130,8 @@ class CacheScheduler(Scheduler):
                 self._look()
 
     def _go_back(self) -> None:
-        if self.cache.offset > self._keep:
-            self.cache.go_back(self._keep)
+        if self.cache.ahead:
+            self.cache.go_back(self._kept)
 
     @property
     def _is_mine(self) -> bool:
@@ -143,9 +140,7 @@ class CacheScheduler(Scheduler):
         return self._found[0] is cache.step and self._found[1:] == (cache.offset, cache.ahead)
 
     def _look(self) -> None:
-        cache = self.cache
-        cache.ahead = max(0, cache.offset - self._keep)
-        self._found = cache.step, cache.offset, cache.ahead
+        self._found = self.cache.step, self.cache.offset, self.cache.ahead
 
 
 class Run:
@@ -165,34 +160,23 @@ class Run:
         cache: Sequence[KVCache],
         *,
         max_tokens: int = -1,
-        sampler: Sampler | None = None,
-        logits_processors: Sequence[LogitsProcessor] = (),
-        stop_tokens: Collection[int] = (),
         prefill_step_size: int = PREFILL_STEP_SIZE,
-        progress: PromptProgress | None = None,
         drafts: Drafts | None = None,
+        **options: Any,
     ) -> None:
         """Check everything; nothing is fed yet. The arguments are those of :class:`Request`."""
         self.scheduler = scheduler = CacheScheduler(model, cache, prefill_step_size=prefill_step_size)
         self.generated: list[int] = []
         self.from_draft = False
         self.finish_reason: FinishReason | None = None
-        self._request = request = Request(
-            scheduler.ids + list(prompt) if prompt else (),
-            max_tokens,
-            sampler,
-            logits_processors,
-            stop_tokens,
-            drafts=None if drafts is None else drafts.beside(scheduler.cache),
-            progress=progress,
-            keep_logprobs=True,
-        )
-        scheduler.submit(request)
+        self._drafts = None if drafts is None else drafts.beside(scheduler.cache)
+        ids = scheduler.ids + list(prompt) if prompt else ()
+        scheduler.submit(Request(ids, max_tokens, drafts=self._drafts, keep_logprobs=True, **options))
 
     @property
     def drafts(self) -> DraftCounts | None:
         """What drafts did; None: there are none."""
-        return None if self._request.drafts is None else self.scheduler.drafts
+        return None if self._drafts is None else self.scheduler.drafts
 
     def __iter__(self) -> "Run":
         return self
