@@ -76,7 +76,7 @@ def life(model, cache, chosen):  # tokens and logits of a text, of one that goes
     for ids in ([[5, 9]], [[3]]):
         keep(model(mx.array(ids), cache=cache))
     keep(model.every_logits(mx.array([[5, 9, 2, 7]]), cache))  # a draft, of which two tokens are accepted
-    cache.commit(2 if cache.takes_back(4) else None)
+    cache.commit(2 if cache.takes_back else None)
     keep(model.next_logits(mx.array([[3]]), cache))
     cache.begin(mx.array([[1, 2]]))  # of a step that is given up nothing stays
     cache.reset()

@@ -108,9 +108,10 @@ class BridgedCache(ModelCache, BridgedBatch):
         """Bytes held now."""
         return self.used.total
 
-    def takes_back(self, most: int) -> int:
-        """As :meth:`ModelCache.takes_back`; a state takes all of a step."""
-        return 0 if self.pool.states else super().takes_back(most)
+    @property
+    def takes_back(self) -> bool:
+        """As :attr:`ModelCache.takes_back`; a state takes all of a step."""
+        return not self.pool.states
 
     def describe(self) -> list[str]:
         """What it is made of, a line for each kind of layer, and where a group is not the one asked for."""

@@ -11,7 +11,6 @@ import mlx.core as mx
 from kvant.cache import snapshot
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import LayerFormat
-from kvant.cache.paged_layers import SLACK
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch, PoolLayerView
@@ -267,9 +266,10 @@ class ModelCache(PoolBatch, Sequence[Any]):
         """Whether it can go back to its first ``num_tokens`` tokens, exactly."""
         return self.held.can_trim_to(num_tokens)
 
-    def takes_back(self, most: int) -> int:
-        """How many of ``most`` tokens of a step can be taken back."""
-        return min(most, SLACK + 1) if any(table.moves for table in self.held.tables) else most
+    @property
+    def takes_back(self) -> bool:
+        """Whether a step may be committed in part, of up to 17 tokens where there are windows."""
+        return True
 
     def go_back(self, num_tokens: int) -> bool:
         """Forget what it has past ``num_tokens`` tokens; everything, if some layer cannot go back so far.

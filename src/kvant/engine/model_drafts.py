@@ -1,9 +1,9 @@
 """Drafts of a model: a pool of its own beside that of the other model, and a step of all sequences a drafted token."""
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
@@ -18,7 +18,6 @@ from kvant.engine.drafts import MOST, Drafter, Drafts, drafts_of
 from kvant.engine.request import CHUNK, check_drafts
 from kvant.errors import ArgumentError, ContextError, ModelError, one_line
 from kvant.models import LanguageModel
-from kvant.models.caches import default_reservation
 from kvant.models.identity import tokenizer_digest
 from kvant.models.language_model import context_limit
 from kvant.sizes import format_bytes
@@ -68,18 +67,13 @@ class ModelDrafts(Drafts):
                 kv_group_size=max((own.kv_group_size for own in formats), default=0) or DEFAULT_KV_GROUP_SIZE,
             ),
         )
+        tokens = context_limit(self.model, pool.max_seq_len) or pool.max_seq_len
         made: Pool | ModelCache
-        refused = f"has {config.model_type}'s layers; "
         if isinstance(pool, ModelCache):
-            tokens = context_limit(self.model, pool.max_seq_len) or default_reservation(config)
             made = self.model.make_cache(tokens, **chosen.fields)
             made.prefill_step_size = pool.prefill_step_size
-            if (back := made.takes_back(self.num_draft_tokens)) < self.num_draft_tokens:
-                which = f"windows take back {back}" if back else "states cannot"
-                refused += f"rejected drafts of {self.num_draft_tokens} tokens are taken back from its cache, and its "
-                raise ArgumentError("draft_model", refused + which)
+            refused = "rejected drafts are taken back from its cache, and its states cannot"
         else:
-            tokens = context_limit(self.model, pool.max_seq_len) or pool.max_seq_len
             made = self.model.make_pool(
                 pool.max_sequences * pages_for(tokens) * PAGE_SIZE,
                 sequences=pool.max_sequences,
@@ -87,9 +81,9 @@ class ModelDrafts(Drafts):
                 prefill_step_size=pool.prefill_step_size,
                 **chosen.fields,
             )
-            if not made.takes_back:
-                refused += "side by side expected a model that kvant computes without mlx-lm"
-                raise ArgumentError("draft_model", refused)
+            refused = "side by side expected a model that kvant computes without mlx-lm"
+        if not made.takes_back:
+            raise ArgumentError("draft_model", f"has {config.model_type}'s layers; {refused}")
         mx.eval(self.model.arrays)  # a thread cannot compute what another one left undone
         return PooledDrafts(**{own.name: getattr(self, own.name) for own in fields(ModelDrafts)}, pool=made)
 
@@ -145,7 +139,9 @@ class PooledDrafts(ModelDrafts):
         mx.eval(self.model.feed(mx.array([ids]), batch))
         mx.clear_cache()  # as of a prompt's chunks
         batch.commit(ids=[ids])
-        drafter.has_fed(len(ids))
+        drafter.held += len(ids)
+        if drafter.held + 1 == len(drafter.tokens):
+            drafter.sequence.share_prefix()
 
     def _draft(self, counts: dict["ModelDrafter", int]) -> dict["ModelDrafter", list[int]]:
         found: dict[ModelDrafter, list[int]] = {each: [] for each in counts}
@@ -186,6 +182,8 @@ class ModelDrafter(Drafter):
 
     Attributes:
         drafts: that it is of.
+        tokens: of its answer.
+        held: of these, the first that its sequence has.
     """
 
     is_free = False
@@ -193,21 +191,15 @@ class ModelDrafter(Drafter):
     def __init__(self, drafts: PooledDrafts, salt: bytes, reserved: int) -> None:
         """``salt``: prompts are shared with sequences of the same one. ``reserved``: tokens that it can have."""
         self.drafts, self._salt, self._reserved = drafts, salt, reserved
-        self._tokens: list[int] = []
-        self._held = 0  # of these, the first that the sequence has
-        self._ahead: deque[int] = deque()  # what it has behind them, while that is what came
+        self.tokens: list[int] = []
+        self.held = 0
+        self._drafted: Sequence[int] = ()  # what its sequence has behind them
         self._sequence: PoolSequence | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            if token >= self.drafts.model.config.vocab_size:
-                self.ended = f"token {token} is not in the draft model's vocabulary"
-            if self._held == len(self._tokens) and self._ahead and self._ahead[0] == token:
-                self._ahead.popleft()
-                self._held += 1
-            else:
-                self._ahead.clear()
-            self._tokens.append(token)
+        self.tokens += tokens
+        if (most := max(tokens, default=0)) >= self.drafts.model.config.vocab_size:
+            self.ended = f"token {most} is not in the draft model's vocabulary"
 
     @property
     def sequence(self) -> PoolSequence:
@@ -223,41 +215,34 @@ class ModelDrafter(Drafter):
     @property
     def rest(self) -> list[int]:
         """Tokens that are to be fed."""
-        return self._tokens[self._held :]
+        return self.tokens[self.held :]
 
     def opened(self) -> bool:
         """Take pages, or take back what was drafted and did not come. Returns whether anything can be drafted."""
-        if self.ended is None and len(self._tokens) > self._reserved:
+        if self.ended is None and len(self.tokens) > self._reserved:
             self.ended = f"the draft model's context, {self._reserved} tokens, is full"
         if self.ended is not None:
             return False
         if self._sequence is None:
             try:
                 self._sequence = self.drafts.pool.sequence(
-                    self._reserved, self._tokens, salt=self._salt, whole_pages=False
+                    self._reserved, self.tokens, salt=self._salt, whole_pages=False
                 )
             except ContextError as error:
                 self.ended = str(error)
                 return False
-            self._held = self._sequence.length
-        sequence = self._sequence
-        self._ahead.clear()
-        self._held = min(self._held, sequence.length, len(self._tokens) - 1)  # one has to be fed for there to be logits
-        if not sequence.can_trim_to(self._held):
-            self._held = 0
-        sequence.trim_to(self._held)
+            self.held = self._sequence.length
+        came = takewhile(lambda pair: pair[0] == pair[1], zip(self._drafted, self.rest, strict=False))
+        # One has to be fed for there to be logits.
+        self.held = min(self.held + sum(1 for _ in came), len(self.tokens) - 1)
+        self._drafted = ()
+        self._sequence.trim_to(self.held)
         return True
-
-    def has_fed(self, count: int) -> None:
-        """So many more of its tokens were committed."""
-        self._held += count
-        if self._held + 1 == len(self._tokens):
-            self.sequence.share_prefix()
 
     def has_drafted(self, draft: Sequence[int]) -> None:
         """This was drafted behind its tokens, all of which were fed; the last one drafted was not."""
-        self._held = len(self._tokens)
-        self._ahead.extend(draft[: self.sequence.length - self._held])
+        self.held = len(self.tokens)
+        self._drafted = draft[: self.sequence.length - self.held]
 
     def release(self, *, failed: bool = False) -> None:
         """Give its pages back, once; later sequences may begin with what it has, unless that failed."""

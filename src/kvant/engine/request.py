@@ -105,11 +105,9 @@ def check_drafts(drafts: Drafts | None, pool: Pool | ModelCache, *, deterministi
         )
     if pool.divided and drafts.source != "prompt":
         raise ArgumentError(name, f"{given}; several ranks draft from prompt and answer alone")
-    if isinstance(pool, Pool):
-        if not pool.takes_back:
-            raise ArgumentError(name, f"{given}; side by side drafts are for models that kvant computes without mlx-lm")
-        return
-    most = MOST + 1  # tokens of a step
-    if (back := pool.takes_back(most)) < most:
-        kept = f"windows take back {back}" if back else "linear or convolution layers have states that cannot"
-        raise ArgumentError(name, f"{given}; up to {most} tokens of a step are taken back, this model's {kept}")
+    if not pool.takes_back:
+        refused = "side by side drafts are for models that kvant computes without mlx-lm"
+        if isinstance(pool, ModelCache):
+            kept = "linear or convolution layers have states that cannot"
+            refused = f"up to {MOST + 1} tokens of a step are taken back, this model's {kept}"
+        raise ArgumentError(name, f"{given}; {refused}")
