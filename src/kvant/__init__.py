@@ -52,6 +52,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "sample_utils":
         return import_module("kvant.sample_utils")
-    if name == "batch_generate":
-        return import_module("kvant.engine.batch_generate").batch_generate
-    return getattr(import_module("kvant.engine"), name)
+    parts = (import_module(f"kvant.engine.{part}") for part in ("load", "generate", "prompt_cache", "batch_generate"))
+    return next(getattr(part, name) for part in parts if hasattr(part, name))

@@ -10,7 +10,7 @@ import mlx.core as mx
 from kvant.cache import KVCache, ModelCache
 from kvant.engine.drafts import DraftCounts
 from kvant.engine.draw import Sampler, for_a_run, for_answer, greedy
-from kvant.engine.limits import CacheWanted, check_count, check_stops, pool_reservation, reservation
+from kvant.engine.limits import cache_options, check_count, check_stops, pool_reservation, reservation
 from kvant.engine.model_drafts import ModelDrafts, asked_drafts
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.request import CHUNK, PREFILL_STEP_SIZE, Request, check_drafts
@@ -179,8 +179,7 @@ def batch_generate(
         name = "completion_batch_size" if at_once == completion_batch_size else "prefill_batch_size"
         raise ArgumentError(name, f"is {at_once}; expected at most {MOST_ROWS} with", "deterministic")
     drafts = asked_drafts(draft, draft_model, num_draft_tokens, model, tokenizer)
-    stored = CacheWanted(kv_bits, kv_group_size, max_kv_size)
-    stored.check()
+    options = cache_options(kv_bits, kv_group_size, max_kv_size)
     stops = check_stops(stop)
     shared = for_a_run(sampler or greedy)
     wanted: list[Wanted] = []
@@ -214,7 +213,7 @@ def batch_generate(
             sequences=at_once if deterministic else min(at_once, len(needs)),
             max_seq_len=max(needs),
             prefill_step_size=step_size,
-            **stored.options.fields,
+            **options.fields,
         )
         check_drafts(drafts, pool, deterministic=deterministic)
         reserved = pool.nbytes

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from kvant.cache import KVCache
 from kvant.engine.draw import Sampler
-from kvant.engine.limits import CacheWanted, cache_for, check_stops
+from kvant.engine.limits import cache_options, check_given, check_stops, reservation
 from kvant.engine.model_drafts import asked_drafts
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.request import PREFILL_STEP_SIZE, PromptProgress, Request
@@ -85,21 +85,24 @@ def stream_generate(
         ValueError: any other argument out of range. Nothing has been fed then.
     """
     started = time.perf_counter()
-    wanted = CacheWanted(kv_bits, kv_group_size, max_kv_size)
     for name, given, reason in (
         ("input_embeddings", input_embeddings, "a prompt is text or token ids"),
         ("stream", stream, "kvant computes on MLX's default stream"),
     ):
         if given is not None:
             raise ArgumentError(name, f"is a {type(given).__name__}; expected None: {reason}")
-    wanted.check()
+    options = cache_options(kv_bits, kv_group_size, max_kv_size)
     if quantized_kv_start is not None and quantized_kv_start != 0 and kv_bits != 0:
         words = f"is {quantized_kv_start!r}; a cache is quantized from the first token: expected 0"
         raise ArgumentError("quantized_kv_start", words)
     stops = check_stops(stop)
     drafts = asked_drafts(draft, draft_model, num_draft_tokens, model, tokenizer)
     ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
-    cache = cache_for(model, len(ids), max_tokens, prompt_cache, wanted)
+    if prompt_cache is None:
+        cache = model.make_cache(reservation(model, len(ids), max_tokens, max_kv_size), **options.fields)
+    else:
+        cache = model.check_cache(prompt_cache)
+        check_given(cache, kv_bits, kv_group_size, max_kv_size)
     scheduler = CacheScheduler(model, cache, prefill_step_size=prefill_step_size)
     request = Request(
         scheduler.ids + ids,

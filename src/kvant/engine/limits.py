@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from kvant.cache import KVCache
+from kvant.cache import ModelCache
 from kvant.cache.options import DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE, CacheOptions
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.errors import ArgumentError, ContextError
@@ -62,51 +61,27 @@ def limit_in_words(model: LanguageModel, limit: int) -> str:
     return f"{limit} are {whose}"
 
 
-class CacheWanted(NamedTuple):
-    """What a caller says of the cache of a request; None: nothing."""
-
-    kv_bits: int | None
-    kv_group_size: int | None
-    max_kv_size: int | None
-
-    @property
-    def options(self) -> CacheOptions:
-        """How the cache stores tokens, with the defaults of what is not said."""
-        return CacheOptions(
-            DEFAULT_KV_BITS if self.kv_bits is None else self.kv_bits,
-            DEFAULT_KV_GROUP_SIZE if self.kv_group_size is None else self.kv_group_size,
-        )
-
-    def check(self) -> None:
-        """Refuse what no cache that is reserved can have."""
-        _ = self.options
-        if self.max_kv_size is not None:
-            check_count("max_kv_size", self.max_kv_size)
+def cache_options(kv_bits: int | None, kv_group_size: int | None, max_kv_size: int | None) -> CacheOptions:
+    """How a cache that is reserved stores tokens; None: the caller says nothing."""
+    if max_kv_size is not None:
+        check_count("max_kv_size", max_kv_size)
+    return CacheOptions(
+        DEFAULT_KV_BITS if kv_bits is None else kv_bits,
+        DEFAULT_KV_GROUP_SIZE if kv_group_size is None else kv_group_size,
+    )
 
 
-def cache_for(
-    model: LanguageModel,
-    prompt_tokens: int,
-    max_tokens: int,
-    given: Sequence[KVCache] | None,
-    wanted: CacheWanted,
-) -> Sequence[KVCache]:
-    """The cache of a request: the caller's, or one reserved for prompt and answer."""
-    kv_bits, kv_group_size, max_kv_size = wanted
-    if given is None:
-        return model.make_cache(reservation(model, prompt_tokens, max_tokens, max_kv_size), **wanted.options.fields)
-    cache = model.check_cache(given)
+def check_given(cache: ModelCache, kv_bits: int | None, kv_group_size: int | None, max_kv_size: int | None) -> None:
+    """Refuse what a cache of the caller's is not; None: nothing is said of it."""
     if max_kv_size not in (None, cache.max_seq_len):
         raise ArgumentError("max_kv_size", f"is {max_kv_size}; {cache.max_seq_len} is that of the", "prompt_cache")
-    formats = [layer.format for layer in cache.pool.layers]
-    for bits in {own.kv_bits for own in formats} or {0}:
+    for bits in {own.kv_bits for own in cache.formats} or {0}:
         if kv_bits not in (None, bits):
             raise ArgumentError("kv_bits", f"is {kv_bits}; {bits} is that of the", "prompt_cache")
-    for own in formats:
+    for own in cache.formats:
         # A bridged layer whose widths the group does not divide has a smaller one.
         group = math.gcd(kv_group_size or 0, own.head_dim, own.value_head_dim)
         if kv_group_size is not None and own.kv_bits and own.kv_group_size != group:
             raise ArgumentError(
                 "kv_group_size", f"is {kv_group_size}; {own.kv_group_size} is that of the", "prompt_cache"
             )
-    return cache

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvant.cache import ModelCache
 from kvant.cache.prompt_file import PromptCacheFile
-from kvant.engine.limits import CacheWanted, check_count
+from kvant.engine.limits import cache_options, check_count
 from kvant.models.caches import DEFAULT_RESERVATION
 from kvant.threads import check_process
 
@@ -31,9 +31,7 @@ def make_prompt_cache(
         ContextError: more than this machine's memory; nothing was allocated.
         ValueError: an argument out of range, or a model with a kind of cache that kvant has nothing for.
     """
-    wanted = CacheWanted(kv_bits, kv_group_size, max_kv_size)
-    wanted.check()
-    options = wanted.options
+    options = cache_options(kv_bits, kv_group_size, max_kv_size)
     if hasattr(model, "check_cache"):
         return model.make_cache(max_kv_size, **options.fields)
     from kvant import bridge  # not for a model of kvant's own: it imports mlx-lm
