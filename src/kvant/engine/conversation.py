@@ -7,7 +7,7 @@ import json
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -217,40 +217,40 @@ class Conversation:
         scheduler = CacheScheduler(self._model, self._cache, prefill_step_size=prefill_step_size)
         beside = None if drafts is None else self._beside(drafts, scheduler.cache)
         whole = [*before, {"role": "user", "content": text}]
-        turn = _Turn(self._fit(whole, []))
+        prompts = [self._fit(whole, [])]  # that the model was given, the last one of which it answers
 
         def request(max_tokens: int) -> Request:
-            ids = [*turn.prompt.ids, *turn.prompt.answer]
-            self.forgotten = len(whole) - len(turn.prompt.messages)
+            prompt = prompts[-1]
+            self.forgotten = len(whole) - len(prompt.messages)
             return Request(
-                ids,
+                [*prompt.ids, *prompt.answer],
                 max_tokens,
                 sampler,
                 tuple(logits_processors or ()),
                 self._tokenizer.eos_token_ids,
                 drafts=beside,
-                begun=turn.prompt.answer,
+                begun=prompt.answer,
                 progress=prompt_progress_callback,
                 keep_logprobs=True,
             )
 
         def go_on(answer: list[int]) -> Callable[[], Request] | None:
             try:
-                shorter = self._fit(turn.prompt.messages, answer)
+                shorter = self._fit(prompts[-1].messages, answer)
             except ContextError:
                 return None
 
             def following() -> Request:
-                turn.prompt = shorter
+                prompts.append(shorter)
                 return request(-1 if max_tokens == -1 else max_tokens - len(answer))
 
             return following
 
         first = request(max_tokens)
-        self.reused_tokens = self._cache.keep_common([*turn.prompt.ids, *turn.prompt.answer])
+        self.reused_tokens = self._cache.keep_common(prompts[0].ids)
         answer = responses(scheduler, [Wanted(first, stops, following=go_on)], self._tokenizer, started)
-        self._prompt_text = turn.prompt.text
-        self._turn = self._record(turn, answer)
+        self._prompt_text = prompts[0].text
+        self._turn = self._record(prompts, answer)
         return self._turn
 
     def _beside(self, drafts: Drafts, pool: ModelCache) -> Drafts:
@@ -282,39 +282,40 @@ class Conversation:
             raise ContextError(f"the question alone{also} has {len(prompt)} tokens; {room}")
         return prompt
 
-    def _record(self, turn: "_Turn", answer: Iterator[GenerationResponse]) -> Generator[GenerationResponse, None, None]:
+    def _record(
+        self, prompts: Sequence[Prompt], answer: Iterator[GenerationResponse]
+    ) -> Generator[GenerationResponse, None, None]:
         pieces: list[str] = []
+        tokens: list[int] = []
         last = None
         try:
             for response in answer:
                 pieces.append(response.text)
-                turn.generated.append(response.token)
+                tokens.append(response.token)
                 if response.finish_reason:  # the turn is recorded before it is handed out: nobody may ask for more
                     last = response
                     break
                 yield response
         finally:
             if pieces:
-                self._keep(turn, "".join(pieces))
+                self._keep(prompts[-1], tokens, "".join(pieces))
             else:
                 self.forgotten = 0
         if last is not None:
             yield last
 
-    def _keep(self, turn: "_Turn", answer: str) -> None:
+    def _keep(self, prompt: Prompt, tokens: Sequence[int], answer: str) -> None:
         """Record a turn with its answer."""
-        generated = list(turn.generated)
-        if generated[-1] in self._tokenizer.eos_token_ids:
-            generated.pop()
-        self._known.answered(turn.prompt.text, turn.prompt.ids, generated)
+        has_end = tokens[-1] in self._tokenizer.eos_token_ids
+        self._known.answered(prompt.text, prompt.ids, tokens[:-1] if has_end else tokens)
         said: Message = {"role": "assistant", "content": answer}
-        splitter = Thinking.of(self._tokenizer, turn.prompt.text)
+        splitter = Thinking.of(self._tokenizer, prompt.text)
         if splitter is not None:
             thought, content = splitter.split(answer)
             said = {"role": "assistant", "content": content}
             if thought:
                 said = {**said, "reasoning_content": thought}
-        self.messages = [*turn.prompt.messages, said]
+        self.messages = [*prompt.messages, said]
 
     def _end_turn(self) -> None:
         """Record the turn that was left suspended, if any."""
@@ -331,14 +332,6 @@ class Conversation:
         if found := questions(self.messages):
             return found[-1]
         raise PromptError("nothing was asked yet; expected a question before")
-
-
-@dataclass(slots=True)
-class _Turn:
-    """A turn that is not recorded yet: the prompt that the model was given last, and the answer's tokens."""
-
-    prompt: Prompt
-    generated: list[int] = field(default_factory=list)
 
 
 def questions(messages: Sequence[Message]) -> list[int]:

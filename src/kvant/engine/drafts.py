@@ -137,21 +137,15 @@ class SuffixDrafter(Drafter):
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Where drafts come from.
+    """Where drafts come from: what the sequence holds so far.
 
     Attributes:
-        source: "prompt": from what the sequence holds so far; "model": from a model.
+        asked: the argument that asks for them, and its value in words; for a refusal.
         side_by_side: whether answers can draft; else :meth:`beside` makes what can.
     """
 
+    asked: ClassVar[tuple[str, str]] = "draft", "is 'prompt'"
     side_by_side: ClassVar[bool] = True
-
-    source: str = "prompt"
-
-    @property
-    def asked(self) -> tuple[str, str]:
-        """The argument that asks for them, and its value in words; for a refusal."""
-        return "draft", f"is {self.source!r}"
 
     @property
     def most(self) -> int:

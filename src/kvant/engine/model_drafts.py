@@ -34,18 +34,13 @@ _same: WeakKeyDictionary[Tokenizer, set[str]] = WeakKeyDictionary()  # digests o
 class ModelDrafts(Drafts):
     """What is asked of a model that drafts; :meth:`beside` makes the drafts."""
 
+    asked = "draft_model", "is given"
     side_by_side: ClassVar[bool] = False
 
-    source: str = "model"
     model: LanguageModel  # drafts; its tokenizer was compared
     vocab_size: int  # of the model that is drafted for. No id is proposed that it does not have
     num_draft_tokens: int = DEFAULT_DRAFT_TOKENS  # a step, at most
     options: CacheOptions = DEFAULT_OPTIONS  # of its cache, whose bits and groups are those of the model's
-
-    @property
-    def asked(self) -> tuple[str, str]:
-        """The argument that asks for them, and its value in words; for a refusal."""
-        return "draft_model", "is given"
 
     @property
     def most(self) -> int:

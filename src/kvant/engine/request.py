@@ -103,7 +103,7 @@ def check_drafts(drafts: Drafts | None, pool: Pool | ModelCache, *, deterministi
         raise ArgumentError(
             name, f"{given}; a step of more tokens rounds differently: it is refused with", "deterministic"
         )
-    if pool.divided and drafts.source != "prompt":
+    if pool.divided and name == "draft_model":
         raise ArgumentError(name, f"{given}; several ranks draft from prompt and answer alone")
     if not pool.takes_back:
         refused = "side by side drafts are for models that kvant computes without mlx-lm"
