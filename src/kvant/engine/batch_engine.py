@@ -69,7 +69,9 @@ class BatchEngine:
         self._thread.start()
         if stall_after is not None:
             threading.Thread(target=self._watch, args=(stall_after,), name="kvant-watchdog", daemon=True).start()
-        atexit.register(self._stop)  # a thread that computes while the interpreter goes would crash it
+        atexit.register(
+            self.close, drain=False, timeout=10
+        )  # a thread that computes while the interpreter goes would crash it
 
     def submit(self, request: Request, deliver: Deliver) -> None:
         """Take a request in. ``deliver`` is called with each token, in the engine's thread.
@@ -133,7 +135,7 @@ class BatchEngine:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
         if ended := not self._thread.is_alive():
-            atexit.unregister(self._stop)
+            atexit.unregister(self.close)
         return ended
 
     def __enter__(self) -> "BatchEngine":
@@ -143,9 +145,6 @@ class BatchEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close(drain=False)
-
-    def _stop(self) -> None:
-        self.close(drain=False, timeout=10)
 
     def _run(self) -> None:
         try:

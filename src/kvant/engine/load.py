@@ -215,16 +215,22 @@ def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:
         ValueError: a revision of a folder or of the embedded model.
     """
     name = str(path_or_name)
-    if name == POCKET:
-        folder = Path(str(resources.files("kvant") / POCKET))
-    else:
-        found = _folder(name)
-        if found is None:
-            return _find_pulled(path_or_name, name, revision)
-        folder = found
-    if revision is not None:
-        raise ValueError(f"revision is {revision!r}; a folder and the embedded model have none")
-    return folder
+    folder = Path(str(resources.files("kvant") / POCKET)) if name == POCKET else _folder(name)
+    if folder is not None:
+        if revision is not None:
+            raise ValueError(f"revision is {revision!r}; a folder and the embedded model have none")
+        return folder
+    shown = name if len(name) <= 200 else f"{name[:200]}..."
+    if isinstance(path_or_name, Path) or name.startswith(("/", ".", "~")):
+        raise ModelError(f"model {shown!r} is not a folder")
+    from kvant import weights  # not for a folder: it imports what pulling takes
+
+    try:
+        return weights.find(name, revision)
+    except ValueError as error:
+        near = did_you_mean(name, [POCKET, *weights.known_models()])
+        expected = f"a known name{near}" if near else f"'{POCKET}', the embedded model; {error}"
+        raise ModelError(f"model {shown!r} is not a folder or {expected}") from error
 
 
 def find_adapter(path: str | Path) -> Path:
@@ -240,18 +246,3 @@ def _folder(name: str) -> Path | None:
         return folder if name and folder.is_dir() else None
     except (OSError, RuntimeError, ValueError):  # a name too long, a user who does not exist, a NUL
         return None
-
-
-def _find_pulled(path_or_name: str | Path, name: str, revision: str | None) -> Path:
-    shown = name if len(name) <= 200 else f"{name[:200]}..."
-    if isinstance(path_or_name, Path) or name.startswith(("/", ".", "~")):
-        raise ModelError(f"model {shown!r} is not a folder")
-    from kvant import weights  # not for a folder: it imports what pulling takes
-
-    try:
-        return weights.find(name, revision)
-    except ValueError as error:
-        near = did_you_mean(name, [POCKET, *weights.known_models()])
-        if near:
-            raise ModelError(f"model {shown!r} is not a folder or a known name{near}") from error
-        raise ModelError(f"model {shown!r} is not a folder or '{POCKET}', the embedded model; {error}") from error

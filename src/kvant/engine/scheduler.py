@@ -387,7 +387,6 @@ class Scheduler:
             ended = Token(work.request, number, None, finish_reason=reason, cached_tokens=work.cached)
             self._hand_out(work, replace(ended, cache=cache, error=error))
         if not work.open:
-            self._under_way.pop(work.request, None)
             work.release()
             if work is self._prompt:
                 self._prompt = None
