@@ -69,9 +69,8 @@ class BatchEngine:
         self._thread.start()
         if stall_after is not None:
             threading.Thread(target=self._watch, args=(stall_after,), name="kvant-watchdog", daemon=True).start()
-        atexit.register(
-            self.close, drain=False, timeout=10
-        )  # a thread that computes while the interpreter goes would crash it
+        # A thread that computes while the interpreter goes would crash it.
+        atexit.register(self.close, drain=False, timeout=10)
 
     def submit(self, request: Request, deliver: Deliver) -> None:
         """Take a request in. ``deliver`` is called with each token, in the engine's thread.

@@ -175,10 +175,6 @@ def load_model(folder: Path, progress: Progress | None = None, adapter: Path | N
         folder: the model folder.
         progress: called with (layers loaded, layers in all).
         adapter: the folder of a LoRA or DoRA adapter; a bridged model takes none.
-
-    Raises:
-        ModelError: a folder that does not hold a supported model or adapter.
-        CheckpointError: tensors that are truncated, missing, unexpected, or of the wrong shape or dtype.
     """
     if not is_bridged_folder(folder):
         return load_decoder(folder, progress, adapter)
@@ -209,10 +205,6 @@ def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:
 
     ``pocket`` is the embedded model. A path, text that begins as one (``/``, ``.``, ``~``) and text that names an
     existing folder mean that folder. Anything else is a known name or ``owner/repository[@revision]``, pulled before.
-
-    Raises:
-        ModelError: no such folder, or a model that was not pulled.
-        ValueError: a revision of a folder or of the embedded model.
     """
     name = str(path_or_name)
     folder = Path(str(resources.files("kvant") / POCKET)) if name == POCKET else _folder(name)

@@ -63,8 +63,6 @@ class _Penalty:
 class Repetition(_Penalty):
     """Divide a recent token's logit by the penalty; multiply a negative one (Keskar et al. 2019, arXiv:1909.05858)."""
 
-    __slots__ = ()
-
     @staticmethod
     def change(logits: mx.array, at: tuple[Any, mx.array], penalty: float | mx.array) -> mx.array:
         chosen = logits[at]
@@ -74,8 +72,6 @@ class Repetition(_Penalty):
 class Presence(_Penalty):
     """Subtract the penalty from a recent token's logit, once."""
 
-    __slots__ = ()
-
     @staticmethod
     def change(logits: mx.array, at: tuple[Any, mx.array], penalty: float | mx.array) -> mx.array:
         return _replaced(logits, at, logits[at] - penalty)
@@ -83,8 +79,6 @@ class Presence(_Penalty):
 
 class Frequency(_Penalty):
     """Subtract the penalty from a recent token's logit, once an occurrence."""
-
-    __slots__ = ()
 
     @staticmethod
     def change(logits: mx.array, at: tuple[Any, mx.array], penalty: float | mx.array) -> mx.array:

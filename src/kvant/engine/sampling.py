@@ -45,11 +45,8 @@ def _option(default: Any, values: Range, text: str, needs: str = "") -> Any:
 class SamplingOptions:
     """The options of sampling. Command, API and server take names, defaults, ranges and texts from here.
 
-    None is an option that was not given: :meth:`filled` says what holds then. An option that would have no effect is
-    refused.
-
-    Raises:
-        ArgumentError: a value outside its range, or one without the option it needs.
+    None is an option that was not given: :meth:`filled` says what holds then. A value outside its range is refused,
+    and an option that would have no effect.
     """
 
     temp: float | None = _option(
