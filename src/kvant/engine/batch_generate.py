@@ -206,6 +206,11 @@ def batch_generate(
     stats = BatchStats()
     caches: list[ModelCache | None] = [None] * len(wanted)
     texts, tokens, logprobs = [""] * len(wanted), [list[int]() for _ in wanted], [list[float]() for _ in wanted]
+
+    def say(text: str, end: str = "\n") -> None:
+        if verbose:
+            print(f"[batch_generate] {text}", end=end)
+
     if wanted:
         pool = model.make_pool(
             pool_reservation(needs, at_once),
@@ -216,13 +221,12 @@ def batch_generate(
             **options.fields,
         )
         check_drafts(drafts, pool, deterministic=deterministic)
-        reserved = pool.nbytes
+        stats.reserved_bytes = pool.nbytes
         if isinstance(drafts, ModelDrafts):
             drafts = drafts.beside(pool)
-            reserved += drafts.pool.nbytes
+            stats.reserved_bytes += drafts.pool.nbytes
         wanted = [replace(each, request=replace(each.request, drafts=drafts)) for each in wanted]
-        if verbose:
-            print(f"[batch_generate] Reserved: {format_bytes(reserved)} for {pool.max_sequences} sequences at once")
+        say(f"Reserved: {format_bytes(stats.reserved_bytes)} for {pool.max_sequences} sequences at once")
         scheduler = Scheduler(model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
         finished, started = 0, time.perf_counter()
         for piece in responses(scheduler, wanted, tokenizer):
@@ -235,24 +239,19 @@ def batch_generate(
             stats.generation_tokens += 1
             if piece.generation_tokens == 1:
                 stats.prompt_tokens += piece.prompt_tokens
-            finished += piece.finish_reason is not None
-            if verbose and piece.finish_reason is not None:
-                end = "\n" if finished == len(wanted) else " ...\r"
-                print(f"[batch_generate] Finished processing {finished}/{len(wanted)}", end=end)
+            if piece.finish_reason is not None:
+                finished += 1
+                say(f"Finished processing {finished}/{len(wanted)}", "\n" if finished == len(wanted) else " ...\r")
         stats.wall_time = time.perf_counter() - started
         stats.prompt_time, stats.decode_time = scheduler.feeding_s, scheduler.decoding_s
         stats.generation_steps = scheduler.steps
         stats.peak_memory = mx.get_peak_memory() / 1e9
-        stats.reserved_bytes = reserved
         stats.drafts = None if drafts is None else scheduler.drafts
-    if verbose:
-        print(f"[batch_generate] Prompt: {stats.prompt_tokens} tokens, {stats.prompt_tps:.3f} tokens-per-sec")
-        print(
-            f"[batch_generate] Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec"
-        )
-        if stats.drafts is not None:
-            print(f"[batch_generate] {stats.drafts.describe().capitalize()}")
-        print(f"[batch_generate] Peak memory: {stats.peak_memory:.3f} GB")
+    say(f"Prompt: {stats.prompt_tokens} tokens, {stats.prompt_tps:.3f} tokens-per-sec")
+    say(f"Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec")
+    if stats.drafts is not None:
+        say(stats.drafts.describe().capitalize())
+    say(f"Peak memory: {stats.peak_memory:.3f} GB")
     return BatchResponse(
         texts=texts,
         stats=stats,
