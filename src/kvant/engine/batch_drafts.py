@@ -94,18 +94,18 @@ def _quartile(times: Collection[float]) -> float:
 
 
 class BatchDrafter:
-    """Begins steps with drafts where they pay, and reads what came of them."""
+    """Begins steps with drafts where they pay, and reads what came of them.
+
+    Attributes:
+        counts: what drafts did. A step counts once for every answer.
+    """
 
     def __init__(self, decoder: BatchDecoder, pool: Pool | ModelCache, vocab_size: int) -> None:
         self._decoder, self._pool, self._vocab_size = decoder, pool, vocab_size
         self._choice = DraftChoice()
+        self.counts = self._choice.counts
         self._read_at: float | None = None  # when the last step's tokens were read, if nothing else was computed since
         self._seconds: float | None = None  # that the last step took, where that is known
-
-    @property
-    def counts(self) -> DraftCounts:
-        """What drafts did. A step counts once for every answer."""
-        return self._choice.counts
 
     def may_draft(self, ready: Sequence[Answer]) -> bool:
         """Whether any of these answers may draft after its next token, whatever that is."""

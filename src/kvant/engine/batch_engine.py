@@ -11,7 +11,6 @@ from types import TracebackType
 import mlx.core as mx
 
 from kvant.cache.pool import Pool
-from kvant.engine.drafts import DraftCounts
 from kvant.engine.request import Request, Token
 from kvant.engine.scheduler import Counts, Scheduler
 from kvant.errors import EngineError, one_line
@@ -27,6 +26,9 @@ class BatchEngine:
 
     A reader holds nobody up, however slow it is. If the thread fails, every request fails with its error at once, and
     further ones are refused. Close it, or use it in a ``with`` statement, which cancels what is under way.
+
+    Attributes:
+        drafts: what drafts did up to the last step; any thread may ask.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class BatchEngine:
         self._error: BaseException | None = None
         self._last_sign: float | None = None  # of life; None: it sleeps
         self._counts = self._scheduler.counts
-        self._drafts = self._scheduler.drafts
+        self.drafts = self._scheduler.drafts
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvant-engine", daemon=True)
         self._thread.start()
@@ -100,11 +102,6 @@ class BatchEngine:
     def counts(self) -> Counts:
         """What there was to do after the last step; any thread may ask."""
         return self._counts._replace(waiting=self._scheduler.num_waiting)
-
-    @property
-    def drafts(self) -> DraftCounts:
-        """What drafts did up to the last step; any thread may ask."""
-        return self._drafts
 
     @property
     def alive(self) -> bool:
@@ -153,7 +150,7 @@ class BatchEngine:
                 if self._stopping:
                     self._scheduler.close()
                 tokens = self._scheduler.step()
-                self._counts, self._drafts = self._scheduler.counts, self._scheduler.drafts
+                self._counts, self.drafts = self._scheduler.counts, self._scheduler.drafts
                 for token in tokens:
                     self._hand_over(token)
                 if self._observe is not None:

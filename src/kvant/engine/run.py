@@ -79,14 +79,11 @@ class CacheScheduler(Scheduler):
                 if tokens and tokens[0].token is not None:
                     self._last, kept = tokens[0].token, cache.offset - len(self._later)  # an error is behind a token
                 cache.ahead = max(0, cache.offset - kept)
-                if tokens and tokens[0].token is None:
-                    self._go_back()
-                self._look()
+                self._look(go_back=bool(tokens) and tokens[0].token is None)
             except BaseException:
                 self._end_all()
                 cache.ahead = max(0, cache.offset - kept)
-                self._go_back()
-                self._look()
+                self._look(go_back=True)
                 raise
             return tokens
 
@@ -126,21 +123,19 @@ class CacheScheduler(Scheduler):
         self._later.clear()
         with self.cache.turn:
             if self._is_mine:
-                self._go_back()
-                self._look()
-
-    def _go_back(self) -> None:
-        if self.cache.ahead:
-            self.cache.go_back(self._kept)
+                self._look(go_back=True)
 
     @property
     def _is_mine(self) -> bool:
         """Whether nobody else used the cache since the last look."""
-        cache = self.cache
-        return self._found[0] is cache.step and self._found[1:] == (cache.offset, cache.ahead)
+        return self._found[0] is self.cache.step and self._found[1:] == (self.cache.offset, self.cache.ahead)
 
-    def _look(self) -> None:
-        self._found = self.cache.step, self.cache.offset, self.cache.ahead
+    def _look(self, *, go_back: bool = False) -> None:
+        """Note how the cache is; ``go_back``: once it holds what was handed out alone."""
+        cache = self.cache
+        if go_back and cache.ahead:
+            cache.go_back(self._kept)
+        self._found = cache.step, cache.offset, cache.ahead
 
 
 class Run:
