@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from support.drafts import KnownDrafts
 
-from kvant.engine import batch_drafts
 from kvant.engine.batch_drafts import LOSS, BatchDrafter, DraftChoice
 from kvant.engine.decoding import Step
 from kvant.engine.drafts import Drafter, SuffixDrafter
@@ -159,8 +158,7 @@ def test_what_pays_goes_on() -> None:
 @pytest.mark.parametrize("pays", [True, False])
 def test_a_run_drafts_while_it_pays(pocket: tuple[Decoder, Any], monkeypatch: pytest.MonkeyPatch, pays: bool) -> None:
     """A step takes a second, or one for every token. A third of what is drafted is wrong."""
-    model, read = pocket[0], BatchDrafter.read
-    clock = 0.0
+    model, read, clock = pocket[0], BatchDrafter.read, 0.0
 
     def took(self: BatchDrafter, step: Step, following: Step | None, *, is_counted: bool) -> None:
         nonlocal clock
@@ -168,7 +166,7 @@ def test_a_run_drafts_while_it_pays(pocket: tuple[Decoder, Any], monkeypatch: py
         read(self, step, following, is_counted=is_counted)
 
     monkeypatch.setattr(BatchDrafter, "read", took)
-    monkeypatch.setattr(batch_drafts, "time", SimpleNamespace(perf_counter=lambda: clock))
+    monkeypatch.setattr("kvant.engine.batch_drafts.time", SimpleNamespace(perf_counter=lambda: clock))
     plain = [token for token, _ in Run(model, [5, 6, 7], model.make_cache(128), max_tokens=100)]
     drafts = KnownDrafts(text=[5, 6, 7, *plain], mistakes=0.33)
     run = Run(model, [5, 6, 7], model.make_cache(128), max_tokens=100, drafts=drafts)

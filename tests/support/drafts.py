@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvant.engine import batch_drafts
+from kvant.engine.batch_drafts import DraftChoice
 from kvant.engine.drafts import MOST, Drafter, Drafts
 from support.checkpoints import qwen2_config, reference_model, save_checkpoint
 
@@ -47,10 +47,8 @@ class KnownDrafts(Drafts):
 def draft_by_chance(monkeypatch: pytest.MonkeyPatch, seed: int, sizes: Sequence[int] = (0, 1, 3, 7, 7)) -> None:
     """Have every answer draft one of these numbers of tokens, as far as there is room, whatever steps cost."""
     rng = random.Random(seed)
-    monkeypatch.setattr(
-        batch_drafts.DraftChoice, "count", lambda self, drafter, most, **_: min(most, rng.choice(sizes))
-    )
-    monkeypatch.setattr(batch_drafts, "LOSS", math.inf)
+    monkeypatch.setattr(DraftChoice, "count", lambda self, drafter, most, **_: min(most, rng.choice(sizes)))
+    monkeypatch.setattr("kvant.engine.batch_drafts.LOSS", math.inf)
 
 
 def save_draft_model(folder: Path, tokenizer: Path, **changes: Any) -> Path:

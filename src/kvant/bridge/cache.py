@@ -80,6 +80,7 @@ class BridgedCache(ModelCache, BridgedBatch):
         """``kv_group_size``: that was asked for. ``absent`` is as in :func:`make_model_cache`."""
         super().__init__(pool)
         self._group = kv_group_size
+        self.takes_back = not pool.states  # a state takes all of a step
         held = [entry for number, entry in enumerate(pool.entries) if number not in absent]
         self._num_states = sum(isinstance(leaf, State) for leaf in leaves_of(held))
 
@@ -107,11 +108,6 @@ class BridgedCache(ModelCache, BridgedBatch):
     def nbytes(self) -> int:
         """Bytes held now."""
         return self.used.total
-
-    @property
-    def takes_back(self) -> bool:
-        """As :attr:`ModelCache.takes_back`; a state takes all of a step."""
-        return not self.pool.states
 
     def describe(self) -> list[str]:
         """What it is made of, a line for each kind of layer, and where a group is not the one asked for."""

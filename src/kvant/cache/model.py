@@ -102,6 +102,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
     # A scheduler takes a cache in the place of a pool.
     attends_apart, has_windows, page_size = True, False, PAGE_SIZE  # pages that are shared have no windows here
     max_sequences = num_free = 1
+    takes_back = True  # a step may be committed in part: of up to 17 tokens where there are windows
 
     def __init__(self, pool: Pool) -> None:
         """Open the sequence of a pool of one, which is made for it."""
@@ -265,11 +266,6 @@ class ModelCache(PoolBatch, Sequence[Any]):
     def can_trim_to(self, num_tokens: int) -> bool:
         """Whether it can go back to its first ``num_tokens`` tokens, exactly."""
         return self.held.can_trim_to(num_tokens)
-
-    @property
-    def takes_back(self) -> bool:
-        """Whether a step may be committed in part, of up to 17 tokens where there are windows."""
-        return True
 
     def go_back(self, num_tokens: int) -> bool:
         """Forget what it has past ``num_tokens`` tokens; everything, if some layer cannot go back so far.
