@@ -91,7 +91,7 @@ class Conversation:
         self._turn: Generator[GenerationResponse, None, None] | None = None
         self._drafts: PooledDrafts | None = None  # of the last turn that had a draft model
         self.messages: list[Message] = []
-        self._set_system(system_prompt)
+        self.set_system_prompt(system_prompt)
         self.reset()
 
     def reset(self) -> None:
@@ -122,7 +122,8 @@ class Conversation:
     def set_system_prompt(self, text: str | None) -> None:
         """Replace the system message, or take it away; the turns stay, and are fed again with the next one."""
         self._end_turn()
-        self._set_system(text)
+        others = self.messages[self.system_prompt is not None :]
+        self.messages = others if text is None else [{"role": "system", "content": text}, *others]
 
     def send(self, text: str, **options: Any) -> Iterator[GenerationResponse]:
         """Say something and iterate over the answer.
@@ -322,10 +323,6 @@ class Conversation:
         if self._turn is not None:
             self._turn.close()
             self._turn = None
-
-    def _set_system(self, text: str | None) -> None:
-        others = self.messages[self.system_prompt is not None :]
-        self.messages = others if text is None else [{"role": "system", "content": text}, *others]
 
     def _last_question(self) -> int:
         """Where the last turn begins."""

@@ -101,7 +101,12 @@ def pick(logits: mx.array, answers: Sequence[Answer]) -> list[Picked | Exception
         answers: those that call functions of the caller's are the last. Each of these is sampled and evaluated
             alone, so that an error, or an array that this thread cannot compute, is nobody else's.
     """
-    masks = [_mask(answer) for answer in answers]
+    masks: list[bytes | GrammarError | None] = []
+    for answer in answers:
+        try:
+            masks.append(None if answer.matcher is None else answer.matcher.mask())
+        except GrammarError as error:
+            masks.append(error)
     together = sum(not answer.work.calls_out for answer in answers)
     picked: list[Picked | Exception] = []
     for first, end in [(0, together), *((row, row + 1) for row in range(together, len(answers)))]:
@@ -111,27 +116,14 @@ def pick(logits: mx.array, answers: Sequence[Answer]) -> list[Picked | Exception
             picked += pick_rows(logits[first:], rows).read() if some else []
         except Exception as error:
             picked += [error] * (end - first)
-    return [
-        mask if isinstance(mask, GrammarError) else _followed(answer, each)
-        for answer, mask, each in zip(answers, masks, picked, strict=True)
-    ]
-
-
-def _mask(answer: Answer) -> bytes | GrammarError | None:
-    """The tokens that an answer's grammar allows, or why it cannot go on. None: it has no grammar."""
-    try:
-        return None if answer.matcher is None else answer.matcher.mask()
-    except GrammarError as error:
-        return error
-
-
-def _followed(answer: Answer, picked: Picked | Exception) -> Picked | Exception:
-    """What was picked, or why the answer's grammar does not go on with it."""
-    try:
-        if answer.matcher is not None and isinstance(picked, Picked):
-            answer.matcher.take(picked.token)
-    except GrammarError as error:
-        return error
+    for row, (answer, mask, each) in enumerate(zip(answers, masks, picked, strict=True)):
+        try:
+            if isinstance(mask, GrammarError):
+                raise mask
+            if answer.matcher is not None and isinstance(each, Picked):
+                answer.matcher.take(each.token)
+        except GrammarError as error:
+            picked[row] = error
     return picked
 
 

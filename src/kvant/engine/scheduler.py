@@ -296,7 +296,10 @@ class Scheduler:
             step.batch.commit(ids=[answer.tokens[-1:] for answer in step.answers])
             # The answers of a prompt that is being fed are to be in the next step; a draft follows what is read.
             if self._prompt is None and not self._drafter.may_draft(drafting):
-                following = self._begin_after(step)
+                try:
+                    following = self._decoder.begin_after(step, self._running)
+                except Exception as error:  # it is said when this step's tokens were handed out
+                    following = Step(list(self._running), step.batch, step.logits, None, error=error)
         if step.sampled is None:
             mx.eval(step.logits)
         else:
@@ -305,13 +308,6 @@ class Scheduler:
             mx.async_eval(following.sampled.arrays)
         self._drafter.read(step, following, is_counted=bool(drafting))
         return step, picked, following
-
-    def _begin_after(self, step: Step) -> Step | None:
-        """Begin the next step. Where it fails, it does when this one's tokens were handed out."""
-        try:
-            return self._decoder.begin_after(step, self._running)
-        except Exception as error:
-            return Step(list(self._running), step.batch, step.logits, None, error=error)
 
     def _take(
         self, picked: Sequence[Picked | Exception], answers: Sequence[Answer], *, from_draft: bool = False
