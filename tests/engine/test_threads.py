@@ -76,7 +76,8 @@ def _apart(work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 def test_two_threads_at_once(pocket: Pocket) -> None:
     expected = generate(*pocket, PROMPT, max_tokens=8)
     shared = "".join(SHARED.replace("USE", use) for use in USES)
-    own = f"def use(): assert kvant.generate(model, tokenizer, {PROMPT!r}, max_tokens=8) == {expected!r}\nprint(race(use))\n"
+    own = f"def use(): assert kvant.generate(model, tokenizer, {PROMPT!r}, max_tokens=8) == {expected!r}\n"
+    own += "print(race(use))\n"
     *lines, last = _printed(f"{LOAD}{RACE}{shared}{own}")
     assert len(lines) == len(USES)
     for line in lines:
