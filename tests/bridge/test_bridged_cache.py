@@ -1,5 +1,7 @@
 """The cache of a bridged model in kvant's loop: steps that count when they are committed, exact bytes, trims."""
 
+import gc
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,7 @@ from support.counts import at_widths
 from support.numbers import peak_bytes, relative_error
 from support.tiny_models import build
 
-from kvant.bridge import BridgedCache, CacheBytes, cache_bytes, make_model_cache
+from kvant.bridge import BridgedCache, CacheBytes, cache_bytes, make_model_cache, make_prompt_cache
 from kvant.bridge.layers import BridgedLayer
 from kvant.cache import CacheOptions
 from kvant.errors import ContextError
@@ -173,3 +175,25 @@ def test_released_memory_is_given_back() -> None:
     assert mx.get_active_memory() - before < 2**16
     with pytest.raises(RuntimeError, match="was released"):
         cache.begin(mx.array([[1]]))
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "deepseek_v32", "falcon_h1"])
+@pytest.mark.parametrize("make", [make_model_cache, make_prompt_cache])
+def test_a_cache_with_an_abandoned_step_is_freed_at_once(make: Callable[..., Any], name: str) -> None:
+    """The garbage collector does not know how much memory waits for it."""
+    model, _ = build(name)
+    mx.eval(model.parameters())
+    gc.collect()
+    before = mx.get_active_memory()
+    gc.disable()
+    try:
+        cache = make(model, 4096)
+        if isinstance(cache, BridgedCache):
+            _begin(model, cache, PROMPT)
+        else:
+            mx.eval(model(mx.array([PROMPT]), cache=cache))
+        assert mx.get_active_memory() - before > 2**19
+        del cache
+        assert mx.get_active_memory() - before < 2**16
+    finally:
+        gc.enable()

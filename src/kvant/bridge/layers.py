@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from kvant.bridge import hook
 from kvant.cache.paged_layers import PagedLayers, PoolLayer
-from kvant.cache.pool_batch import PoolBatch
+from kvant.cache.pool_batch import PoolBatch, Waiting
 from kvant.operators.attention import attend_tokens
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import window_mask
@@ -154,10 +154,10 @@ class BridgedLayer:
         attends: whether all of the model's attention to what it fetched was computed here, for each sequence alone.
     """
 
-    def __init__(self, batch: PoolBatch, part: PagedLayers, layer: PoolLayer, step: StepRows) -> None:
-        """``layer``: appended to; its arrays are replaced."""
+    def __init__(self, unwritten: Waiting, part: PagedLayers, layer: PoolLayer, step: StepRows) -> None:
+        """``unwritten``: the batch's, which holds the layer. ``layer``: appended to; its arrays are replaced."""
         self.attends: bool | None = None
-        self._batch, self._part, self._layer = batch, part, layer
+        self._unwritten, self._part, self._layer = unwritten, part, layer
         self._begin(step)
 
     def _begin(self, step: StepRows) -> None:
@@ -285,7 +285,7 @@ class BridgedLayer:
         bits, group = own.kv_bits, own.kv_group_size
         if rows.new is None:
             waiting = stored_tokens(keys, values, arrays, quant_bit=bits, quant_group=group, alone=True)
-            self._batch.wait(self._part, self._layer, waiting)
+            self._unwritten[self._part].append((self._layer, waiting))
             return waiting
         if len(self._step.lengths) > B:
             keys, values = keys[:B], values[:B]

@@ -168,7 +168,7 @@ class BridgedBatch(PoolBatch):
         for part in self.pool.parts:
             step = StepRows.of(self, part, inputs.shape[1])
             for layer in part.layers:
-                views[layer] = BridgedLayer(self, part, layer, step)
+                views[layer] = BridgedLayer(self.unwritten, part, layer, step)
         self.views = [views[layer] for layer in self.pool.layers]
         self._states = [
             self._stacked([sequence.states[n] for sequence in self.sequences]) for n in range(len(self.pool.states))

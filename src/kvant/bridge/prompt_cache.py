@@ -26,21 +26,21 @@ class PromptCacheLayer(BridgedLayer):
     A step begins with its mask or its tokens.
     """
 
-    def __init__(self, cache: ModelCache, others: list["PromptCacheLayer"], masks: Masks) -> None:
+    def __init__(self, cache: ModelCache, every: list[ModelCache], masks: Masks) -> None:
         """For a cache of one layer.
 
         Args:
-            others: all layers of the model, this one too: none goes back further than all of them can.
+            every: those of all layers of the model, this one too: none goes back further than all of them can.
             masks: that the layers made in this step; a model gives one layer's mask to another.
         """
-        self._cache, self._others, self._masks = cache, others, masks
-        others.append(self)
-        super().__init__(cache, cache.pool.parts[0], cache.pool.layers[0], self._begun(1))
+        self._cache, self._every, self._masks = cache, every, masks
+        every.append(cache)
+        super().__init__(cache.unwritten, cache.pool.parts[0], cache.pool.layers[0], self._begun(1))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PromptCacheLayer":
         """The same layer of a copy of all."""
-        others, masks = memo.setdefault(id(self._others), []), memo.setdefault(id(self._masks), {})
-        return PromptCacheLayer(self._cache.fork(), others, masks)
+        every, masks = memo.setdefault(id(self._every), []), memo.setdefault(id(self._masks), {})
+        return PromptCacheLayer(self._cache.fork(), every, masks)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -89,14 +89,14 @@ class PromptCacheLayer(BridgedLayer):
     def is_trimmable(self) -> bool:
         """Whether the last token can be forgotten, by all layers."""
         length = max(0, self.size() - 1)
-        return all(other._cache.can_trim_to(length) for other in self._others)
+        return all(cache.can_trim_to(length) for cache in self._every)
 
     def trim(self, num_tokens: int) -> int:
         """Forget the last tokens, or all there are. Returns how many were forgotten."""
         length = max(0, self.size() - num_tokens)
-        for other in self._others:
-            if not other._cache.can_trim_to(length):
-                other._cache.trim(other.size() - length)  # which says why not
+        for cache in self._every:
+            if not cache.can_trim_to(length):
+                cache.trim_to(length)  # which says why not
         forgotten = self._cache.trim(num_tokens)
         self.offset = self.size()
         return forgotten
@@ -147,7 +147,7 @@ def make_prompt_cache(model: Model, max_kv_size: int, *, kv_bits: int = 8, kv_gr
     found = probe(model)
     check_memory(max_kv_size, entries_bytes(found, max_kv_size, options).total)
     states = [leaf for leaf in leaves_of(found) if isinstance(leaf, State)]
-    layers: list[PromptCacheLayer] = []
+    every: list[ModelCache] = []
     masks: Masks = {}
 
     def one(leaf: Leaf) -> Any:
@@ -161,6 +161,6 @@ def make_prompt_cache(model: Model, max_kv_size: int, *, kv_bits: int = 8, kv_gr
             sizes, dtype = sizes_alone(tokens), DTYPES[leaf.dtype]
             return ModelCache(reserve([leaf, *states], sizes, options, dtype=dtype, make_cache=made))
 
-        return PromptCacheLayer(made(max_kv_size), layers, masks)
+        return PromptCacheLayer(made(max_kv_size), every, masks)
 
     return [CacheList(*map(one, entry)) if isinstance(entry, tuple) else one(entry) for entry in found]
