@@ -14,8 +14,9 @@ from support.counts import at_widths
 from support.numbers import peak_bytes, relative_error
 from support.tiny_models import build
 
-from kvant.bridge import BridgedCache, CacheBytes, cache_bytes, make_model_cache, make_prompt_cache
+from kvant.bridge.cache import BridgedCache, CacheBytes, cache_bytes, make_model_cache
 from kvant.bridge.layers import BridgedLayer
+from kvant.bridge.prompt_cache import make_prompt_cache
 from kvant.cache import CacheOptions
 from kvant.errors import ContextError
 
@@ -118,7 +119,7 @@ def test_bytes_are_known_before_and_the_same_after(name: str) -> None:
         for tokens in (PROMPT[:25], PROMPT[25:], [5]):
             feed(model, cache, tokens)
             assert cache.used == planned
-        assert cache.nbytes == planned.total
+        assert cache.nbytes == sum(planned)
 
 
 def test_a_step_copies_nothing_where_a_model_ties_its_arrays_together() -> None:

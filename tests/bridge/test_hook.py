@@ -14,7 +14,8 @@ from support.counts import count
 from support.numbers import peak_bytes, relative_error
 from support.tiny_models import SERVED, build
 
-from kvant.bridge import hook, make_model_cache
+from kvant.bridge import hook
+from kvant.bridge.cache import make_model_cache
 from kvant.bridge.layers import BridgedLayer
 from kvant.cache import CacheOptions
 from kvant.operators import dispatch, fused_attention

@@ -132,7 +132,7 @@ def quantize_all(model: Module, raw: Mapping[str, Any]) -> None:
             return False
         if module.weight.shape[-1] % quantization.group_size:
             return False
-        return {"bits": quantization.bits, "group_size": quantization.group_size, "mode": quantization.mode}
+        return quantization.form
 
     with library_errors(ModelError, f"config.json: MLX cannot quantize a {raw['model_type']} so"):
         quantize(model, default.group_size, default.bits, mode=default.mode, class_predicate=chosen)
@@ -157,7 +157,6 @@ def _quantize(model: Module, raw: Mapping[str, Any], weights: Weights) -> None:
     default, overrides = _formats(raw)
     if default is None:
         return
-    used = set()
 
     def chosen(path: str, module: Module) -> bool | dict[str, Any]:
         if path in overrides:
@@ -168,12 +167,10 @@ def _quantize(model: Module, raw: Mapping[str, Any], weights: Weights) -> None:
             quantization = None
         if quantization is None:
             return False
-        used.add(quantization)
-        return {"bits": quantization.bits, "group_size": quantization.group_size, "mode": quantization.mode}
+        check_device(quantization)
+        return quantization.form
 
     quantize(model, default.group_size, default.bits, mode=default.mode, class_predicate=chosen)
-    for quantization in used:
-        check_device(quantization)
 
 
 def _formats(raw: Mapping[str, Any]) -> tuple[Quantization | None, Mapping[str, Quantization | None]]:

@@ -247,7 +247,8 @@ class BridgedLayer:
             if output is not None:
                 self.attends = self.attends is not False
                 return output
-        scaled = scaled_query(query, scale)
+        factor = scale * math.sqrt(query.shape[3])  # kvant's attention multiplies the scores by 1/sqrt(D)
+        scaled = query if math.isclose(factor, 1, rel_tol=1e-6) else query * factor
         if not self._step.is_alone:
             rows = self._step.seen(mask)
             self.attends = rows is not None and self.attends is not False
@@ -322,9 +323,3 @@ class BridgedLayer:
         own = self._layer.format
         options |= {"quant_bit": own.kv_bits, "quant_group": own.kv_group_size, "value_head_dim": own.value_head_dim}
         return attend_pages(query, self._layer.arrays, pages, **options, backend=backend)
-
-
-def scaled_query(query: mx.array, scale: float) -> mx.array:
-    """A query for attention that multiplies the scores by 1/sqrt(D), so that they are multiplied by ``scale``."""
-    factor = scale * math.sqrt(query.shape[3])
-    return query if math.isclose(factor, 1, rel_tol=1e-6) else query * factor

@@ -3,13 +3,12 @@
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList
-from mlx_lm.models.cache import KVCache as MlxLmKVCache
+from mlx_lm.models.cache import ArraysCache
 
-from kvant.bridge.cache import check_format, entries_bytes
+from kvant.bridge.cache import check_sizes
 from kvant.bridge.layers import BridgedLayer, Mask, StepRows
-from kvant.bridge.pool import reserve
-from kvant.bridge.probe import Leaf, Model, State, Unused, leaves_of, probe
+from kvant.bridge.pool import pool_needs, reserve
+from kvant.bridge.probe import Attention, Model, State, caches_of, leaves_of, probe
 from kvant.cache import ModelCache
 from kvant.cache.layer_format import DTYPES
 from kvant.cache.model import NotSaved
@@ -143,16 +142,14 @@ def make_prompt_cache(model: Model, max_kv_size: int, *, kv_bits: int = 8, kv_gr
             f"model is a {type(model).__name__}; expected mlx-lm's own. A model of kvant.load has make_cache"
         )
     options = CacheOptions(kv_bits, kv_group_size)
-    check_format({"max_kv_size": max_kv_size}, options)
+    check_sizes(max_kv_size=max_kv_size)
     found = probe(model)
-    check_memory(max_kv_size, entries_bytes(found, max_kv_size, options).total)
+    check_memory(max_kv_size, sum(pool_needs(found, sizes_alone(max_kv_size), options)))
     states = [leaf for leaf in leaves_of(found) if isinstance(leaf, State)]
     every: list[ModelCache] = []
     masks: Masks = {}
 
-    def one(leaf: Leaf) -> Any:
-        if isinstance(leaf, Unused):
-            return MlxLmKVCache()
+    def one(leaf: Attention | State) -> Any:
         if isinstance(leaf, State):
             return ArraysCache(len(leaf.shapes))
 
@@ -163,4 +160,4 @@ def make_prompt_cache(model: Model, max_kv_size: int, *, kv_bits: int = 8, kv_gr
 
         return PromptCacheLayer(made(max_kv_size), every, masks)
 
-    return [CacheList(*map(one, entry)) if isinstance(entry, tuple) else one(entry) for entry in found]
+    return caches_of(found, one)

@@ -28,7 +28,6 @@ from kvant.bridge.layer_list import LayerList, Own, list_layers, redirect
 from kvant.bridge.layers import BridgedLayer
 from kvant.bridge.model import BridgedModel, bytes_read, parameters
 from kvant.bridge.pool import BridgedBatch
-from kvant.bridge.probe import probe
 from kvant.bridge.rope import rotate_by_matrices
 from kvant.cache import ModelCache
 from kvant.cache.pool_batch import PoolBatch
@@ -93,7 +92,7 @@ class BridgedStageModel(BridgedModel):
         self.held = frozenset(parameters(module).keys() - others if leads else own)
         caches = {cache for n in layers for cache in found.caches[n]}
         elsewhere = {cache for n, each in enumerate(found.caches) if n not in layers for cache in each}
-        self.absent_caches = frozenset(elsewhere if leads else set(range(len(probe(module)))) - caches)
+        self.absent_caches = frozenset(elsewhere if leads else set(range(len(self.entries))) - caches)
         self._cache: BridgedBatch | None = None
         self._computes = self._returns = False
         self._sent: list[mx.array] = []
