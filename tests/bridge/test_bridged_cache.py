@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -14,10 +13,13 @@ from support.counts import at_widths
 from support.numbers import peak_bytes, relative_error
 from support.tiny_models import build
 
-from kvant.bridge.cache import BridgedCache, CacheBytes, cache_bytes, make_model_cache
+from kvant.bridge.cache import BridgedCache, make_model_cache
 from kvant.bridge.layers import BridgedLayer
+from kvant.bridge.pool import CacheBytes, pool_needs
+from kvant.bridge.probe import probe
 from kvant.bridge.prompt_cache import make_prompt_cache
 from kvant.cache import CacheOptions
+from kvant.cache.pool import sizes_alone
 from kvant.errors import ContextError
 
 
@@ -111,9 +113,9 @@ def test_a_state_takes_all_of_a_step_or_nothing(name: str) -> None:
 def test_bytes_are_known_before_and_the_same_after(name: str) -> None:
     model, _ = build(name)
     for options in (CacheOptions(0), CacheOptions(8, 16), CacheOptions(4)):
-        planned = cache_bytes(model, 40, options)
+        planned = pool_needs(probe(model), sizes_alone(40), options)
         # constants; nothing of the model is computed
-        assert peak_bytes(partial(cache_bytes, model, 40, options)) < 2**16
+        assert peak_bytes(lambda: pool_needs(probe(model), sizes_alone(40), options)) < 2**16  # noqa: B023
         cache = make_model_cache(model, 40, options)
         assert cache.used == CacheBytes(planned.keys_values, 0)
         for tokens in (PROMPT[:25], PROMPT[25:], [5]):

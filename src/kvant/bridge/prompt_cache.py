@@ -5,14 +5,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from kvant.bridge.cache import check_sizes
 from kvant.bridge.layers import BridgedLayer, Mask, StepRows
 from kvant.bridge.pool import pool_needs, reserve
 from kvant.bridge.probe import Attention, Model, State, caches_of, leaves_of, probe
 from kvant.cache import ModelCache
 from kvant.cache.layer_format import DTYPES
 from kvant.cache.model import NotSaved
-from kvant.cache.options import CacheOptions
+from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pool import sizes_alone
 from kvant.models.caches import check_memory
 
@@ -115,34 +114,21 @@ class PromptCacheLayer(BridgedLayer):
         return step
 
 
-def make_prompt_cache(model: Model, max_kv_size: int, *, kv_bits: int = 8, kv_group_size: int = 32) -> list[Any]:
-    """A prompt cache for mlx-lm's own loops that is reserved now, quantized, and never grows.
+def make_prompt_cache(model: Model, max_kv_size: int, options: CacheOptions = DEFAULT_OPTIONS) -> list[Any]:
+    """The caches of a model of mlx-lm's; see :func:`kvant.make_prompt_cache`.
 
     ``mlx_lm.generate(model, tokenizer, prompt, prompt_cache=kvant.make_prompt_cache(model, 4096))``
 
     The states of linear and convolution layers stay mlx-lm's own. Attention to the cache's tokens is computed by kvant
     where that is faster; every other call stays mlx-lm's.
 
-    Args:
-        model: any of mlx-lm's.
-        max_kv_size: tokens it can hold. More are a ContextError.
-        kv_bits: 8, 4, or 0 for no quantization.
-        kv_group_size: elements that share a scale. Where it does not divide a head's width, their greatest common
-            divisor is used.
-
     Returns:
         a cache for each place where the model's ``make_cache`` has one.
-
-    Raises:
-        ContextError: more than this machine's memory; nothing was allocated.
-        ValueError: an argument out of range, or a model with a kind of cache that kvant has nothing for.
     """
     if hasattr(model, "check_cache") or not (hasattr(model, "layers") or hasattr(model, "make_cache")):
         raise ValueError(
             f"model is a {type(model).__name__}; expected mlx-lm's own. A model of kvant.load has make_cache"
         )
-    options = CacheOptions(kv_bits, kv_group_size)
-    check_sizes(max_kv_size=max_kv_size)
     found = probe(model)
     check_memory(max_kv_size, sum(pool_needs(found, sizes_alone(max_kv_size), options)))
     states = [leaf for leaf in leaves_of(found) if isinstance(leaf, State)]

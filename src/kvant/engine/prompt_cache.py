@@ -39,7 +39,7 @@ def make_prompt_cache(
     from kvant.bridge import prompt_cache  # not for a model of kvant's own: it imports mlx-lm
 
     size = DEFAULT_RESERVATION if max_kv_size is None else max_kv_size
-    return prompt_cache.make_prompt_cache(model, size, kv_bits=options.kv_bits, kv_group_size=options.kv_group_size)
+    return prompt_cache.make_prompt_cache(model, size, options)
 
 
 def save_prompt_cache(file_name: str | Path, cache: Sequence[Any], metadata: Mapping[str, str] | None = None) -> None:
