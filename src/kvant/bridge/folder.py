@@ -220,11 +220,11 @@ def _check(model: Module, weights: Weights) -> None:
         own = expected[name]
         if array.shape != own.shape:
             raise CheckpointError(f"tensor {name} has shape {tuple(array.shape)}; expected {tuple(own.shape)}")
-        float_expected = mx.issubdtype(own.dtype, mx.floating)
-        if mx.issubdtype(array.dtype, mx.floating) != float_expected or (
-            not float_expected and array.dtype != own.dtype
-        ):
-            wanted = "a float" if float_expected else str(own.dtype).removeprefix("mlx.core.")
+        given, wanted = (
+            "a float" if mx.issubdtype(dtype, mx.floating) else str(dtype).removeprefix("mlx.core.")
+            for dtype in (array.dtype, own.dtype)
+        )
+        if given != wanted:
             given = str(array.dtype).removeprefix("mlx.core.")
             raise CheckpointError(f"tensor {name} has dtype {given}; expected {wanted}")
 

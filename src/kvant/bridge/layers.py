@@ -195,13 +195,9 @@ class BridgedLayer:
         if own.shared:
             self._fetched = fetched
         self.appended = True
-        self.pass_by(self._step.new_tokens)
+        self.offset = self.offset + self._step.new_tokens
         hook.remember(self, *fetched)
         return fetched
-
-    def pass_by(self, num_tokens: int) -> None:
-        """Count tokens that another process appends in this step."""
-        self.offset = self.offset + num_tokens
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What was fetched in this step, for layers that share it."""
@@ -232,14 +228,11 @@ class BridgedLayer:
         mask: Mask,
         sinks: mx.array | None,
     ) -> mx.array | None:
-        """Attention to what was fetched last, where that is faster than mlx-lm's; None: it is not.
+        """Attention of queries (R, H, S, D) to what was fetched last; None: mlx-lm's is faster.
 
         Args:
-            query: (R, H, S, D).
             key, value: as they were fetched.
-            scale: the scores are multiplied by it.
             mask: "causal", None, or an array that is added to the scores (boolean: True keeps), (S, T) or more.
-            sinks: (H,) learned sinks.
         """
         own, S = self._layer.format, query.shape[2]
         if (backend := self._layer.backend) is not None and self._step.new_tokens == S:

@@ -158,7 +158,11 @@ class BridgedStageModel(BridgedModel):
             if number == self.layers.stop - 1 and size > 1:
                 hidden = self._send(hidden)
         elif self._cache is not None:
-            self._pass_by(number, hidden.shape[1])
+            for cache in self._found.caches[number]:  # they count as they do there
+                entry = self._cache.entries[cache]
+                for part in getattr(entry, "caches", [entry]):
+                    if isinstance(part, BridgedLayer):
+                        part.offset = part.offset + hidden.shape[1]
         if number == len(self._found.paths) - 1 and rank == 0 and size > 1 and self._returns:
             hidden = self.ranks.receive(hidden.shape, hidden.dtype, size - 1)
             mx.eval(hidden)  # a step that is given up from here on leaves no message behind for the next one
@@ -173,15 +177,6 @@ class BridgedStageModel(BridgedModel):
         if rank == 0:  # MLX may begin with the receiving, which no array leads to, and wait for ever
             mx.eval(sent)
         return sent
-
-    def _pass_by(self, number: int, num_tokens: int) -> None:
-        """Have the caches of another rank's layer count as they do there."""
-        assert self._cache is not None
-        for cache in self._found.caches[number]:
-            entry = self._cache.entries[cache]
-            for part in getattr(entry, "caches", [entry]):
-                if isinstance(part, BridgedLayer):
-                    part.pass_by(num_tokens)
 
 
 def _list_layers(folder: Path) -> LayerList:
