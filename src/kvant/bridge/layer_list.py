@@ -133,7 +133,7 @@ def _problem(
 
     def end(array: mx.array, numbers: Iterable[int]) -> mx.array:
         """One array that is made of what some caches were given, too."""
-        (made,) = mx.depends([array], [part for number in numbers for part in kept[number]])
+        made: mx.array = mx.depends([array], [part for number in numbers for part in kept[number]])[0]
         return made
 
     ends = [end(array, numbers) for array, numbers in zip(hidden[1:], caches, strict=True)]

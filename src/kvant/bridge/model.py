@@ -143,7 +143,7 @@ class BridgedModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights as they are held."""
+        """Bytes of the weights."""
         return sum(array.nbytes for array in self.arrays)
 
     @property
@@ -167,9 +167,9 @@ class BridgedModel:
         return cache
 
     def _logits(self, inputs: mx.array, cache: BridgedBatch | None) -> mx.array:
+        logits: mx.array = self.module(inputs) if cache is None else self.module(inputs, cache=cache.entries)
         if cache is None:
-            return self.module(inputs)
-        logits = self.module(inputs, cache=cache.entries)
+            return logits
         # What logits do not need is computed too: it would wait, with all that it is made of, step after step.
         (logits,) = mx.depends([logits], cache.state)
         return logits
