@@ -175,12 +175,8 @@ class BridgedBatch(PoolBatch):
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
         lengths = super().begin(inputs)
-        views: dict[PoolLayer, BridgedLayer] = {}
-        for part in self.pool.parts:
-            step = StepRows.of(self, part, inputs.shape[1])
-            for layer in part.layers:
-                views[layer] = BridgedLayer(self.unwritten, part, layer, step)
-        self.views = [views[layer] for layer in self.pool.layers]
+        steps = {part: StepRows.of(self, part, inputs.shape[1]) for part in self.pool.parts}
+        self.views = [BridgedLayer(self.unwritten, part, layer, steps[part]) for part, layer in self.pool.places]
         self._states = [
             self._stacked([sequence.states[n] for sequence in self.sequences]) for n in range(len(self.pool.states))
         ]

@@ -142,11 +142,14 @@ class _Probe:
     chunk: int | None = None
     asked: int | None = None  # the window of the mask
     fetched: tuple[mx.array, mx.array] | None = None
+    # A model reads these, makes them depend on other arrays and puts them back.
+    keys: mx.array | None = None
+    values: mx.array | None = None
     shared: bool = False
     offset = start_position = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.fetched = keys, values
+        self.fetched = self.keys, self.values = keys, values
         return keys, values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array] | None:
@@ -159,22 +162,6 @@ class _Probe:
 
     def maybe_trim_front(self) -> None:
         """Nothing to trim."""
-
-    @property
-    def keys(self) -> mx.array | None:
-        return None if self.fetched is None else self.fetched[0]
-
-    @keys.setter
-    def keys(self, array: mx.array) -> None:
-        """A model makes them depend on other arrays."""
-
-    @property
-    def values(self) -> mx.array | None:
-        return None if self.fetched is None else self.fetched[1]
-
-    @values.setter
-    def values(self, array: mx.array) -> None:
-        """DeepSeek V3.2 puts zeros here that nobody reads."""
 
 
 def _probe_of(cache: Any, number: int) -> Any:

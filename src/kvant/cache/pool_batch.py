@@ -57,8 +57,7 @@ class PoolBatch:
         return list(self)[layer]
 
     def __iter__(self) -> Iterator[AttentionCache]:
-        by_layer = {id(layer): part for part in self.pool.parts for layer in part.layers}
-        return (PoolLayerView(self, by_layer[id(layer)], layer) for layer in self.pool.layers)
+        return (PoolLayerView(self, part, layer) for part, layer in self.pool.places)
 
     def __len__(self) -> int:
         return len(self.pool.layers)
