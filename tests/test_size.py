@@ -9,7 +9,7 @@ import kvant
 ROOT = Path(kvant.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
 BUDGET = {
-    "cli": 5489, "server": 4052, "tools": 4141, "engine": 4611, "ranks": 1266, "bridge": 2465, "models": 3470,
+    "cli": 5489, "server": 4052, "tools": 4141, "engine": 4611, "ranks": 1237, "bridge": 2322, "models": 3470,
     "text": 3019, "cache": 2959, "operators": 2691, "weights": 963,
 }  # fmt: skip
 TOP = 1510  # modules beside the rooms, kvant_command.py and kvant_llm.py among them

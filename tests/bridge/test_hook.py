@@ -1,6 +1,5 @@
 """The hook on mlx-lm's attention: what it takes, what it leaves, and the fused kernel under mlx-lm's models."""
 
-import gc
 from typing import Any
 
 import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
@@ -39,7 +38,6 @@ def test_nothing_is_held() -> None:
     assert len(hook._fetched) == before - 1
     key, value = _fetched(layer, 4)
     del layer
-    gc.collect()
     assert hook.owner_of(key, value) is None
 
 
