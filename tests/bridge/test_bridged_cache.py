@@ -1,6 +1,6 @@
 """The cache of a bridged model in kvant's loop: steps that count when they are committed, exact bytes, trims."""
 
-from functools import partial
+import gc
 from typing import Any
 
 import mlx.core as mx
@@ -12,9 +12,13 @@ from support.counts import at_widths
 from support.numbers import peak_bytes, relative_error
 from support.tiny_models import build
 
-from kvant.bridge import BridgedCache, CacheBytes, cache_bytes, make_model_cache
+from kvant.bridge.cache import BridgedCache, make_model_cache
 from kvant.bridge.layers import BridgedLayer
+from kvant.bridge.pool import CacheBytes, pool_needs
+from kvant.bridge.probe import probe
+from kvant.bridge.prompt_cache import make_prompt_cache
 from kvant.cache import CacheOptions
+from kvant.cache.pool import sizes_alone
 from kvant.errors import ContextError
 
 
@@ -108,15 +112,15 @@ def test_a_state_takes_all_of_a_step_or_nothing(name: str) -> None:
 def test_bytes_are_known_before_and_the_same_after(name: str) -> None:
     model, _ = build(name)
     for options in (CacheOptions(0), CacheOptions(8, 16), CacheOptions(4)):
-        planned = cache_bytes(model, 40, options)
+        planned = pool_needs(probe(model), sizes_alone(40), options)
         # constants; nothing of the model is computed
-        assert peak_bytes(partial(cache_bytes, model, 40, options)) < 2**16
+        assert peak_bytes(lambda: pool_needs(probe(model), sizes_alone(40), options)) < 2**16  # noqa: B023
         cache = make_model_cache(model, 40, options)
         assert cache.used == CacheBytes(planned.keys_values, 0)
         for tokens in (PROMPT[:25], PROMPT[25:], [5]):
             feed(model, cache, tokens)
             assert cache.used == planned
-        assert cache.nbytes == planned.total
+        assert cache.nbytes == sum(planned)
 
 
 def test_a_step_copies_nothing_where_a_model_ties_its_arrays_together() -> None:
@@ -173,3 +177,21 @@ def test_released_memory_is_given_back() -> None:
     assert mx.get_active_memory() - before < 2**16
     with pytest.raises(RuntimeError, match="was released"):
         cache.begin(mx.array([[1]]))
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "deepseek_v32", "falcon_h1"])
+@pytest.mark.parametrize("make", [make_model_cache, make_prompt_cache])
+def test_a_cache_with_an_abandoned_step_is_freed_at_once(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector does not know how much memory waits for it."""
+    model, _ = build(name)
+    mx.eval(model.parameters())
+    monkeypatch.setattr(BridgedCache, "commit", lambda _: None)  # the step is abandoned
+    gc.collect()
+    gc.disable()
+    before, cache = mx.get_active_memory(), make(model, 4096)
+    feed(model, cache, PROMPT)
+    held = mx.get_active_memory()
+    del cache
+    gc.enable()
+    assert held - mx.get_active_memory() > 2**19
+    assert mx.get_active_memory() - before < 2**16

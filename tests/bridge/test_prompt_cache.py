@@ -17,8 +17,7 @@ from support.counts import at_widths, count
 from support.numbers import peak_bytes, relative_error
 from support.tiny_models import build
 
-from kvant.bridge import make_model_cache
-from kvant.bridge.cache import BridgedCache
+from kvant.bridge.cache import BridgedCache, make_model_cache
 from kvant.bridge.prompt_cache import PromptCacheLayer, make_prompt_cache
 from kvant.cache import CacheOptions
 from kvant.errors import ContextError

@@ -20,7 +20,6 @@ from kvant.tools.plan import BridgedCheckpoint
 FEW = count(("gemma3", "qwen3_next"), ("gemma3", "qwen3_next", "nemotron_h", "deepseek_v32", "llama4_text", "gpt_oss"))
 
 SCRIPT = """
-import gc
 import json
 import sys
 from pathlib import Path
@@ -106,7 +105,6 @@ for folder, layers, bits in json.loads(sys.argv[1]):
         lines = [line for line in cache.describe() if " layer" in line.split(":")[0]]
         assert sum(int(line.split()[0]) for line in lines) == describes
     del cache
-    gc.collect()
     mx.clear_cache()
     grown = mx.get_active_memory() - held
     assert grown < part.nbytes + SLACK, (folder.name, grown, part.nbytes)

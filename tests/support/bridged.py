@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from kvant.bridge import BridgedCache
+from kvant.bridge.cache import BridgedCache
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.pool import reserve

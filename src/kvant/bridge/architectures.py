@@ -60,13 +60,9 @@ REMAPPED_BY_CLASS = {("bailing_hybrid", "BailingMoeV3ForCausalLM"): "bailing_moe
 
 
 def module_name(config: Mapping[str, Any]) -> str:
-    """The module of mlx_lm.models that mlx-lm would take for a config.json.
+    """The module of mlx_lm.models that mlx-lm would take for a config.json: a name of ``ALLOWED``.
 
-    Args:
-        config: config.json as it was read. Its ``model_type`` decides, and in one case its ``architectures``.
-
-    Returns:
-        A name of ``ALLOWED``. ``NEEDS_METAL`` has those that run on a Mac alone.
+    The ``model_type`` decides, and in one case the ``architectures``.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):

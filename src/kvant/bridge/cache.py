@@ -9,61 +9,43 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.bridge.pool import BridgedBatch, BridgedPool, BridgedSequence, pool_needs, reserve
-from kvant.bridge.probe import Attention, Entry, Model, State, as_text, leaves_of, probe
+from kvant.bridge.pool import BridgedBatch, BridgedPool, BridgedSequence, CacheBytes, reserve
+from kvant.bridge.probe import Attention, Entry, Model, State, leaves_of, probe
 from kvant.cache import ModelCache
 from kvant.cache.layer_format import DTYPES, LayerFormat
-from kvant.cache.options import CacheOptions
+from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pool import rows_alone, sizes_alone
 from kvant.sizes import format_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class CacheBytes:
-    """Bytes of a model's cache.
-
-    Attributes:
-        keys_values: reserved when the cache is made.
-        state: of linear and convolution layers, which mlx-lm allocates at the first prefill.
-    """
-
-    keys_values: int
-    state: int
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.keys_values + self.state
-
-
+@dataclass(eq=False, slots=True)
 class StateView:
     """The states of a bridged cache, as mlx-lm's loops see a cache's layer."""
 
-    def __init__(self, cache: "BridgedCache") -> None:
-        self._cache = cache
+    cache: "BridgedCache"
 
     @property
     def offset(self) -> int:
         """Tokens so far."""
-        return self._cache.offset
+        return self.cache.offset
 
     @property
     def nbytes(self) -> int:
         """Bytes of the states now."""
-        return self._cache.used.state
+        return self.cache.used.state
 
     @property
     def state(self) -> list[Any]:
         """For mlx-lm, which evaluates it."""
-        return self._cache.states
+        return self.cache.states
 
     def trim(self, num_tokens: int) -> int:
         """Forget the last tokens of all layers."""
-        return self._cache.trim_layer(0, num_tokens)
+        return self.cache.trim_layer(0, num_tokens)
 
     def is_trimmable(self) -> bool:
         """Whether the last token can be forgotten."""
-        return self._cache.can_trim_to(max(0, self.offset - 1))
+        return self.cache.can_trim_to(max(0, self.offset - 1))
 
 
 class BridgedCache(ModelCache, BridgedBatch):
@@ -107,7 +89,7 @@ class BridgedCache(ModelCache, BridgedBatch):
     @property
     def nbytes(self) -> int:
         """Bytes held now."""
-        return self.used.total
+        return sum(self.used)
 
     def describe(self) -> list[str]:
         """What it is made of, a line for each kind of layer, and where a group is not the one asked for."""
@@ -127,46 +109,33 @@ class BridgedCache(ModelCache, BridgedBatch):
 
 
 def make_model_cache(
-    model: Model, max_seq_len: int, options: CacheOptions | None = None, *, absent: Collection[int] = ()
+    model: Model,
+    max_seq_len: int,
+    options: CacheOptions = DEFAULT_OPTIONS,
+    *,
+    found: Sequence[Entry] | None = None,
+    absent: Collection[int] = (),
 ) -> BridgedCache:
-    """A cache of mlx-lm's model for kvant's loop; arguments and errors as :func:`make_prompt_cache` has them.
+    """A cache of mlx-lm's model for kvant's loop; errors as :func:`kvant.make_prompt_cache` has them.
 
     Args:
+        found: by a probe of the model; None: it is probed.
         absent: the numbers of the model's caches that hold nothing here, because another process computes their layers.
             Offsets and masks are as in the others.
     """
-    options = options or CacheOptions()
-    check_format({"max_seq_len": max_seq_len}, options)
-    found = probe(model)
+    check_sizes(max_seq_len=max_seq_len)
+    found = probe(model) if found is None else found
     dtype = next((leaf.dtype for leaf in leaves_of(found) if isinstance(leaf, Attention)), "F32")
-    make_cache = partial(make_model_cache, model, options=options, absent=absent)
+    make_cache = partial(make_model_cache, model, options=options, found=found, absent=absent)
     pool = reserve(found, sizes_alone(max_seq_len), options, dtype=DTYPES[dtype], make_cache=make_cache, absent=absent)
     return BridgedCache(pool, options.kv_group_size, absent)
 
 
-def layout_of(model: Model) -> str:
-    """What a model asks of its caches, as JSON; those of another layout are for another model."""
-    return as_text(probe(model))
-
-
-def cache_bytes(model: Model, max_seq_len: int, options: CacheOptions) -> CacheBytes:
-    """What :func:`make_model_cache` would allocate, and mlx-lm for states. Nothing is allocated for it."""
-    return entries_bytes(probe(model), max_seq_len, options)
-
-
-def entries_bytes(entries: Sequence[Entry], max_seq_len: int, options: CacheOptions) -> CacheBytes:
-    """:func:`cache_bytes` of what a probe of the model found."""
-    check_format({"max_seq_len": max_seq_len}, options)
-    return CacheBytes(*pool_needs(entries, sizes_alone(max_seq_len), options))
-
-
-def check_format(sizes: dict[str, int], options: CacheOptions) -> None:
-    """Raise a ValueError that names the first size out of range, or a group that no width is divided by."""
+def check_sizes(**sizes: int) -> None:
+    """Raise a ValueError that names the first size out of range."""
     for name, number in sizes.items():
         if type(number) is not int or number < 1:
             raise ValueError(f"{name} is {number!r}; expected a positive int")
-    if options.kv_group_size % 8:
-        raise ValueError(f"kv_group_size is {options.kv_group_size}; expected a multiple of 8")
 
 
 def _counted(layers: int) -> str:
@@ -174,10 +143,7 @@ def _counted(layers: int) -> str:
 
 
 def _described(own: LayerFormat, max_seq_len: int, nbytes: int) -> str:
-    seen = ""
-    if own.window is not None:
-        seen = (
-            f" for chunks of {own.window} tokens" if own.kind == "chunks" else f" for a window of {own.window} tokens"
-        )
+    kind = "chunks" if own.kind == "chunks" else "a window"
+    seen = "" if own.window is None else f" for {kind} of {own.window} tokens"
     how = f"{own.kv_bits} bits in groups of {own.kv_group_size}" if own.kv_bits else "not quantized"
     return f"{rows_alone(own.window, max_seq_len)} rows{seen}, {how}, {format_bytes(nbytes)}"

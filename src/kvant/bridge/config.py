@@ -66,7 +66,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
 def check(raw: Mapping[str, Any]) -> None:
     """Refuse a config.json that names code, or whose values would have mlx-lm's class loop or allocate without end."""
     refuse_code(raw, "config.json")
-    layers, experts, heads = ("", 1), ("", 1), ("", 1)
+    most = {"layer": ("", 1), "expert": ("", 1), "head": ("", 1)}
     for key, value in _values({key: value for key, value in raw.items() if key not in LONG}):
         if isinstance(value, list | str):  # a list of layers, or a letter for each
             if len(value) > MAX_LAYERS:
@@ -80,12 +80,10 @@ def check(raw: Mapping[str, Any]) -> None:
             raise ModelError(f"config.json: {key} is {value}; expected at most {MAX_COUNT}")
         if "size" in key or "dim" in key:
             continue
-        if "layer" in key or "block" in key:
-            layers = max(layers, (key, value), key=itemgetter(1))
-        if "expert" in key:
-            experts = max(experts, (key, value), key=itemgetter(1))
-        if "head" in key:
-            heads = max(heads, (key, value), key=itemgetter(1))
+        for kind in most:
+            if kind in key.replace("block", "layer"):
+                most[kind] = max(most[kind], (key, value), key=itemgetter(1))
+    layers, experts, heads = most.values()
     for key, number, limit in (
         (*layers, MAX_LAYERS),
         (*experts, MAX_EXPERTS),

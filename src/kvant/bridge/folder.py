@@ -132,7 +132,7 @@ def quantize_all(model: Module, raw: Mapping[str, Any]) -> None:
             return False
         if module.weight.shape[-1] % quantization.group_size:
             return False
-        return {"bits": quantization.bits, "group_size": quantization.group_size, "mode": quantization.mode}
+        return quantization.form
 
     with library_errors(ModelError, f"config.json: MLX cannot quantize a {raw['model_type']} so"):
         quantize(model, default.group_size, default.bits, mode=default.mode, class_predicate=chosen)
@@ -157,7 +157,6 @@ def _quantize(model: Module, raw: Mapping[str, Any], weights: Weights) -> None:
     default, overrides = _formats(raw)
     if default is None:
         return
-    used = set()
 
     def chosen(path: str, module: Module) -> bool | dict[str, Any]:
         if path in overrides:
@@ -168,12 +167,10 @@ def _quantize(model: Module, raw: Mapping[str, Any], weights: Weights) -> None:
             quantization = None
         if quantization is None:
             return False
-        used.add(quantization)
-        return {"bits": quantization.bits, "group_size": quantization.group_size, "mode": quantization.mode}
+        check_device(quantization)
+        return quantization.form
 
     quantize(model, default.group_size, default.bits, mode=default.mode, class_predicate=chosen)
-    for quantization in used:
-        check_device(quantization)
 
 
 def _formats(raw: Mapping[str, Any]) -> tuple[Quantization | None, Mapping[str, Quantization | None]]:
@@ -223,11 +220,11 @@ def _check(model: Module, weights: Weights) -> None:
         own = expected[name]
         if array.shape != own.shape:
             raise CheckpointError(f"tensor {name} has shape {tuple(array.shape)}; expected {tuple(own.shape)}")
-        float_expected = mx.issubdtype(own.dtype, mx.floating)
-        if mx.issubdtype(array.dtype, mx.floating) != float_expected or (
-            not float_expected and array.dtype != own.dtype
-        ):
-            wanted = "a float" if float_expected else str(own.dtype).removeprefix("mlx.core.")
+        given, wanted = (
+            "a float" if mx.issubdtype(dtype, mx.floating) else str(dtype).removeprefix("mlx.core.")
+            for dtype in (array.dtype, own.dtype)
+        )
+        if given != wanted:
             given = str(array.dtype).removeprefix("mlx.core.")
             raise CheckpointError(f"tensor {name} has dtype {given}; expected {wanted}")
 

@@ -7,7 +7,7 @@ knows these arrays again and computes attention without them where that is faste
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import base
@@ -19,35 +19,19 @@ MODULES = "mlx_lm.models."
 mlx_lm_attention: Attention = getattr(base, NAME)
 
 
-class Owner(Protocol):
-    """A cache that handed out keys and values."""
-
-    def attend_fetched(
-        self,
-        query: mx.array,
-        key: mx.array,
-        value: mx.array,
-        *,
-        scale: float,
-        mask: mx.array | str | None,
-        sinks: mx.array | None,
-    ) -> mx.array | None:
-        """Attention to what it handed out; None: it is left to mlx-lm."""
+# By the id of the keys: the keys, the values and their BridgedLayer. Nothing is held: lazy arrays that are kept would
+# have the cache's buffers copied at the next append.
+_fetched: dict[int, tuple["weakref.ref[mx.array]", "weakref.ref[mx.array]", "weakref.ref[Any]"]] = {}
 
 
-# By the id of the keys: the values and their cache. Nothing is held: lazy arrays that are kept would have the cache's
-# buffers copied at the next append.
-_fetched: dict[int, tuple["weakref.ref[mx.array]", "weakref.ref[mx.array]", "weakref.ref[Owner]"]] = {}
-
-
-def remember(owner: Owner, key: mx.array, value: mx.array) -> None:
+def remember(owner: Any, key: mx.array, value: mx.array) -> None:
     """Have attention to these very arrays computed by their cache, for as long as they live."""
     place = id(key)
     _fetched[place] = (weakref.ref(key, lambda _: _fetched.pop(place, None)), weakref.ref(value), weakref.ref(owner))
 
 
-def owner_of(key: mx.array, value: mx.array) -> Owner | None:
-    """The cache that these arrays come from, if they are as it handed them out."""
+def owner_of(key: mx.array, value: mx.array) -> Any:
+    """The layer's cache that these arrays come from, if they are as it handed them out; else None."""
     known = _fetched.get(id(key))
     if known is None or known[0]() is not key or known[1]() is not value:
         return None
@@ -74,7 +58,7 @@ def attention(
     """mlx-lm's ``scaled_dot_product_attention``, and nothing else for arrays that are not a bridged cache's."""
     owner = owner_of(keys, values)
     if owner is not None:
-        output = owner.attend_fetched(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        output: mx.array | None = owner.attend_fetched(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
         if output is not None:
             return output
     return mlx_lm_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)

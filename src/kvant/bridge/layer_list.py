@@ -6,7 +6,7 @@ One call that is never evaluated shows it: MLX writes down which array is made o
 
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -130,18 +130,17 @@ def _problem(
     used = [number for numbers in caches for number in numbers]
     if len(set(used)) != len(used):
         return MORE
-    graph = _Graph()
-    *weights, others = [graph.name(array) for array in sources]
-    between = [graph.name(array) for array in hidden]
 
-    def end(array: mx.array, numbers: Iterable[int]) -> str:
+    def end(array: mx.array, numbers: Iterable[int]) -> mx.array:
         """One array that is made of what some caches were given, too."""
-        return graph.name(mx.depends([array], [part for number in numbers for part in kept[number]])[0])
+        made: mx.array = mx.depends([array], [part for number in numbers for part in kept[number]])[0]
+        return made
 
     ends = [end(array, numbers) for array, numbers in zip(hidden[1:], caches, strict=True)]
     elsewhere = end(mx.array(0.0), set(range(len(kept))) - set(used))
-    last = graph.name(logits)
-    graph.draw()
+    graph = _Graph([*sources, *hidden, *ends, elsewhere, logits])
+    *weights, others = map(graph.name, sources)
+    between = [*map(graph.name, hidden)]
     known = {*weights, others, *between}
     for given, result, weight, made in zip(between[:-1], between[1:], weights, ends, strict=True):
         own = {given, weight}
@@ -151,7 +150,9 @@ def _problem(
             return MORE
         if given not in reached:  # what an evaluated array was made of is forgotten
             return "mlx-lm's class computes a layer while it is called"
-    alone = graph.reached(last, known) & known <= {between[-1], others} and not graph.reached(elsewhere, known) & known
+    alone = (
+        graph.reached(logits, known) & known <= {between[-1], others} and not graph.reached(elsewhere, known) & known
+    )
     return "" if alone else MORE
 
 
@@ -165,22 +166,11 @@ def _arrays(probe: Any) -> list[mx.array]:
 class _Graph:
     """Which arrays not yet evaluated are made of which others: what :func:`mx.export_to_dot` writes."""
 
-    def __init__(self) -> None:
-        self._arrays: dict[str, mx.array] = {}
-        self._names: dict[int, str] = {}
-        self._made_of: Mapping[str, list[str]] = {}
-
-    def name(self, array: mx.array) -> str:
-        """A name for an array, the same for the same array."""
-        name = self._names.setdefault(id(array), f"a{len(self._names)}")  # MLX's own names are capitals
-        self._arrays[name] = array
-        return name
-
-    def draw(self) -> None:
-        """Find out what the named arrays are made of."""
+    def __init__(self, arrays: Sequence[mx.array]) -> None:
+        self._arrays = {self.name(array): array for array in arrays}
+        self._made_of: dict[str, list[str]] = {}
         text = io.StringIO()
         mx.export_to_dot(text, **self._arrays)
-        made_of: dict[str, list[str]] = {}
         # An operation, then each input as `"a" -> operation`, then each result as `operation -> "b"`. An operation's
         # number is no name for it: those of mx.compile are used again.
         for operation, source, result in re.findall(
@@ -191,12 +181,15 @@ class _Graph:
             elif source:
                 inputs.append(source)
             else:
-                made_of[result] = inputs
-        self._made_of = made_of
+                self._made_of[result] = inputs
 
-    def reached(self, end: str, stops: set[str]) -> set[str]:
+    def name(self, array: mx.array) -> str:
+        """The name of one of the arrays; MLX's own names are capitals."""
+        return f"a{id(array)}"
+
+    def reached(self, end: mx.array, stops: set[str]) -> set[str]:
         """What an array is made of, back to ``stops``, whose own making is not followed."""
-        left = list(self._made_of.get(end, ()))
+        left = list(self._made_of.get(self.name(end), ()))
         found: set[str] = set()
         while left:
             name = left.pop()

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from kvant.bridge import hook
 from kvant.cache.paged_layers import PagedLayers, PoolLayer
-from kvant.cache.pool_batch import PoolBatch
+from kvant.cache.pool_batch import PoolBatch, Waiting
 from kvant.operators.attention import attend_tokens
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import window_mask
@@ -154,10 +154,10 @@ class BridgedLayer:
         attends: whether all of the model's attention to what it fetched was computed here, for each sequence alone.
     """
 
-    def __init__(self, batch: PoolBatch, part: PagedLayers, layer: PoolLayer, step: StepRows) -> None:
-        """``layer``: appended to; its arrays are replaced."""
+    def __init__(self, unwritten: Waiting, part: PagedLayers, layer: PoolLayer, step: StepRows) -> None:
+        """``unwritten``: the batch's, which holds the layer. ``layer``: appended to; its arrays are replaced."""
         self.attends: bool | None = None
-        self._batch, self._part, self._layer = batch, part, layer
+        self._unwritten, self._part, self._layer = unwritten, part, layer
         self._begin(step)
 
     def _begin(self, step: StepRows) -> None:
@@ -195,13 +195,9 @@ class BridgedLayer:
         if own.shared:
             self._fetched = fetched
         self.appended = True
-        self.pass_by(self._step.new_tokens)
+        self.offset = self.offset + self._step.new_tokens
         hook.remember(self, *fetched)
         return fetched
-
-    def pass_by(self, num_tokens: int) -> None:
-        """Count tokens that another process appends in this step."""
-        self.offset = self.offset + num_tokens
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What was fetched in this step, for layers that share it."""
@@ -232,14 +228,11 @@ class BridgedLayer:
         mask: Mask,
         sinks: mx.array | None,
     ) -> mx.array | None:
-        """Attention to what was fetched last, where that is faster than mlx-lm's; None: it is not.
+        """Attention of queries (R, H, S, D) to what was fetched last; None: mlx-lm's is faster.
 
         Args:
-            query: (R, H, S, D).
             key, value: as they were fetched.
-            scale: the scores are multiplied by it.
             mask: "causal", None, or an array that is added to the scores (boolean: True keeps), (S, T) or more.
-            sinks: (H,) learned sinks.
         """
         own, S = self._layer.format, query.shape[2]
         if (backend := self._layer.backend) is not None and self._step.new_tokens == S:
@@ -247,7 +240,8 @@ class BridgedLayer:
             if output is not None:
                 self.attends = self.attends is not False
                 return output
-        scaled = scaled_query(query, scale)
+        factor = scale * math.sqrt(query.shape[3])  # kvant's attention multiplies the scores by 1/sqrt(D)
+        scaled = query if math.isclose(factor, 1, rel_tol=1e-6) else query * factor
         if not self._step.is_alone:
             rows = self._step.seen(mask)
             self.attends = rows is not None and self.attends is not False
@@ -285,7 +279,7 @@ class BridgedLayer:
         bits, group = own.kv_bits, own.kv_group_size
         if rows.new is None:
             waiting = stored_tokens(keys, values, arrays, quant_bit=bits, quant_group=group, alone=True)
-            self._batch.wait(self._part, self._layer, waiting)
+            self._unwritten[self._part].append((self._layer, waiting))
             return waiting
         if len(self._step.lengths) > B:
             keys, values = keys[:B], values[:B]
@@ -322,9 +316,3 @@ class BridgedLayer:
         own = self._layer.format
         options |= {"quant_bit": own.kv_bits, "quant_group": own.kv_group_size, "value_head_dim": own.value_head_dim}
         return attend_pages(query, self._layer.arrays, pages, **options, backend=backend)
-
-
-def scaled_query(query: mx.array, scale: float) -> mx.array:
-    """A query for attention that multiplies the scores by 1/sqrt(D), so that they are multiplied by ``scale``."""
-    factor = scale * math.sqrt(query.shape[3])
-    return query if math.isclose(factor, 1, rel_tol=1e-6) else query * factor

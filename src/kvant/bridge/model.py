@@ -3,7 +3,7 @@
 import re
 import threading
 from collections.abc import Collection, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Unpack
 
 import mlx.core as mx
@@ -13,15 +13,16 @@ from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from kvant.bridge.cache import BridgedCache, check_format, layout_of, make_model_cache
+from kvant.bridge.cache import BridgedCache, check_sizes, make_model_cache
 from kvant.bridge.config import BridgedConfig
-from kvant.bridge.pool import BridgedBatch, BridgedPool, make_pool
+from kvant.bridge.pool import TRIAL, BridgedBatch, BridgedPool, attends_apart, check_entries, reserve
+from kvant.bridge.probe import Entry, probe
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.options import CacheFields, CacheOptions
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.prompt_file import PromptCacheFile
-from kvant.models.caches import default_reservation
+from kvant.models.caches import default_reservation, longest_sequence
 from kvant.models.inputs import check_ids, check_offset, check_shape
 from kvant.operators.dispatch import resolve
 from kvant.threads import check_process
@@ -46,7 +47,11 @@ class BridgedModel:
         self.config = config
         self.dtype = dtype
         self.identity: Identity | None = None
-        self._layout = ""
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """What mlx-lm's model asks of its caches."""
+        return tuple(probe(self.module))
 
     def __call__(
         self,
@@ -93,8 +98,7 @@ class BridgedModel:
             cache = cache.taken(self.make_cache)
         if not isinstance(cache, BridgedCache):
             raise ValueError(f"the cache is a {type(cache).__name__}; expected what model.make_cache returns")
-        self._layout = self._layout or layout_of(self.module)
-        if cache.pool.layout != self._layout:
+        if cache.pool.entries != self.entries:
             raise ValueError("the cache is for a model with other layers; expected what model.make_cache returns")
         if None not in (cache.identity, self.identity) and cache.identity != self.identity:
             raise ValueError("the cache holds tokens of another model")
@@ -109,9 +113,8 @@ class BridgedModel:
         chosen = CacheOptions(**fields)
         if max_seq_len is None:
             max_seq_len = default_reservation(self.config)
-        cache = make_model_cache(self.module, max_seq_len, chosen, absent=self.absent_caches)
+        cache = make_model_cache(self.module, max_seq_len, chosen, found=self.entries, absent=self.absent_caches)
         cache.pool.identity, cache.pool.make_cache = self.identity, partial(self.make_cache, **chosen.fields)
-        self._layout = self._layout or cache.pool.layout  # or the model would be probed once more
         return cache
 
     def make_pool(
@@ -123,30 +126,24 @@ class BridgedModel:
         prefill_step_size: int = 512,
         **fields: Unpack[CacheFields],
     ) -> BridgedPool:
-        """See :class:`kvant.models.LanguageModel`. It takes the time of some steps."""
+        """See :class:`kvant.models.LanguageModel`. The model is tried first, with a small pool: some steps long."""
         check_process()
         chosen = CacheOptions(**fields)
         resolve(chosen.kernels)  # refuses them before the model is tried
-        if max_seq_len is None:
-            max_seq_len = min(tokens, self.config.max_position_embeddings or tokens)
-        sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
-        sizes["prefill_step_size"] = prefill_step_size
-        check_format(sizes, chosen)
-        pool = make_pool(
-            self.module,
-            self.config.model_type,
-            self.dtype,
-            sizes=sizes,
-            options=chosen,
-            make_cache=self.make_cache,
-            identity=self.identity,
-        )
-        self._layout = self._layout or pool.layout
+        sizes = {"tokens": tokens, "sequences": sequences, "prefill_step_size": prefill_step_size}
+        sizes["max_seq_len"] = longest_sequence(self.config, tokens, max_seq_len)
+        check_sizes(**sizes)
+        name, make_cache = self.config.model_type, partial(self.make_cache, **chosen.fields)
+        check_entries(self.entries, self.module, name)
+        made = partial(reserve, self.entries, dtype=self.dtype, make_cache=make_cache)
+        apart = attends_apart(self.module, name, made(TRIAL, CacheOptions(0, kernels="unfused")), self.dtype)
+        pool = made(sizes, chosen)
+        pool.identity, pool.attends_apart = self.identity, apart
         return pool
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights as they are held."""
+        """Bytes of the weights."""
         return sum(array.nbytes for array in self.arrays)
 
     @property
@@ -165,8 +162,7 @@ class BridgedModel:
     def _checked(self, cache: Sequence[KVCache] | PoolBatch) -> BridgedBatch:
         if isinstance(cache, ModelCache) or not isinstance(cache, PoolBatch):
             return self.check_cache(cache)
-        self._layout = self._layout or layout_of(self.module)
-        if not isinstance(cache, BridgedBatch) or cache.pool.layout != self._layout:
+        if not isinstance(cache, BridgedBatch) or cache.pool.entries != self.entries:
             raise ValueError("the pool is for a model with other layers; expected what model.make_pool returns")
         return cache
 

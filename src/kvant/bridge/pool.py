@@ -1,19 +1,17 @@
 """A pool for mlx-lm's models: sequences of different lengths in one step, each with its own pages and states."""
 
+import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList
-from mlx_lm.models.cache import KVCache as MlxLmKVCache
+from mlx_lm.models.cache import ArraysCache
 
 from kvant.bridge import hook
 from kvant.bridge.architectures import ONE_AT_A_TIME
 from kvant.bridge.layers import BridgedLayer, StepRows
-from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, as_text, leaves_of, probe
-from kvant.cache.identity import Identity
+from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, as_text, caches_of, leaves_of
 from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, Stored, stored_dtype
 from kvant.cache.options import CacheOptions
 from kvant.cache.paged_layers import SLACK, PoolLayer
@@ -21,14 +19,27 @@ from kvant.cache.pool import Pool, pool_bytes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.errors import ModelError
-from kvant.models.caches import check_memory
+from kvant.models.caches import check_memory, narrow_window
 
 Arrays = list[mx.array | None]  # of one state
 
 TRIED = (0, 1, 21)  # tokens of the sequences that a model is tried with: none, fewer than a state looks back, and more
+TRIAL = {"tokens": len(TRIED) * Pool.page_size, "sequences": len(TRIED), "max_seq_len": 64, "prefill_step_size": 32}
 # Logits of a sequence in a step with others and alone, as a part of the largest. Float32 differs by a millionth, half
 # precision by a hundredth. A wrong position or a token of another sequence is far off.
 AGREE, AGREE_HALF = 1e-3, 0.05
+
+
+class CacheBytes(NamedTuple):
+    """Bytes of a model's caches.
+
+    Attributes:
+        keys_values: reserved when they are made.
+        state: of linear and convolution layers, which mlx-lm allocates at the first prefill.
+    """
+
+    keys_values: int
+    state: int
 
 
 class BridgedSequence(PoolSequence):
@@ -108,7 +119,7 @@ class BridgedPool(Pool):
     A model that attends in its own way is given padded rows: then it does not attend apart.
 
     Attributes:
-        layout: :func:`kvant.bridge.cache.layout_of` the model that it is for.
+        entries: what the model that it is for asks of its caches; its layout is the same as JSON.
         states: what a sequence has of each linear or convolution layer.
     """
 
@@ -164,42 +175,34 @@ class BridgedBatch(PoolBatch):
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
         lengths = super().begin(inputs)
-        views: dict[PoolLayer, BridgedLayer] = {}
-        for part in self.pool.parts:
-            step = StepRows.of(self, part, inputs.shape[1])
-            for layer in part.layers:
-                views[layer] = BridgedLayer(self, part, layer, step)
-        self.views = [views[layer] for layer in self.pool.layers]
+        steps = {part: StepRows.of(self, part, inputs.shape[1]) for part in self.pool.parts}
+        self.views = [BridgedLayer(self.unwritten, part, layer, steps[part]) for part, layer in self.pool.places]
         self._states = [
             self._stacked([sequence.states[n] for sequence in self.sequences]) for n in range(len(self.pool.states))
         ]
         layers, states = iter(self.views), iter(self._states)
 
         def one(leaf: Leaf) -> Any:
-            if isinstance(leaf, Unused):
-                return MlxLmKVCache()
             return next(states if isinstance(leaf, State) else layers)
 
-        self._entries = [CacheList(*map(one, e)) if isinstance(e, tuple) else one(e) for e in self.pool.entries]
+        self._entries = caches_of(self.pool.entries, one)
         return lengths
 
     def commit(
         self, num_tokens: int | Sequence[int] | None = None, *, ids: Sequence[Sequence[int]] | None = None
     ) -> None:
-        states = self._states
-        if states and self.step is not None and num_tokens is not None:
-            each = num_tokens if isinstance(num_tokens, Sequence) else [num_tokens]
-            if any(count != self.step.shape[1] for count in each):
+        if self._states and self.step is not None:
+            S = self.step.shape[1]
+            each = num_tokens if isinstance(num_tokens, Sequence) else [S if num_tokens is None else num_tokens]
+            if any(count != S for count in each):
                 raise ValueError(
-                    f"num_tokens is {num_tokens}; the step has {self.step.shape[1]}, and the state of a linear layer "
-                    "takes all of a step"
+                    f"num_tokens is {num_tokens}; the step has {S}, and the state of a linear layer takes all of a step"
                 )
-        if states and self.step is not None:
             for b, sequence in enumerate(self.sequences):
-                own: list[Arrays] = [state.cache for state in states]
+                own: list[Arrays] = [state.cache for state in self._states]
                 if self.rows > 1:
                     own = [[None if a is None else a[b : b + 1] for a in arrays] for arrays in own]
-                sequence.will_have(sequence.length + self.step.shape[1], own)
+                sequence.will_have(sequence.length + S, own)
         super().commit(num_tokens, ids=ids)
         for sequence in self.sequences:
             sequence.states = sequence.states
@@ -224,39 +227,6 @@ class BridgedBatch(PoolBatch):
             full += [mx.zeros(most, known[0].dtype)] * (self.rows - len(full))
             made.cache[n] = mx.concatenate(full)
         return made
-
-
-def make_pool(
-    model: Model,
-    name: str,
-    dtype: mx.Dtype,
-    *,
-    sizes: dict[str, int],
-    options: CacheOptions,
-    make_cache: Callable[..., Any],
-    identity: Identity | None,
-) -> BridgedPool:
-    """A pool of mlx-lm's model; errors as :meth:`kvant.bridge.model.BridgedModel.make_pool` has them.
-
-    Before anything is reserved the model is tried with a small pool: some take one position for all sequences, or
-    the position from the number of rows that they read, or add a boolean mask to the scores.
-
-    Args:
-        model: mlx-lm's.
-        name: of its architecture, for errors.
-        dtype: it computes in.
-        sizes: tokens, sequences, max_seq_len and prefill_step_size, as :class:`kvant.cache.pool.Pool` has them.
-        options: of the pool; the small one is unfused.
-        make_cache, identity: of the model.
-    """
-    found = probe(model)
-    check_entries(found, model, name)
-    small = {"tokens": len(TRIED) * Pool.page_size, "sequences": len(TRIED), "max_seq_len": 64, "prefill_step_size": 32}
-    trial = reserve(found, small, CacheOptions(0, kernels="unfused"), dtype=dtype, make_cache=make_cache)
-    attends_apart = _try(model, name, trial, AGREE if dtype == mx.float32 else AGREE_HALF)
-    pool = reserve(found, sizes, options, dtype=dtype, make_cache=partial(make_cache, **options.fields))
-    pool.identity, pool.attends_apart = identity, attends_apart
-    return pool
 
 
 def reserve(
@@ -289,14 +259,23 @@ def check_entries(found: Sequence[Entry], model: Model, name: str) -> None:
         raise ModelError(f"{name} {reason}; one sequence at a time works")
 
 
-def pool_needs(found: Sequence[Entry], sizes: Mapping[str, Any], options: CacheOptions) -> tuple[int, int]:
-    """Bytes of a pool: of keys and values, and of its sequences' states; arguments as in :func:`make_pool`."""
+def pool_needs(found: Sequence[Entry], sizes: Mapping[str, Any], options: CacheOptions) -> CacheBytes:
+    """Bytes of a pool and of its sequences' states; arguments as in :func:`reserve`."""
     states = sizes["sequences"] * sum(leaf.nbytes for leaf in leaves_of(found) if isinstance(leaf, State))
-    return pool_bytes(formats_of(found, sizes["max_seq_len"], options), **sizes), states
+    return CacheBytes(pool_bytes(formats_of(found, sizes["max_seq_len"], options), **sizes), states)
 
 
-def _try(model: Model, name: str, pool: BridgedPool, agree: float) -> bool:
-    """Whether attention in a step of several sequences is computed for each alone."""
+def attends_apart(model: Model, name: str, pool: BridgedPool, dtype: mx.Dtype) -> bool:
+    """Whether attention in a step of several sequences is computed for each alone; a ModelError if they disturb it.
+
+    Some models take one position for all sequences, or the position from the number of rows that they read, or add a
+    boolean mask to the scores.
+
+    Args:
+        name: of its architecture, for errors.
+        pool: of the sizes :data:`TRIAL`.
+        dtype: it computes in.
+    """
     refused = f"{name} has no step of several sequences of different lengths; one sequence at a time works"
     texts = [[2 + (7 + 31 * i + 5 * b) % 59 for i in range(count + 1)] for b, count in enumerate(TRIED)]
     opened = [pool.sequence(pool.max_seq_len) for _ in texts]
@@ -322,7 +301,7 @@ def _try(model: Model, name: str, pool: BridgedPool, agree: float) -> bool:
     except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
         said = str(error).partition("\n")[0]
         raise ModelError(f"{refused}. mlx-lm's model raised {type(error).__name__}: {said}") from error
-    expected = mx.concatenate(alone)
+    agree, expected = AGREE if dtype == mx.float32 else AGREE_HALF, mx.concatenate(alone)
     finite = mx.isfinite(expected)
     difference = mx.abs(mx.where(finite, given - expected, 0)).max()
     if not (difference <= agree * mx.abs(mx.where(finite, expected, 0)).max()).item():
@@ -335,15 +314,18 @@ def formats_of(
 ) -> list[LayerFormat]:
     """How each layer that keeps rows stores tokens. A window that no sequence outgrows is none.
 
-    ``absent``: numbers of the entries whose layers another process computes; they have no heads here.
+    A group that does not divide both widths becomes their greatest common divisor. ``absent``: numbers of the entries
+    whose layers another process computes; they have no heads here.
     """
     bits, formats = options.kv_bits, []
+    if options.kv_group_size % 8:
+        raise ValueError(f"kv_group_size is {options.kv_group_size}; expected a multiple of 8")
     for number, entry in enumerate(found):
         for leaf in leaves_of([entry]):
             if not isinstance(leaf, Attention):
                 continue
             seen = leaf.chunk or leaf.window
-            window = seen if seen is not None and seen < max_seq_len else None
+            window = narrow_window(seen, max_seq_len)
             formats.append(
                 LayerFormat(
                     "quantized" if leaf.chunk is None else "chunks",
@@ -351,7 +333,7 @@ def formats_of(
                     leaf.key_dim,
                     leaf.value_dim,
                     bits,
-                    leaf.group(options.kv_group_size) if bits else 0,
+                    math.gcd(options.kv_group_size, leaf.key_dim, leaf.value_dim) if bits else 0,
                     stored_dtype(bits) if bits else leaf.dtype,
                     "F16" if bits else "",
                     window=window,

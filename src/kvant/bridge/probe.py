@@ -1,7 +1,6 @@
 """What a model asks of its layers' caches, from one call of it that is never evaluated."""
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,10 +41,6 @@ class Attention:
     value_is_key: bool
     shared: bool
 
-    def group(self, kv_group_size: int) -> int:
-        """The group that divides both widths: the given one, or its greatest common divisor with them."""
-        return math.gcd(kv_group_size, self.key_dim, self.value_dim)
-
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -79,8 +74,7 @@ def probe(model: Model) -> list[Entry]:
     for leaf in leaves_of(entries):
         if isinstance(leaf, _Probe) and leaf.asked is not None and leaf.ring is not None:
             windows[leaf.ring] = max(leaf.asked, windows.get(leaf.ring, 0))
-    one = partial(_leaf_of, windows=windows)
-    return [tuple(map(one, entry)) if isinstance(entry, tuple) else one(entry) for entry in entries]
+    return _each(entries, partial(_leaf_of, windows=windows))
 
 
 def called(model: Model) -> tuple[list[Any], mx.array]:
@@ -120,29 +114,42 @@ def leaves_of(entries: Iterable[Any]) -> list[Any]:
 def as_text(entries: Sequence[Entry]) -> str:
     """What a probe found, as JSON: an object with its kind for each cache, a list of them for a list of caches."""
 
-    def one(entry: Entry) -> Any:
-        if isinstance(entry, tuple):
-            return list(map(one, entry))
-        facts = {own.name: getattr(entry, own.name) for own in fields(entry)}
-        return {"kind": KIND_NAMES[type(entry)], **facts}
+    def one(leaf: Leaf) -> dict[str, Any]:
+        return {"kind": KIND_NAMES[type(leaf)], **{own.name: getattr(leaf, own.name) for own in fields(leaf)}}
 
-    return json.dumps([one(entry) for entry in entries])
+    return json.dumps(_each(entries, one))
 
 
+def caches_of(entries: Iterable[Entry], make: Callable[[Any], Any]) -> list[Any]:
+    """What mlx-lm's model takes as its caches: ``make`` of each that it uses, and mlx-lm's own of the others."""
+
+    def one(leaf: Leaf) -> Any:
+        return mlx_lm_cache.KVCache() if isinstance(leaf, Unused) else make(leaf)
+
+    made = _each(entries, one)
+    return [mlx_lm_cache.CacheList(*entry) if isinstance(entry, tuple) else entry for entry in made]
+
+
+def _each(entries: Iterable[Any], one: Callable[[Any], Any]) -> list[Any]:
+    return [tuple(map(one, entry)) if isinstance(entry, tuple) else one(entry) for entry in entries]
+
+
+@dataclass(eq=False)
 class _Probe:
     """Stands for a cache of keys and values, empty, and keeps nothing but what it was asked."""
 
+    ring: int | None = None  # max_size of mlx-lm's rotating cache
+    chunk: int | None = None
+    asked: int | None = None  # the window of the mask
+    fetched: tuple[mx.array, mx.array] | None = None
+    # A model reads these, makes them depend on other arrays and puts them back.
+    keys: mx.array | None = None
+    values: mx.array | None = None
+    shared: bool = False
     offset = start_position = 0
 
-    def __init__(self, ring: int | None = None, chunk: int | None = None) -> None:
-        self.ring = ring  # max_size of mlx-lm's rotating cache
-        self.chunk = chunk
-        self.asked: int | None = None  # the window of the mask
-        self.fetched: tuple[mx.array, mx.array] | None = None
-        self.shared = False
-
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.fetched = keys, values
+        self.fetched = self.keys, self.values = keys, values
         return keys, values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array] | None:
@@ -155,22 +162,6 @@ class _Probe:
 
     def maybe_trim_front(self) -> None:
         """Nothing to trim."""
-
-    @property
-    def keys(self) -> mx.array | None:
-        return None if self.fetched is None else self.fetched[0]
-
-    @keys.setter
-    def keys(self, array: mx.array) -> None:
-        """A model makes them depend on other arrays."""
-
-    @property
-    def values(self) -> mx.array | None:
-        return None if self.fetched is None else self.fetched[1]
-
-    @values.setter
-    def values(self, array: mx.array) -> None:
-        """DeepSeek V3.2 puts zeros here that nobody reads."""
 
 
 def _probe_of(cache: Any, number: int) -> Any:

@@ -3,17 +3,15 @@
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList
-from mlx_lm.models.cache import KVCache as MlxLmKVCache
+from mlx_lm.models.cache import ArraysCache
 
-from kvant.bridge.cache import check_format, entries_bytes
 from kvant.bridge.layers import BridgedLayer, Mask, StepRows
-from kvant.bridge.pool import reserve
-from kvant.bridge.probe import Leaf, Model, State, Unused, leaves_of, probe
+from kvant.bridge.pool import pool_needs, reserve
+from kvant.bridge.probe import Attention, Model, State, caches_of, leaves_of, probe
 from kvant.cache import ModelCache
 from kvant.cache.layer_format import DTYPES
 from kvant.cache.model import NotSaved
-from kvant.cache.options import CacheOptions
+from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pool import sizes_alone
 from kvant.models.caches import check_memory
 
@@ -26,21 +24,21 @@ class PromptCacheLayer(BridgedLayer):
     A step begins with its mask or its tokens.
     """
 
-    def __init__(self, cache: ModelCache, others: list["PromptCacheLayer"], masks: Masks) -> None:
+    def __init__(self, cache: ModelCache, every: list[ModelCache], masks: Masks) -> None:
         """For a cache of one layer.
 
         Args:
-            others: all layers of the model, this one too: none goes back further than all of them can.
+            every: those of all layers of the model, this one too: none goes back further than all of them can.
             masks: that the layers made in this step; a model gives one layer's mask to another.
         """
-        self._cache, self._others, self._masks = cache, others, masks
-        others.append(self)
-        super().__init__(cache, cache.pool.parts[0], cache.pool.layers[0], self._begun(1))
+        self._cache, self._every, self._masks = cache, every, masks
+        every.append(cache)
+        super().__init__(cache.unwritten, cache.pool.parts[0], cache.pool.layers[0], self._begun(1))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PromptCacheLayer":
         """The same layer of a copy of all."""
-        others, masks = memo.setdefault(id(self._others), []), memo.setdefault(id(self._masks), {})
-        return PromptCacheLayer(self._cache.fork(), others, masks)
+        every, masks = memo.setdefault(id(self._every), []), memo.setdefault(id(self._masks), {})
+        return PromptCacheLayer(self._cache.fork(), every, masks)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -94,14 +92,14 @@ class PromptCacheLayer(BridgedLayer):
     def is_trimmable(self) -> bool:
         """Whether the last token can be forgotten, by all layers."""
         length = max(0, self.size() - 1)
-        return all(other._cache.can_trim_to(length) for other in self._others)
+        return all(cache.can_trim_to(length) for cache in self._every)
 
     def trim(self, num_tokens: int) -> int:
         """Forget the last tokens, or all there are. Returns how many were forgotten."""
         length = max(0, self.size() - num_tokens)
-        for other in self._others:
-            if not other._cache.can_trim_to(length):
-                other._cache.trim(other.size() - length)  # which says why not
+        for cache in self._every:
+            if not cache.can_trim_to(length):
+                cache.trim_to(length)  # which says why not
         forgotten = self._cache.trim(num_tokens)
         self.offset = self.size()
         return forgotten
@@ -121,43 +119,28 @@ class PromptCacheLayer(BridgedLayer):
         return step
 
 
-def make_prompt_cache(model: Model, max_kv_size: int, *, kv_bits: int = 8, kv_group_size: int = 32) -> list[Any]:
-    """A prompt cache for mlx-lm's own loops that is reserved now, quantized, and never grows.
+def make_prompt_cache(model: Model, max_kv_size: int, options: CacheOptions = DEFAULT_OPTIONS) -> list[Any]:
+    """The caches of a model of mlx-lm's; see :func:`kvant.make_prompt_cache`.
 
     ``mlx_lm.generate(model, tokenizer, prompt, prompt_cache=kvant.make_prompt_cache(model, 4096))``
 
     The states of linear and convolution layers stay mlx-lm's own. Attention to the cache's tokens is computed by kvant
     where that is faster; every other call stays mlx-lm's.
 
-    Args:
-        model: any of mlx-lm's.
-        max_kv_size: tokens it can hold. More are a ContextError.
-        kv_bits: 8, 4, or 0 for no quantization.
-        kv_group_size: elements that share a scale. Where it does not divide a head's width, their greatest common
-            divisor is used.
-
     Returns:
         a cache for each place where the model's ``make_cache`` has one.
-
-    Raises:
-        ContextError: more than this machine's memory; nothing was allocated.
-        ValueError: an argument out of range, or a model with a kind of cache that kvant has nothing for.
     """
     if hasattr(model, "check_cache") or not (hasattr(model, "layers") or hasattr(model, "make_cache")):
         raise ValueError(
             f"model is a {type(model).__name__}; expected mlx-lm's own. A model of kvant.load has make_cache"
         )
-    options = CacheOptions(kv_bits, kv_group_size)
-    check_format({"max_kv_size": max_kv_size}, options)
     found = probe(model)
-    check_memory(max_kv_size, entries_bytes(found, max_kv_size, options).total)
+    check_memory(max_kv_size, sum(pool_needs(found, sizes_alone(max_kv_size), options)))
     states = [leaf for leaf in leaves_of(found) if isinstance(leaf, State)]
-    layers: list[PromptCacheLayer] = []
+    every: list[ModelCache] = []
     masks: Masks = {}
 
-    def one(leaf: Leaf) -> Any:
-        if isinstance(leaf, Unused):
-            return MlxLmKVCache()
+    def one(leaf: Attention | State) -> Any:
         if isinstance(leaf, State):
             return ArraysCache(len(leaf.shapes))
 
@@ -166,6 +149,6 @@ def make_prompt_cache(model: Model, max_kv_size: int, *, kv_bits: int = 8, kv_gr
             sizes, dtype = sizes_alone(tokens), DTYPES[leaf.dtype]
             return ModelCache(reserve([leaf, *states], sizes, options, dtype=dtype, make_cache=made))
 
-        return PromptCacheLayer(made(max_kv_size), layers, masks)
+        return PromptCacheLayer(made(max_kv_size), every, masks)
 
-    return [CacheList(*map(one, entry)) if isinstance(entry, tuple) else one(entry) for entry in found]
+    return caches_of(found, one)

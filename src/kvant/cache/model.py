@@ -70,7 +70,7 @@ class KVCache(PoolLayerView):
         """The same layer of a copy of the cache."""
         made = copy.copy(self)
         made.batch = copy.deepcopy(self.batch, memo)
-        made.part, made.layer = made.batch.places[self.batch.places.index((self.part, self.layer))]
+        made.part, made.layer = made.batch.pool.places[self.batch.pool.places.index((self.part, self.layer))]
         return made
 
     def trim(self, num_tokens: int) -> int:
@@ -95,7 +95,6 @@ class ModelCache(PoolBatch, Sequence[Any]):
         held: its sequence.
         ahead: of its tokens the last ones that are computed and not handed out yet.
         prefill_step_size: prompt tokens that a scheduler feeds at a time.
-        places: each layer, and the layers that share its page table.
     """
 
     pool: Pool
@@ -109,7 +108,6 @@ class ModelCache(PoolBatch, Sequence[Any]):
         self.held: PoolSequence = pool.sequence(pool.max_seq_len)
         super().__init__(pool, [self.held])
         self.ahead, self.prefill_step_size = 0, sys.maxsize
-        self.places = tuple((part, layer) for layer in pool.layers for part in pool.parts if layer in part.layers)
         self._trimmed: tuple[int, int, set[int]] | None = None
         self._is_torn = False  # pages are being handed out
 
@@ -135,10 +133,10 @@ class ModelCache(PoolBatch, Sequence[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         # Made when they are asked for: a cache that held them would be freed by the garbage collector alone.
-        return (KVCache(self, part, layer) for part, layer in self.places)
+        return (KVCache(self, part, layer) for part, layer in self.pool.places)
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.pool.places)
 
     @property
     def offset(self) -> int:

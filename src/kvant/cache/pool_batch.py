@@ -1,5 +1,6 @@
 """What a model sees of a pool in one step: the sequences that take part."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from kvant.operators.kernels.attend import MAX_NEW_TOKENS
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged, put_rows
 from kvant.operators.paged_kernel import StepPages, step_pages
 from kvant.threads import Turn
+
+Waiting = defaultdict[PagedLayers, list[tuple[PoolLayer, list[mx.array]]]]  # new tokens, as a layer stores them
 
 
 class PoolBatch:
@@ -31,6 +34,7 @@ class PoolBatch:
         rows: sequences of the inputs, B or more. Those past B are padding: nothing of them is written, and their
             attention is 0.
         step: token ids (rows, S) of a step that was begun and is not committed.
+        unwritten: new tokens of the layers that keep them until the step is committed.
     """
 
     def __init__(self, pool: PoolState, sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
@@ -47,14 +51,13 @@ class PoolBatch:
         self.step: mx.array | None = None
         self._placed: dict[PagedLayers, PagedRows] = {}
         self._start = 0  # the position of the first of the tokens that wait
-        self._waiting: dict[PagedLayers, list[tuple[PoolLayer, list[mx.array]]]] = {}
+        self.unwritten: Waiting = defaultdict(list)
 
     def __getitem__(self, layer: int) -> AttentionCache:
         return list(self)[layer]
 
     def __iter__(self) -> Iterator[AttentionCache]:
-        by_layer = {id(layer): part for part in self.pool.parts for layer in part.layers}
-        return (PoolLayerView(self, by_layer[id(layer)], layer) for layer in self.pool.layers)
+        return (PoolLayerView(self, part, layer) for part, layer in self.pool.places)
 
     def __len__(self) -> int:
         return len(self.pool.layers)
@@ -145,28 +148,24 @@ class PoolBatch:
 
     def settle(self) -> None:
         """Write those of the tokens that wait which count by now; the others are gone."""
-        if not self._waiting:
+        if not self.unwritten:
             return
         (sequence,) = self.sequences
         for table, part in zip(sequence.tables, self.pool.parts, strict=True):
-            if sequence.length <= self._start or part not in self._waiting:
+            if sequence.length <= self._start or part not in self.unwritten:
                 continue
             part.move_to(table, sequence.length)
             first = max(table.first, self._start)
             rows = runs(table.pages, first - table.start, sequence.length - table.start)
-            for layer, arrays in self._waiting[part]:
+            for layer, arrays in self.unwritten[part]:
                 for array, tokens in zip(layer.arrays, arrays, strict=True):
                     put_rows(array, tokens[:, :, first - self._start :], rows)
-        self._waiting.clear()
+        self.unwritten.clear()
 
     @property
     def waiting(self) -> list[mx.array]:
         """What waits to be written."""
-        return [array for layers in self._waiting.values() for _, arrays in layers for array in arrays]
-
-    def wait(self, part: PagedLayers, layer: PoolLayer, tokens: list[mx.array]) -> None:
-        """Keep a layer's new tokens, as it stores them, until the step is committed."""
-        self._waiting.setdefault(part, []).append((layer, tokens))
+        return [array for layers in self.unwritten.values() for _, arrays in layers for array in arrays]
 
     def placed(self, part: PagedLayers) -> PagedRows:
         """Where the step's tokens are, in some of the layers."""
@@ -212,7 +211,7 @@ class PoolLayerView:
             backend=self.layer.backend,
         )
         if waiting is not None:
-            self.batch.wait(self.part, self.layer, waiting)
+            self.batch.unwritten[self.part].append((self.layer, waiting))
         return output
 
 

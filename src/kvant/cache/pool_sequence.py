@@ -24,6 +24,7 @@ class PoolState:
         turn: held by the thread that computes through the pool.
         layers: of the model, in order.
         parts: the same layers by the page tables that they share.
+        places: each layer, behind its part.
         max_sequences: sequences that can be open at once.
         num_sequences: sequences that are open.
         max_seq_len: tokens that a sequence can have.
@@ -58,6 +59,7 @@ class PoolState:
         self.turn = Turn()
         self.layers = tuple(layers)
         self.parts = tuple(parts)
+        self.places = tuple((part, layer) for layer in layers for part in parts if layer in part.layers)
         self.max_sequences = max_sequences
         self.num_sequences = 0
         self.max_seq_len = max_seq_len

@@ -22,7 +22,7 @@ def make_prompt_cache(
 
     Args:
         model: of ``kvant.load``: the result is its :class:`kvant.cache.ModelCache`. Of ``mlx_lm.load``: a list for
-            mlx-lm's own loops, see :func:`kvant.bridge.make_prompt_cache`.
+            mlx-lm's own loops, see :mod:`kvant.bridge.prompt_cache`.
         max_kv_size: tokens it can hold; None: at most 4,096, and at most the context of a model of ``kvant.load``.
         kv_bits: 8, 4, or 0 for no quantization; None: 8.
         kv_group_size: elements that share a scale; None: 32.
@@ -34,10 +34,10 @@ def make_prompt_cache(
     options = cache_options(kv_bits, kv_group_size, max_kv_size)
     if hasattr(model, "check_cache"):
         return model.make_cache(max_kv_size, **options.fields)
-    from kvant import bridge  # not for a model of kvant's own: it imports mlx-lm
+    from kvant.bridge import prompt_cache  # not for a model of kvant's own: it imports mlx-lm
 
     size = DEFAULT_RESERVATION if max_kv_size is None else max_kv_size
-    return bridge.make_prompt_cache(model, size, kv_bits=options.kv_bits, kv_group_size=options.kv_group_size)
+    return prompt_cache.make_prompt_cache(model, size, options)
 
 
 def save_prompt_cache(file_name: str | Path, cache: Sequence[Any], metadata: Mapping[str, str] | None = None) -> None:

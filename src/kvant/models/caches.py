@@ -134,6 +134,6 @@ def pool_size(
     return total
 
 
-def longest_sequence(config: ModelConfig, tokens: int, max_seq_len: int | None) -> int:
+def longest_sequence(config: LanguageModelConfig, tokens: int, max_seq_len: int | None) -> int:
     """Tokens that a sequence of a pool can have: ``max_seq_len``, or all of the pool's, at most the context."""
     return min(tokens, config.max_position_embeddings or tokens) if max_seq_len is None else max_seq_len

@@ -28,7 +28,6 @@ from kvant.bridge.layer_list import LayerList, Own, list_layers, redirect
 from kvant.bridge.layers import BridgedLayer
 from kvant.bridge.model import BridgedModel, bytes_read, parameters
 from kvant.bridge.pool import BridgedBatch
-from kvant.bridge.probe import probe
 from kvant.bridge.rope import rotate_by_matrices
 from kvant.cache import ModelCache
 from kvant.cache.pool_batch import PoolBatch
@@ -93,7 +92,7 @@ class BridgedStageModel(BridgedModel):
         self.held = frozenset(parameters(module).keys() - others if leads else own)
         caches = {cache for n in layers for cache in found.caches[n]}
         elsewhere = {cache for n, each in enumerate(found.caches) if n not in layers for cache in each}
-        self.absent_caches = frozenset(elsewhere if leads else set(range(len(probe(module)))) - caches)
+        self.absent_caches = frozenset(elsewhere if leads else set(range(len(self.entries))) - caches)
         self._cache: BridgedBatch | None = None
         self._computes = self._returns = False
         self._sent: list[mx.array] = []
@@ -159,7 +158,11 @@ class BridgedStageModel(BridgedModel):
             if number == self.layers.stop - 1 and size > 1:
                 hidden = self._send(hidden)
         elif self._cache is not None:
-            self._pass_by(number, hidden.shape[1])
+            for cache in self._found.caches[number]:  # they count as they do there
+                entry = self._cache.entries[cache]
+                for part in getattr(entry, "caches", [entry]):
+                    if isinstance(part, BridgedLayer):
+                        part.offset = part.offset + hidden.shape[1]
         if number == len(self._found.paths) - 1 and rank == 0 and size > 1 and self._returns:
             hidden = self.ranks.receive(hidden.shape, hidden.dtype, size - 1)
             mx.eval(hidden)  # a step that is given up from here on leaves no message behind for the next one
@@ -174,15 +177,6 @@ class BridgedStageModel(BridgedModel):
         if rank == 0:  # MLX may begin with the receiving, which no array leads to, and wait for ever
             mx.eval(sent)
         return sent
-
-    def _pass_by(self, number: int, num_tokens: int) -> None:
-        """Have the caches of another rank's layer count as they do there."""
-        assert self._cache is not None
-        for cache in self._found.caches[number]:
-            entry = self._cache.entries[cache]
-            for part in getattr(entry, "caches", [entry]):
-                if isinstance(part, BridgedLayer):
-                    part.pass_by(num_tokens)
 
 
 def _list_layers(folder: Path) -> LayerList:

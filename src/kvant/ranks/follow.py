@@ -1,16 +1,20 @@
 """The other ranks compute what rank 0 tells them, until it ends."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import mlx.core as mx
 
 from kvant.cache import ModelCache
+from kvant.cache.paged_layers import PageTable
+from kvant.cache.planned_batch import PlannedBatch
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
+from kvant.errors import RanksError
 from kvant.models import LanguageModel
 from kvant.ranks.guard import Guard
-from kvant.ranks.plans import Plan, align, planned_batch
 
+Plan = Mapping[str, Any]  # a step as rank 0 tells it: plain data
 CALLS = ("__call__", "feed", "next_logits", "every_logits")
 
 
@@ -23,33 +27,26 @@ class Follower:
 
     def obey(self, message: Plan) -> Any | None:
         """Do what rank 0 tells. Returns what it waits for; None: it does not."""
-        for number in message["dropped"]:
-            del self._held[number]
+        for dropped in message["dropped"]:
+            del self._held[dropped]
+        number = message["number"]
         if "make" in message:
-            self._held[message["number"]] = self._make(message)
+            make = self._part.make_pool if message["make"] == "pool" else self._part.make_cache
+            self._held[number] = make(**message["options"])
             return []
-        self._compute(self._held[message["number"]], message)
-        return None
-
-    def _make(self, message: Plan) -> ModelCache | Pool:
-        options: dict[str, Any] = dict(message["options"])
-        if message["make"] == "pool":
-            return self._part.make_pool(options.pop("tokens"), **options)
-        return self._part.make_cache(options.pop("max_seq_len"), **options)
-
-    def _compute(self, held: ModelCache | Pool, message: Plan) -> None:
-        cache: ModelCache | PoolBatch
-        if isinstance(held, Pool):
-            cache = planned_batch(held, message)
-        else:
-            align(held, message["lengths"])
-            cache = held
-        call = message["call"]
+        call, held = message["call"], self._held[number]
         if call not in CALLS:
             raise AssertionError(f"rank 0 calls {call}")
+        cache: ModelCache | PoolBatch
+        if isinstance(held, Pool):
+            cache = _planned_batch(held, message)
+        else:
+            cache = held
+            _align(cache, message["lengths"])
         mx.eval(getattr(self._part, call)(mx.array(message["ids"]), cache=cache))
         if call == "feed":
             mx.clear_cache()  # a chunk's activations, as on rank 0
+        return None
 
 
 def follow(part: LanguageModel, guard: Guard) -> NoReturn:
@@ -59,3 +56,30 @@ def follow(part: LanguageModel, guard: Guard) -> NoReturn:
         reply = follower.obey(guard.receive())
         if reply is not None:
             guard.gather(reply)
+
+
+def _planned_batch(pool: Pool, plan: Plan) -> PlannedBatch:
+    """Make the batch that rank 0 has planned in this rank's pool."""
+    for part, copies in zip(pool.parts, plan["copies"], strict=True):
+        for page, to, rows in copies:
+            part.copy(page, to, rows)
+    tables = [[PageTable(first, pages, len(pages)) for first, pages in own] for own in plan["tables"]]
+    return PlannedBatch(pool, tables, plan["lengths"], plan["rows"])
+
+
+def _align(cache: ModelCache, lengths: Sequence[int]) -> None:
+    """Commit or forget tokens, so that this cache has those of rank 0's at the beginning of a step.
+
+    What rank 0 has committed of the last step, or forgotten since, is seen in its length.
+    """
+    (length,), step = lengths, cache.step
+    if step is not None and 0 < (new := length - cache.offset) <= step.shape[1]:
+        cache.commit(None if new == step.shape[1] else new)
+    elif step is not None:
+        cache.end_step()
+    if not length:
+        cache.reset()
+    elif length > cache.offset:
+        raise RanksError(f"the cache holds {cache.offset} tokens; rank 0's has {length}")
+    else:
+        cache.trim_to(length)

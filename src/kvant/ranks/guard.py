@@ -278,14 +278,8 @@ class Guard:
 def first_difference(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """Say which fact differs first from rank 0's, with both values; empty if none does."""
     for name in {**own, **theirs}:
-        ours, other = _shown(own, name), _shown(theirs, name)
+        found = [facts.get(name, "missing") for facts in (own, theirs)]
+        ours, other = (value if isinstance(value, str) else json.dumps(value, sort_keys=True) for value in found)
         if ours != other:
             return f"{name} is {other}; rank 0 has {ours}"
     return ""
-
-
-def _shown(facts: Mapping[str, Any], name: str) -> str:
-    if name not in facts:
-        return "missing"
-    value = facts[name]
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)

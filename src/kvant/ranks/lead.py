@@ -18,7 +18,6 @@ from kvant.models import LanguageModel
 from kvant.models.decoder import Cached, Offset
 from kvant.ranks.group import Ranks, Traffic
 from kvant.ranks.guard import Guard
-from kvant.ranks.plans import pool_plan
 
 Computed = TypeVar("Computed", mx.array, list[mx.array])
 NOTICED_S = 1.0  # for the guard, which knows whether another rank is gone; MLX's error does not say so
@@ -128,7 +127,7 @@ class Lead:
             raise RanksError("the cache is not of this model; on several ranks expected one of model.make_cache")
         cache.begin(inputs)  # refuses what does not fit, before the others are told
         ids = inputs.tolist()
-        plan = {"lengths": cache.lengths} if cache.pool.alone else pool_plan(cache)
+        plan = {"lengths": cache.lengths} if cache.pool.alone else _pool_plan(cache)
         before = replace(self.ranks.traffic)
         with self._whole():
             self._tell({"call": call.__name__, "number": number, "ids": ids, **plan})
@@ -148,3 +147,14 @@ class Lead:
         dropped = self._dropped[:]
         del self._dropped[: len(dropped)]
         self._guard.tell({**message, "dropped": dropped})
+
+
+def _pool_plan(batch: PoolBatch) -> dict[str, Any]:
+    """Describe a batch's step: the pages that were copied since the last one, and each token's place."""
+    parts, copies = batch.pool.parts, []
+    for part in parts:
+        copies.append(part.copied or [])
+        part.copied = []
+    tables = [[(t.first, t.pages) for t in (own.tables[n] for own in batch.sequences)] for n in range(len(parts))]
+    lengths = [sequence.length for sequence in batch.sequences]
+    return {"copies": copies, "tables": tables, "lengths": lengths, "rows": batch.rows}

@@ -181,8 +181,7 @@ def _float_weights(config: ModelConfig) -> int:
 
 def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu: bool) -> Needs:
     """Of a model that mlx-lm's class computes: cache and state are exact, scratch is an estimate."""
-    from kvant.bridge.cache import entries_bytes
-    from kvant.bridge.pool import check_entries, pool_needs
+    from kvant.bridge.pool import CacheBytes, check_entries, pool_needs
     from kvant.bridge.probe import Attention, State, leaves_of
 
     config, part, sequences = checkpoint.config, checkpoint.part, settings.sequences
@@ -201,13 +200,13 @@ def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu:
         numbers = OUTPUT_COPIES * outputs * new + SCORE_COPIES * heads * new * tokens
         return count * (FLOAT32 * (numbers + DEQUANTIZED_COPIES * row * tokens) + min(new, QUEUED_STATES) * state)
 
-    def pool(tokens: int, in_all: int, count: int) -> tuple[int, int]:
+    def pool(tokens: int, in_all: int, count: int) -> CacheBytes:
         sizes = {"tokens": in_all, "sequences": count, "max_seq_len": tokens}
         return pool_needs(entries, sizes | {"prefill_step_size": settings.prefill_step_size}, settings.cache)
 
     def needed(tokens: int) -> MemoryPlan:
-        one = entries_bytes(entries, tokens, settings.cache)
-        caches = settings.caches * (one.keys_values + one.state)
+        one = pool_needs(entries, sizes_alone(tokens), settings.cache)
+        caches = settings.caches * sum(one)
         prefill = chunk(min(settings.prefill_step_size, tokens), tokens)
         if sequences is None:
             scratch = max(prefill, chunk(1, tokens) + logits) + one.state

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from kvant.cache import ModelCache
 from kvant.cache.options import CacheOptions
+from kvant.cache.pool import sizes_alone
 from kvant.models import Decoder, LanguageModel
 
 NOTATION = "0, or BITSgGROUP with 8 or 4 bits, such as 8g32 or 4g64:nosplit"
@@ -40,12 +41,11 @@ class CacheFormat(CacheOptions):
         if isinstance(model, Decoder):
             one, two = (self.make_cache(model, tokens).nbytes for tokens in (1, 2))
             return two - one
-        from kvant.bridge.cache import cache_bytes  # there already: the model is mlx-lm's
-        from kvant.bridge.model import BridgedModel
+        from kvant.bridge.model import BridgedModel  # there already: the model is mlx-lm's
+        from kvant.bridge.pool import pool_needs
 
         assert isinstance(model, BridgedModel)
-        sizes = (cache_bytes(model.module, MANY + more, self) for more in (0, 1))
-        one, two = (size.keys_values for size in sizes)
+        one, two = (pool_needs(model.entries, sizes_alone(MANY + more), self).keys_values for more in (0, 1))
         return two - one
 
 
