@@ -19,7 +19,6 @@ from support.pools import TEXT
 
 from kvant.cache import ModelCache
 from kvant.cache.snapshot import read_header
-from kvant.engine.run import Run
 from kvant.models import Decoder
 from kvant.operators.quantization import dequantize
 
@@ -62,23 +61,6 @@ def test_the_next_tokens_are_those_of_an_uninterrupted_run(
     expected = _logits(model, first)
     assert _same(_logits(model, loaded), expected)
     assert _same(_logits(model, forked), expected)
-
-
-def test_a_run_goes_on(pocket: Pocket, tmp_path: Path) -> None:
-    """Saved while a run is suspended: the step that it has queued is not saved, and the run is not disturbed."""
-    model, _ = pocket
-    tokens = [token for token, _ in Run(model, IDS, model.make_cache(128), max_tokens=30)]
-    cache = model.make_cache(128)
-    run = Run(model, IDS, cache, max_tokens=30)
-    given = [next(run)[0] for _ in range(10)]
-    cache.save(tmp_path / "saved")
-    forked = cache.fork()
-    assert given + [token for token, _ in run] == tokens
-    loaded = model.make_cache(128)
-    loaded.load(tmp_path / "saved")
-    for other in (loaded, forked):
-        assert other.ids == [IDS + tokens[:9]]  # all that was handed out but the last
-        assert [token for token, _ in Run(model, tokens[9:10], other, max_tokens=20)] == tokens[10:]
 
 
 def test_a_fork_is_independent(pocket: Pocket) -> None:
