@@ -1,7 +1,6 @@
 """A bridged model's pool: sequences of different lengths in one step, against mlx-lm's own caches and kvant's."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import architectures as table
@@ -224,27 +223,6 @@ def test_forks_steps_that_do_not_count_and_trims(name: str) -> None:
     assert relative_error(again, model.module(mx.array([PROMPTS[2]]))[:, -1]) < AGREE
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next", "falcon_h1", "mamba", "deepseek_v32"])
-def test_a_sequence_becomes_a_cache_and_comes_back(name: str, tmp_path: Path) -> None:
-    model = bridged(name)
-    pool = _pool(model, 8)
-    sequence, _ = _opened(model, pool, PROMPTS[1])
-    saved = model.make_cache(200)
-    saved.held.load(sequence)
-    assert saved.ids == [PROMPTS[1]]
-    saved.save(tmp_path / "c.kvant")
-    cache = model.make_cache(200)
-    cache.load(tmp_path / "c.kvant")
-    model.check_cache(cache)
-    loaded = pool.sequence(200)
-    loaded.load(cache.held)
-    expected = _fed(model, pool, [sequence], [[9]])
-    assert relative_error(_fed(model, pool, [loaded], [[9]]), expected) < 1e-6
-    assert relative_error(model(mx.array([[9]]), cache=cache)[:, -1], expected) < 1e-3  # a level of 8 bits may flip
-    with pytest.raises(ValueError, match="for a model with other layers"):
-        pool.sequence(200).load(bridged("qwen3").make_cache(64).held)
-
-
 def test_prefixes_are_shared_where_no_layer_has_a_state() -> None:
     text = LONG[:150]
     for name, shared in (("qwen3", 128), ("gpt_oss", 128), ("qwen3_next", 0)):
@@ -312,6 +290,8 @@ def test_what_is_refused() -> None:
     pool = _pool(model)
     with pytest.raises(ValueError, match="the pool is for a model with other layers"):
         bridged("llama").next_logits(mx.array([[1]]), pool.batch([pool.sequence(10)]))
+    with pytest.raises(ValueError, match="the cache is for a model with other layers"):
+        pool.sequence(200).load(bridged("gpt_oss").make_cache(64).held)
     padded = bridged("deepseek_v3")
     with pytest.raises(ValueError, match="deterministic is not possible with deepseek_v3"):
         Scheduler(padded, _pool(padded, prefill_step_size=128), max_batch=2, deterministic=True)
