@@ -87,14 +87,6 @@ def test_the_rows_of_a_page_that_begins_alike_are_copied(plain: Decoder) -> None
     check_pages(pool, [first, elsewhere, second])
 
 
-def test_with_windows_only_whole_pages_are_shared(windows: Decoder) -> None:
-    pool = _pool(windows)
-    first = pool.sequence(400)
-    prefill(windows, pool, first, TEXT[:300])
-    first.share_prefix(last_page=True)
-    assert pool.sequence(400, TEXT[:400], whole_pages=False).length == 256
-
-
 @pytest.mark.parametrize("bits", [0, 8, 4])
 def test_conversations_that_branch_are_read_as_they_were_written(plain: Decoder, bits: int) -> None:
     """Random branches of one text, in a pool that is always full: tokens of a shared row are those that were fed."""
