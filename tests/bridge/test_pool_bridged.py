@@ -140,25 +140,6 @@ def test_the_page_names_them() -> None:
     assert [f"| {number} |" in page for number in (apart, len(OWN_ATTENTION), len(REFUSED))] == [True] * 3
 
 
-def test_windows_go_past_their_pages() -> None:
-    """Pages whose rows all left the window are given back while the sequence grows."""
-    model = bridged("gemma3_text")
-    pool = _pool(model, tokens=2048)
-    long = LONG[:396]
-    cache = mlx_lm_cache.make_prompt_cache(model.module)
-    model.module(mx.array([long]), cache=cache)
-    sequence, _ = _opened(model, pool, long, 420)
-    other, _ = _opened(model, pool, PROMPTS[0])
-    tables = {part.window: table for part, table in zip(pool.parts, sequence.tables, strict=True)}
-    firsts = []
-    for token in range(20):
-        given = _fed(model, pool, [other, sequence], [[3], [token]])
-        assert relative_error(given[1], model.module(mx.array([[token]]), cache=cache)[0, -1]) < AGREE
-        firsts.append(tables[8].first)
-    assert set(firsts) == {256, 384}
-    assert len(tables[8].pages) == 1 < len(tables[None].pages)
-
-
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next", "mixtral", "mamba2"])
 @pytest.mark.parametrize("bits", [0, 8])
 def test_with_as_many_rows_a_token_is_the_same_in_any_company(name: str, bits: int) -> None:
