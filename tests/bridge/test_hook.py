@@ -10,7 +10,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from support import attend_stand_in
 from support.bridged import LONG, OWN_ATTENTION, PROMPT, alone, feed
 from support.counts import count
-from support.numbers import peak_bytes, relative_error
+from support.numbers import normal, peak_bytes, relative_error
 from support.tiny_models import SERVED, build
 
 from kvant.bridge import hook
@@ -21,12 +21,8 @@ from kvant.operators import dispatch, fused_attention
 from kvant.operators.kernels import attend, launch
 
 
-def _normal(seed: int, *shape: int) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed))
-
-
 def _fetched(layer: BridgedLayer, tokens: int) -> tuple[mx.array, mx.array]:
-    return layer.update_and_fetch(_normal(1, 1, 2, tokens, 64), _normal(2, 1, 2, tokens, 64))
+    return layer.update_and_fetch(normal(1, 1, 2, tokens, 64), normal(2, 1, 2, tokens, 64))
 
 
 def test_nothing_is_held() -> None:
@@ -65,18 +61,18 @@ def test_attention_is_mlx_lms(
         layer = alone(64, widths, kv_bits=bits, kv_group_size=group)
         for tokens in (20, new):
             seen: Any = layer.make_mask(tokens, window_size=9)
-            fetched = layer.update_and_fetch(_normal(1, 1, 2, tokens, D), _normal(2, 1, 2, tokens, Dv))
+            fetched = layer.update_and_fetch(normal(1, 1, 2, tokens, D), normal(2, 1, 2, tokens, Dv))
             mx.eval(fetched)
         masks: dict[str, Any] = {
             "none": None,
             "causal": "causal",
-            "boolean": (_normal(4, new, 20 + new) > 0) | (mx.arange(20 + new) == 3),
-            "added": _normal(5, 1, 6, new, 20 + new),
+            "boolean": (normal(4, new, 20 + new) > 0) | (mx.arange(20 + new) == 3),
+            "added": normal(5, 1, 6, new, 20 + new),
             "window": seen,
         }
-        for sinks in (None, _normal(6, 6)):
+        for sinks in (None, normal(6, 6)):
             launches.clear()
-            _check(layer, _normal(3, 1, 6, new, D) / 4, fetched, scale=0.3, mask=masks[mask], sinks=sinks)
+            _check(layer, normal(3, 1, 6, new, D) / 4, fetched, scale=0.3, mask=masks[mask], sinks=sinks)
             if through == "fused":
                 ((_, inputs), _) = launches
                 assert (_input(inputs, "mask").size > 1) is (mask in ("boolean", "added"))
@@ -91,7 +87,7 @@ def test_another_layer_s_mask_is_an_array(launches: list[Any]) -> None:
         mask = other.make_mask(1, window_size=5)
         fetched = _fetched(layer, 1)
         launches.clear()
-        _check(layer, _normal(3, 1, 6, 1, 64), fetched, scale=0.125, mask=mask)
+        _check(layer, normal(3, 1, 6, 1, 64), fetched, scale=0.125, mask=mask)
         ((_, inputs), _) = launches
         assert _input(inputs, "mask").size == columns
 
@@ -109,7 +105,7 @@ def test_pages_that_move_need_no_other_instance(checked_gpu: None, monkeypatch: 
     mx.eval(_fetched(layer, 138))
     for _ in range(30):
         mask = layer.make_mask(1, window_size=9)
-        mx.eval(hook.attention(_normal(3, 1, 6, 1, 64), *_fetched(layer, 1), cache=layer, scale=0.125, mask=mask))
+        mx.eval(hook.attention(normal(3, 1, 6, 1, 64), *_fetched(layer, 1), cache=layer, scale=0.125, mask=mask))
     assert len(instances) == 1
 
 
@@ -120,7 +116,7 @@ def test_tokens_that_wait_are_read_where_they_are(launches: list[Any]) -> None:
     fetched = _fetched(layer, 300)
     assert layer._cache.waiting
     tokens = fetched[0].shape[2]
-    _check(layer, _normal(3, 1, 6, 1, 64), fetched, scale=0.125, mask=(mx.arange(tokens) >= tokens - 9)[None])
+    _check(layer, normal(3, 1, 6, 1, 64), fetched, scale=0.125, mask=(mx.arange(tokens) >= tokens - 9)[None])
 
 
 def _input(inputs: list[mx.array], name: str) -> mx.array:
@@ -197,7 +193,7 @@ def test_the_kernel_serves_chunks(bits: int, launches: list[Any]) -> None:
     """A mask of the model's begins with the chunk, and the pages before it."""
     caches = [alone(600, chunk=32, kv_bits=bits, kernels=kernels) for kernels in (None, "unfused")]
     for seed, new in enumerate((40, 1, 7, 1, 20, 1, 3, 8, 1, 30, 1, 100, 1, 3, 300, 1, 4)):
-        key, value, query = (_normal(10 * seed + i, 1, heads, new, 64) for i, heads in enumerate((2, 2, 6)))
+        key, value, query = (normal(10 * seed + i, 1, heads, new, 64) for i, heads in enumerate((2, 2, 6)))
         offset, start = caches[0].offset, caches[0].start_position
         token, position = mx.arange(start, offset + new), mx.arange(offset, offset + new)[:, None]
         mask = (token // 32 == position // 32) & (token <= position)
@@ -217,7 +213,7 @@ def test_rows_that_the_kernel_serves_are_not_computed(launches: list[Any]) -> No
     layer = alone(4096)
     mx.eval(_fetched(layer, 4000)[0].shape, layer.arrays)
     key, value = _fetched(layer, 1)
-    query = _normal(3, 1, 6, 1, 64)
+    query = normal(3, 1, 6, 1, 64)
     mx.eval(query)
 
     def attended() -> mx.array:
@@ -235,7 +231,7 @@ def test_a_prefill_makes_no_score_matrix() -> None:
     layer = alone(8192)
     _fetched(layer, 7680)
     key, value = _fetched(layer, 512)
-    query = _normal(3, 1, 8, 512, 64)
+    query = normal(3, 1, 8, 512, 64)
     mx.eval(query, layer.arrays)
     used = peak_bytes(lambda: mx.eval(hook.attention(query, key, value, cache=layer, scale=0.1, mask="causal")))
     assert key.nbytes < used < 8 * 512 * 8192 * 4 / 2  # the bytes of one score matrix

@@ -17,9 +17,8 @@ from support.counts import at_widths, count
 from support.numbers import peak_bytes, relative_error
 from support.tiny_models import build
 
-from kvant.bridge.cache import BridgedCache, make_model_cache
+from kvant.bridge.cache import BridgedCache
 from kvant.bridge.prompt_cache import PromptCacheLayer, make_prompt_cache
-from kvant.cache import CacheOptions
 from kvant.errors import ContextError
 
 
@@ -89,15 +88,11 @@ def test_mlx_lms_drafts(name: str) -> None:
         assert [token for token, _, _ in steps] == plain
 
 
-def _of_kvants_loop(model: nn.Module, max_kv_size: int, kv_bits: int) -> BridgedCache:
-    return make_model_cache(model, max_kv_size, CacheOptions(kv_bits=kv_bits))
-
-
-@pytest.mark.parametrize("make", [kvant.make_prompt_cache, _of_kvants_loop])
 @pytest.mark.parametrize(("name", "bits"), at_widths(["qwen3", "gemma3_text", "llama4", "gemma3n", "deepseek_v3"]))
-def test_trimmed_tokens_do_not_matter(make: Callable[..., Any], name: str, bits: int) -> None:
+def test_trimmed_tokens_do_not_matter(name: str, bits: int) -> None:
+    """Beside test_snapshot_bridged, which trims caches of kvant's loop."""
     model, _ = build(name)
-    used, fresh = (make(model, 600, kv_bits=bits) for _ in range(2))
+    used, fresh = (kvant.make_prompt_cache(model, 600, kv_bits=bits) for _ in range(2))
     for cache in (used, fresh):
         feed(model, cache, LONG[:400])
         feed(model, cache, PROMPT)

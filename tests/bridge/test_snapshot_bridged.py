@@ -119,10 +119,10 @@ def test_a_random_life(name: str, make_checkpoint: Callable[..., tuple[Path, Any
             life.check()
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "gemma3_text"])
-def test_while_a_run_is_suspended(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["pocket", "qwen3_next", "gemma3_text"])
+def test_while_a_run_is_suspended(name: str, pocket: Any, tmp_path: Path) -> None:
     """The step that it has queued is not in the copy, and the run goes on."""
-    model = bridged(name)
+    model: Any = pocket[0] if name == "pocket" else bridged(name)
     tokens = [token for token, _ in Run(model, PROMPT, model.make_cache(64), max_tokens=12)]
     cache = model.make_cache(64)
     run = Run(model, PROMPT, cache, max_tokens=12)
@@ -132,6 +132,7 @@ def test_while_a_run_is_suspended(name: str, tmp_path: Path) -> None:
     others[1].load(tmp_path / "saved")
     assert given + [token for token, _ in run] == tokens
     for other in others:
+        assert other.ids == [PROMPT + tokens[:4]]  # all that was handed out but the last
         assert [token for token, _ in Run(model, tokens[4:5], other, max_tokens=7)] == tokens[5:]
 
 

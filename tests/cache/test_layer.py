@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support import oracle
-from support.numbers import peak_bytes, relative_error
+from support.numbers import normal, peak_bytes, relative_error
 from support.pools import tiny_model
 
 from kvant.cache import FullKVCache, QuantizedKVCache
@@ -19,10 +19,6 @@ from kvant.operators.rotary import Rotary
 
 ROOM = 28
 SHAPES = [(4, 2, 64), (7, 1, 64), (4, 4, 80)]
-
-
-def normal(seed: int, *shape: int) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed))
 
 
 def split_of(K: int, D: int, tokens: int) -> BiasSplit:

@@ -58,28 +58,6 @@ def test_mlx_lms_own_loop_runs_on_it(pocket: Pocket) -> None:
     assert cache.ids[0][: len(IDS) + 11] == IDS + given[:11]
 
 
-def test_a_step_counts_when_it_is_committed(caches: tuple[Decoder, list[ModelCache], int]) -> None:
-    """What was fed and not committed, or only in part, is as if it had not been: the bytes behind do not matter."""
-    model, (cache, fresh), first = caches
-    for size in (8, 200):  # of a window the rows of 200 tokens wait
-        mx.eval(model.hidden_states(mx.array([[7] * size]), cache=cache))
-        assert cache.offset == first
-    mx.eval(model.hidden_states(mx.array([[50, 51, *[9] * 150]]), cache=cache))
-    cache.commit(2)
-    assert cache.ids == [[*TEXT[:first], 50, 51]]
-    model(mx.array([[50, 51, *[8] * 150]]), cache=fresh)
-    if fresh.can_trim_to(first + 2):
-        fresh.trim(150)
-    else:  # the pages moved on with the 150
-        fresh.reset()
-        model(mx.array([TEXT[:first]]), cache=fresh)
-        model(mx.array([[50, 51]]), cache=fresh)
-    one, other = (model(mx.array([[60, 61]]), cache=used) for used in (cache, fresh))
-    assert mx.abs(one - other).max() <= 1e-5 * mx.abs(one).max()
-    for used in (cache, fresh):
-        check_pages(used.pool, [used.held])
-
-
 def test_interrupted_steps(caches: tuple[Decoder, list[ModelCache], int]) -> None:
     """At any line: the cache holds all of a step or nothing, and says which."""
     model, (cache, fresh), first = caches
@@ -124,19 +102,6 @@ def test_steps_and_commits_that_are_refused(pocket: Pocket) -> None:
     with pytest.raises(ContextError, match="9 more tokens do not fit: 0 of the 8 reserved tokens are used"):
         model(mx.array([[1] * 9]), cache=cache)
     assert (cache.offset, cache.step) == (0, None)
-
-
-def test_released_memory_is_given_back(pocket: Pocket) -> None:
-    model, _ = pocket
-    mx.synchronize()
-    before = mx.get_active_memory()
-    cache = model.make_cache(4096)
-    nbytes = cache.nbytes
-    assert mx.get_active_memory() - before >= nbytes
-    cache.release()
-    assert mx.get_active_memory() - before < nbytes / 10
-    with pytest.raises(RuntimeError, match="was released; expected one that was not"):
-        model(mx.array([[5]]), cache=cache)
 
 
 def test_a_list_of_layers_is_their_cache(pocket: Pocket) -> None:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.numbers import peak_bytes
-from support.pools import close, decode, prefill, tiny_model
+from support.pools import TEXT, close, decode, next_logits, prefill, tiny_model
 
 from kvant.cache import CacheOptions
 from kvant.errors import ContextError
@@ -199,6 +199,22 @@ def test_what_make_pool_refuses(pocket: Pocket, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ContextError, match="this machine has"):
         model.make_pool(10**12, sequences=1, max_seq_len=1024)
     assert model.make_pool(4096, sequences=1).max_seq_len == model.config.max_position_embeddings == 2048
+
+
+def test_a_window_as_wide_as_a_sequence_is_none(windows: Decoder) -> None:
+    pool = windows.make_pool(1024, sequences=4, kv_bits=0, max_seq_len=200)
+    assert [part.window for part in pool.parts] == [None, 40]
+    assert close(prefill(windows, pool, pool.sequence(200), TEXT[:190]), next_logits(windows, TEXT[:190]))
+
+
+def test_layers_that_all_have_windows(tmp_path: Path) -> None:
+    """Then a sequence's pages are those of its ring, however long it gets."""
+    model = tiny_model(tmp_path, (40, 200))
+    pool = model.make_pool(1024, sequences=1, kv_bits=0, prefill_step_size=128)
+    assert (pool.num_pages, pool.num_free, pool.pages_needed(1000)) == (4, 4, 4)
+    sequence = pool.sequence(1000)
+    assert (pool.num_free, pool.fits(1)) == (0, False)
+    assert close(prefill(model, pool, sequence, TEXT[:900]), next_logits(model, TEXT[:900]))
 
 
 @pytest.mark.parametrize("bits", [8, 4, 0])

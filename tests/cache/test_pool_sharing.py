@@ -3,12 +3,10 @@
 import hashlib
 from array import array
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.counts import count
 from support.pools import TEXT, check_pages, close, decode, next_logits, prefill
 
 from kvant.cache.pool import Pool
@@ -85,42 +83,6 @@ def test_the_rows_of_a_page_that_begins_alike_are_copied(plain: Decoder) -> None
     assert close(prefill(plain, pool, elsewhere, [7, 8]), next_logits(plain, [*TEXT[:200], 7, 8]))
     assert held([*TEXT[:300], 9]) == 300
     check_pages(pool, [first, elsewhere, second])
-
-
-def test_with_windows_only_whole_pages_are_shared(windows: Decoder) -> None:
-    pool = _pool(windows)
-    first = pool.sequence(400)
-    prefill(windows, pool, first, TEXT[:300])
-    first.share_prefix(last_page=True)
-    assert pool.sequence(400, TEXT[:400], whole_pages=False).length == 256
-
-
-@pytest.mark.parametrize("bits", [0, 8, 4])
-def test_conversations_that_branch_are_read_as_they_were_written(plain: Decoder, bits: int) -> None:
-    """Random branches of one text, in a pool that is always full: tokens of a shared row are those that were fed."""
-    random = Random(bits)
-    stored = {"kv_bits": bits, "kv_group_size": 16}
-    pool = _pool(plain, 1280, sequences=4, **stored)
-    texts: list[list[int]] = [TEXT[:300]]
-    copied = 0
-    for _ in range(count(30, 300)):
-        base = random.choice(texts)
-        text = base[: random.randrange(1, len(base) + 1)] + [random.randrange(50) for _ in range(random.randrange(60))]
-        sequence = pool.sequence(len(text), text[:400], whole_pages=False)
-        held = sequence.length
-        assert sequence.ids == text[:held]
-        copied += held % 128
-        logits = prefill(plain, pool, sequence, text[held:400])
-        if bits:
-            fresh = _pool(plain, 512, sequences=1, **stored)
-            assert close(logits, prefill(plain, fresh, fresh.sequence(400), text[:400]), 0.05)
-        else:
-            assert close(logits, next_logits(plain, text[:400]))
-        sequence.share_prefix(last_page=True)
-        sequence.release()
-        check_pages(pool, [])
-        texts = [*texts[-8:], text[:400]]
-    assert copied > 500
 
 
 def test_pages_that_only_the_index_holds_make_room_the_least_recently_used_first(plain: Decoder) -> None:

@@ -19,7 +19,6 @@ from support.pools import TEXT
 
 from kvant.cache import ModelCache
 from kvant.cache.snapshot import read_header
-from kvant.engine.run import Run
 from kvant.models import Decoder
 from kvant.operators.quantization import dequantize
 
@@ -58,42 +57,11 @@ def test_the_next_tokens_are_those_of_an_uninterrupted_run(
     assert loaded.load(tmp_path / "saved") == {"title": "A fox", "größe": "\n"}
     assert loaded.ids == forked.ids == first.ids == [IDS[:-4]]
     assert (loaded.max_seq_len, forked.max_seq_len) == (reserved, 128)
-    assert forked.nbytes == first.nbytes
+    assert (forked.nbytes, forked.identity) == (first.nbytes, first.identity)
+    assert first.identity is not None
     expected = _logits(model, first)
     assert _same(_logits(model, loaded), expected)
     assert _same(_logits(model, forked), expected)
-
-
-def test_a_run_goes_on(pocket: Pocket, tmp_path: Path) -> None:
-    """Saved while a run is suspended: the step that it has queued is not saved, and the run is not disturbed."""
-    model, _ = pocket
-    tokens = [token for token, _ in Run(model, IDS, model.make_cache(128), max_tokens=30)]
-    cache = model.make_cache(128)
-    run = Run(model, IDS, cache, max_tokens=30)
-    given = [next(run)[0] for _ in range(10)]
-    cache.save(tmp_path / "saved")
-    forked = cache.fork()
-    assert given + [token for token, _ in run] == tokens
-    loaded = model.make_cache(128)
-    loaded.load(tmp_path / "saved")
-    for other in (loaded, forked):
-        assert other.ids == [IDS + tokens[:9]]  # all that was handed out but the last
-        assert [token for token, _ in Run(model, tokens[9:10], other, max_tokens=20)] == tokens[10:]
-
-
-def test_a_fork_is_independent(pocket: Pocket) -> None:
-    model, _ = pocket
-    first = model.make_cache(128)
-    model(mx.array([IDS]), cache=first)
-    alone = _logits(model, first.fork())
-    forks = [first.fork() for _ in range(3)]
-    for fork in forks:
-        assert _same(_logits(model, fork), alone)  # though others went on in between
-        fork.trim(20)
-        model(mx.array([[99]]), cache=fork)
-    assert first.ids == [IDS]
-    assert _same(_logits(model, first), alone)
-    assert forks[0].identity == first.identity is not None
 
 
 def test_a_fork_reserves_its_memory_at_once(pocket: Pocket) -> None:

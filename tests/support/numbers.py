@@ -5,6 +5,11 @@ from collections.abc import Callable
 import mlx.core as mx
 
 
+def normal(seed: int, *shape: int) -> mx.array:
+    """Numbers of the normal distribution, float32."""
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
 def relative_error(given: mx.array, expected: mx.array) -> float:
     """The largest difference, relative to the largest expected magnitude."""
     assert given.shape == expected.shape
