@@ -51,7 +51,7 @@ class TextProcess:
     ) -> None:
         """``tokenizer``: the request that loads one, as in :meth:`load`. ``time_limit_s``: of a request."""
         self._given_limit_s = time_limit_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a thread that was interrupted while it gave the lock back may go on
         self._tokenizer = tokenizer
         self._ready = False  # whether it has said so
         self._start()
