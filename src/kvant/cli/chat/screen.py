@@ -70,8 +70,9 @@ class Screen:
         final = self._final + self._text.finished(self._width, ended=ended)
         room = max(1, self._size[1] - 1)  # of a longer block the end is seen while it grows
         under_way = [] if ended else self._text.current(self._width)[-room:]
+        drawn = erase + "".join(f"{line}\n" for line in final) + "\n".join(under_way)
         self._final, self._rows = [], max(1, len(under_way))
-        self._stream.write(erase + "".join(f"{line}\n" for line in final) + "\n".join(under_way))
+        self._stream.write(drawn)  # no Ctrl-C between: rows that are not there would be erased above the answer
         self._stream.flush()
 
     def _erase(self, ended: bool) -> str | None:
