@@ -110,7 +110,8 @@ def _silent() -> Iterator[None]:
         return
     terminal = sys.stdin.fileno()
     found = termios.tcgetattr(terminal)
-    silent = [*found[:3], found[3] & ~(termios.ECHO | termios.ICANON), *found[4:]]
+    # Without NOFLSH, Ctrl-C would throw away what is written and not shown yet, and rows would be counted wrong.
+    silent = [*found[:3], found[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH, *found[4:]]
 
     def restore() -> None:
         with suppress(termios.error):  # the terminal has gone
