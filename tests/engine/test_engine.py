@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from support.counts import count as scaled
 from support.grammars import spelled
+from support.numbers import peak_bytes
 
 from kvant import batch_generate, generate, stream_generate
 from kvant.engine.run import Run
@@ -167,17 +168,6 @@ def test_prompts_of_other_kinds(pocket: Pocket) -> None:
     assert len({generate(*pocket, prompt, max_tokens=5) for prompt in given}) == 1
 
 
-def _peak(run: Callable[[], object]) -> int:
-    """Bytes that it takes at most, beside what is there."""
-    mx.synchronize()
-    mx.clear_cache()
-    resting = mx.get_active_memory()
-    mx.reset_peak_memory()
-    run()
-    mx.synchronize()
-    return mx.get_peak_memory() - resting
-
-
 @pytest.mark.parametrize("bits", [8, 0])
 def test_active_memory_does_not_grow(pocket: Pocket, bits: int) -> None:
     model, tokens, active = pocket[0], scaled(120, 1020), []
@@ -197,8 +187,8 @@ def test_a_long_prefill_peaks_no_higher_than_mlx_lms_with_its_default_cache(
         options = {"prompt_cache": make_prompt_cache(pocket_mlx_lm), "prefill_step_size": 512}
         next(generate_step(mx.array(LONG), pocket_mlx_lm, max_tokens=1, **options))
 
-    ours = _peak(lambda: next(Run(pocket[0], LONG, pocket[0].make_cache(len(LONG) + 1, kv_bits=8), max_tokens=1)))
-    assert ours <= _peak(mlx_lm)
+    ours = peak_bytes(lambda: next(Run(pocket[0], LONG, pocket[0].make_cache(len(LONG) + 1, kv_bits=8), max_tokens=1)))
+    assert ours <= peak_bytes(mlx_lm)
 
 
 def test_a_long_prompt_takes_no_more_memory_than_a_short_one(pocket: Pocket) -> None:
@@ -212,7 +202,7 @@ def test_a_long_prompt_takes_no_more_memory_than_a_short_one(pocket: Pocket) -> 
     def peak(tokens: int) -> int:
         options: dict[str, Any] = {"prefill_step_size": 128, "prompt_progress_callback": progress}
         options |= {"max_tokens": 1, "prompt_cache": model.make_cache(2048)}
-        return _peak(lambda: generate(model, tokenizer, [5] * tokens, **options))
+        return peak_bytes(lambda: generate(model, tokenizer, [5] * tokens, **options))
 
     rows = 4 * 2 * 2 * 64 * (1792 - 256)  # one layer's longer past, dequantized: float32 keys and values of 2 heads
     # 9.2 to 9.7 MB measured, by the order in which MLX computes; 22.6 MB when chunks are not evaluated in turn.

@@ -14,7 +14,7 @@ from kvant.bridge.probe import Attention, Entry, Model, State, leaves_of, probe
 from kvant.cache import ModelCache
 from kvant.cache.layer_format import DTYPES, LayerFormat
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
-from kvant.cache.pool import rows_alone, sizes_alone
+from kvant.cache.pool import check_sizes, rows_alone, sizes_alone
 from kvant.sizes import format_bytes
 
 
@@ -129,13 +129,6 @@ def make_model_cache(
     make_cache = partial(make_model_cache, model, options=options, found=found, absent=absent)
     pool = reserve(found, sizes_alone(max_seq_len), options, dtype=DTYPES[dtype], make_cache=make_cache, absent=absent)
     return BridgedCache(pool, options.kv_group_size, absent)
-
-
-def check_sizes(**sizes: int) -> None:
-    """Raise a ValueError that names the first size out of range."""
-    for name, number in sizes.items():
-        if type(number) is not int or number < 1:
-            raise ValueError(f"{name} is {number!r}; expected a positive int")
 
 
 def _counted(layers: int) -> str:

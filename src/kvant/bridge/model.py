@@ -13,13 +13,14 @@ from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from kvant.bridge.cache import BridgedCache, check_sizes, make_model_cache
+from kvant.bridge.cache import BridgedCache, make_model_cache
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.pool import TRIAL, BridgedBatch, BridgedPool, attends_apart, check_entries, reserve
 from kvant.bridge.probe import Entry, probe
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.options import CacheFields, CacheOptions
+from kvant.cache.pool import check_sizes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.prompt_file import PromptCacheFile
 from kvant.models.caches import default_reservation, longest_sequence

@@ -12,14 +12,14 @@ from kvant.bridge import hook
 from kvant.bridge.architectures import ONE_AT_A_TIME
 from kvant.bridge.layers import BridgedLayer, StepRows
 from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, as_text, caches_of, leaves_of
-from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, Stored, stored_dtype
+from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, Stored
 from kvant.cache.options import CacheOptions
-from kvant.cache.paged_layers import SLACK, PoolLayer
+from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pool import Pool, pool_bytes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.errors import ModelError
-from kvant.models.caches import check_memory, narrow_window
+from kvant.models.caches import check_memory
 
 Arrays = list[mx.array | None]  # of one state
 
@@ -65,6 +65,10 @@ class BridgedSequence(PoolSequence):
         """Take the states of so many tokens, which count from there on: a commit can be interrupted anywhere."""
         self._states = {self.length: self.states, length: states}
 
+    def drop_states(self) -> None:
+        """Keep the states after the committed tokens alone."""
+        self.states = self.states
+
     @property
     def oldest(self) -> int:
         """As :attr:`PoolSequence.oldest`. A state goes back to nothing alone."""
@@ -73,7 +77,7 @@ class BridgedSequence(PoolSequence):
     def trim(self, num_tokens: int) -> int:
         """As :meth:`PoolSequence.trim`; states are given back."""
         lost = super().trim(num_tokens)
-        self.states = self.states
+        self.drop_states()
         return lost
 
     def fork(self, max_tokens: int | None = None) -> "BridgedSequence":
@@ -204,8 +208,8 @@ class BridgedBatch(PoolBatch):
                     own = [[None if a is None else a[b : b + 1] for a in arrays] for arrays in own]
                 sequence.will_have(sequence.length + S, own)
         super().commit(num_tokens, ids=ids)
-        for sequence in self.sequences:
-            sequence.states = sequence.states
+        for sequence in self.sequences if self.pool.states else ():
+            sequence.drop_states()
 
     def end_step(self) -> None:
         """Drop a step that was begun and is not committed."""
@@ -317,27 +321,24 @@ def formats_of(
     A group that does not divide both widths becomes their greatest common divisor. ``absent``: numbers of the entries
     whose layers another process computes; they have no heads here.
     """
-    bits, formats = options.kv_bits, []
+    formats = []
     if options.kv_group_size % 8:
         raise ValueError(f"kv_group_size is {options.kv_group_size}; expected a multiple of 8")
     for number, entry in enumerate(found):
         for leaf in leaves_of([entry]):
             if not isinstance(leaf, Attention):
                 continue
-            seen = leaf.chunk or leaf.window
-            window = narrow_window(seen, max_seq_len)
             formats.append(
-                LayerFormat(
-                    "quantized" if leaf.chunk is None else "chunks",
+                LayerFormat.of_rows(
                     0 if number in absent else leaf.num_kv_heads,
                     leaf.key_dim,
                     leaf.value_dim,
-                    bits,
-                    math.gcd(options.kv_group_size, leaf.key_dim, leaf.value_dim) if bits else 0,
-                    stored_dtype(bits) if bits else leaf.dtype,
-                    "F16" if bits else "",
-                    window=window,
-                    slack=0 if window is None else SLACK,
+                    options.kv_bits,
+                    math.gcd(options.kv_group_size, leaf.key_dim, leaf.value_dim),
+                    leaf.dtype,
+                    window=leaf.chunk or leaf.window,
+                    max_seq_len=max_seq_len,
+                    kind="quantized" if leaf.chunk is None else "chunks",
                     shared=leaf.shared,
                 )
             )

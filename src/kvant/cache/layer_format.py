@@ -21,6 +21,7 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 KINDS = ("quantized", "chunks", "state")  # of those that are saved
 FILE_WORDS = {"kv_bits": "quant_bit", "kv_group_size": "quant_group"}  # PMX's, in files of version 1
+SLACK = 16  # tokens that a sequence can go back at least, where pages of a window move along
 MAX_NUMBER = 2**24  # of heads, widths and tokens: far above any model's
 
 Shape = tuple[int, ...]
@@ -56,6 +57,36 @@ class LayerFormat:
     split_pairs: tuple[int, ...] | None = None
     state: tuple[Stored | None, ...] = ()
     shared: bool = False
+
+    @classmethod
+    def of_rows(
+        cls,
+        num_kv_heads: int,
+        head_dim: int,
+        value_head_dim: int,
+        kv_bits: int,
+        kv_group_size: int,
+        dtype: str,
+        *,
+        window: int | None,
+        max_seq_len: int,
+        scale_dtype: str = "F16",
+        **others: Any,
+    ) -> "LayerFormat":
+        """A layer that keeps rows, for sequences of ``max_seq_len`` tokens at most; ``dtype`` is kept at 0 bits."""
+        seen = narrow_window(window, max_seq_len)
+        return cls(
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_head_dim=value_head_dim,
+            kv_bits=kv_bits,
+            kv_group_size=kv_group_size if kv_bits else 0,
+            dtype=stored_dtype(kv_bits) if kv_bits else dtype,
+            scale_dtype=scale_dtype if kv_bits else "",
+            window=seen,
+            slack=0 if seen is None else SLACK,
+            **{"kind": "quantized"} | others,
+        )
 
     @classmethod
     def from_json(cls, raw: object) -> "LayerFormat":
@@ -147,6 +178,11 @@ class LayerFormat:
 def state_format(arrays: Sequence[mx.array | None]) -> LayerFormat:
     """The format of a state with these arrays."""
     return LayerFormat("state", state=tuple(None if a is None else (DTYPE_NAMES[a.dtype], a.shape) for a in arrays))
+
+
+def narrow_window(window: int | None, max_seq_len: int) -> int | None:
+    """A layer's window; None where no sequence of so many tokens outgrows it."""
+    return window if window is not None and window < max_seq_len else None
 
 
 def stored_dtype(kv_bits: int) -> str:

@@ -14,7 +14,7 @@ from kvant.cache.layer_format import LayerFormat
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch, PoolLayerView
-from kvant.cache.pool_sequence import PoolSequence
+from kvant.cache.pool_sequence import PoolSequence, check_num_tokens
 from kvant.operators.kernels.launch import Backend
 from kvant.threads import check_process
 
@@ -259,7 +259,8 @@ class ModelCache(PoolBatch, Sequence[Any]):
 
     def trim_to(self, num_tokens: int) -> None:
         """Forget what it has past its first ``num_tokens`` tokens."""
-        self.trim(max(0, self.offset - num_tokens) if type(num_tokens) is int and num_tokens >= 0 else num_tokens)
+        check_num_tokens(num_tokens)
+        self.trim(max(0, self.offset - num_tokens))
 
     def can_trim_to(self, num_tokens: int) -> bool:
         """Whether it can go back to its first ``num_tokens`` tokens, exactly."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from kvant.cache.layer_format import DTYPES, LayerFormat
+from kvant.cache.layer_format import DTYPES, SLACK, LayerFormat
 from kvant.cache.pages import PAGE_SIZE, Pages, pages_for
 from kvant.cache.prefix import PrefixIndex
 from kvant.errors import ContextError
@@ -16,8 +16,6 @@ from kvant.operators.dispatch import resolve
 from kvant.operators.kernels.attend import unsupported_reason
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.probe import KernelUse
-
-SLACK = 16  # tokens that a sequence can go back at least, where pages of a window move along
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from kvant.cache.identity import Identity
-from kvant.cache.layer_format import DTYPES, LayerFormat
-from kvant.cache.paged_layers import SLACK, PagedLayers, PageTable, PoolLayer, backend_of, window_pages
+from kvant.cache.layer_format import DTYPES, SLACK, LayerFormat
+from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, backend_of, window_pages
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence, PoolState, close
@@ -19,7 +19,7 @@ from kvant.operators.kernels.launch import Backend
 from kvant.sizes import format_bytes
 from kvant.threads import check_process
 
-__all__ = ["Pool", "PoolSequence", "pool_bytes", "rows_alone", "sizes_alone"]
+__all__ = ["Pool", "PoolSequence", "check_sizes", "pool_bytes", "rows_alone", "sizes_alone"]
 
 
 class Pool(PoolState):
@@ -78,9 +78,7 @@ class Pool(PoolState):
         """
         sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
         step_size = 1 if prefill_step_size is None else prefill_step_size
-        for name, number in (sizes | {"prefill_step_size": step_size}).items():
-            if type(number) is not int or number < 1:
-                raise ValueError(f"{name} is {number!r}; expected a positive int")
+        check_sizes(**sizes, prefill_step_size=step_size)
         check_process()
         layers = [
             PoolLayer(own, split, backend_of(own, kernels, dtype, num_heads, self.may_have_sinks))
@@ -243,6 +241,13 @@ def _size(window: int | None, tokens: int, sequences: int, step_size: int | None
     num_pages = int(min(pages_for(tokens), sequences * window_pages(window, step_size or SLACK + 1)))
     rows = num_pages * PAGE_SIZE
     return num_pages, rows if step_size else min(rows, tokens)
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise a ValueError that names the first size that is no positive int."""
+    for name, number in sizes.items():
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{name} is {number!r}; expected a positive int")
 
 
 def sizes_alone(max_seq_len: int) -> dict[str, Any]:

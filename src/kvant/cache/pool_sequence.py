@@ -7,8 +7,8 @@ from typing import Any, Self
 import mlx.core as mx
 
 from kvant.cache.identity import Identity
-from kvant.cache.layer_format import difference
-from kvant.cache.paged_layers import SLACK, PagedLayers, PageTable, PoolLayer
+from kvant.cache.layer_format import SLACK, difference
+from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
 from kvant.cache.pages import PAGE_SIZE, runs
 from kvant.cache.prefix import digests, extended, root
 from kvant.errors import ContextError, SnapshotError
@@ -156,8 +156,7 @@ class PoolSequence:
         Returns:
             how many were forgotten.
         """
-        if type(num_tokens) is not int or num_tokens < 0:
-            raise ValueError(f"num_tokens is {num_tokens!r}; expected an int, 0 or more")
+        check_num_tokens(num_tokens)
         with self.pool.turn:
             self.check_open()
             lost = min(num_tokens, self._length)
@@ -175,8 +174,7 @@ class PoolSequence:
 
     def trim_to(self, num_tokens: int) -> None:
         """Forget what it has past its first ``num_tokens`` tokens; errors as those of :meth:`trim`."""
-        if type(num_tokens) is not int or num_tokens < 0:
-            raise ValueError(f"num_tokens is {num_tokens!r}; expected an int, 0 or more")
+        check_num_tokens(num_tokens)
         self.trim(max(0, self._length - num_tokens))
 
     def can_trim_to(self, num_tokens: int) -> bool:
@@ -303,13 +301,10 @@ class PoolSequence:
 
     @property
     def written(self) -> int:
-        """The most tokens that a ring of the window and 16 rows may have had which lacks the rows that are missing."""
+        """The most tokens that it has had, as a file says it: rows before the last window's, and 16 more, are gone."""
         parts = zip(self.pool.parts, self.tables, strict=True)
-        return max(
-            self._length,
-            *(table.first + part.window + SLACK for part, table in parts if part.window and table.first),
-            0,
-        )
+        lost = [table.first + part.window + SLACK for part, table in parts if part.window and table.first]
+        return max(self._length, *lost) if lost else self._length
 
     def restore(self, length: int, ids: Sequence[int]) -> None:
         """Count tokens whose rows were put in; ``ids`` are theirs."""
@@ -347,6 +342,12 @@ class PoolSequence:
                 self._released = True
                 self.pool.num_sequences -= 1
                 close(self.pool, self.tables)
+
+
+def check_num_tokens(num_tokens: int) -> None:
+    """Raise a ValueError unless it is a number of tokens."""
+    if type(num_tokens) is not int or num_tokens < 0:
+        raise ValueError(f"num_tokens is {num_tokens!r}; expected an int, 0 or more")
 
 
 def close(pool: PoolState, tables: Sequence[PageTable]) -> None:

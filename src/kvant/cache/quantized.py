@@ -4,10 +4,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, stored_dtype
+from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat
 from kvant.cache.model import KVCache, ModelCache
-from kvant.cache.paged_layers import SLACK
-from kvant.cache.pool import Pool, sizes_alone
+from kvant.cache.pool import Pool, check_sizes, sizes_alone
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization
 from kvant.operators.validation import check_tokens
@@ -57,24 +56,21 @@ class QuantizedKVCache(KVCache):
                 a format that it does not support, or where there is no GPU.
             RuntimeError: a forced kernel that fails on this device when it is tried.
         """
-        sizes = {"max_seq_len": max_seq_len, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "window": window or 1}
-        for name, number in (sizes if window is None else sizes | {"window": window}).items():
-            if type(number) is not int or number < 1:
-                raise ValueError(f"{name} is {number!r}; expected a positive int")
+        seen = 1 if window is None else window
+        check_sizes(max_seq_len=max_seq_len, num_kv_heads=num_kv_heads, head_dim=head_dim, window=seen)
         check_quantization(kv_bits, kv_group_size, head_dim, names=("kv_bits", "kv_group_size"))
         if dtype not in FLOAT_DTYPES or scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"dtype is {dtype}, scale_dtype {scale_dtype}; expected floats, the scale's not bfloat16")
-        own = LayerFormat(
-            "quantized",
+        own = LayerFormat.of_rows(
             num_kv_heads,
             head_dim,
             head_dim,
             kv_bits,
-            kv_group_size if kv_bits else 0,
-            stored_dtype(kv_bits) if kv_bits else DTYPE_NAMES[dtype],
-            DTYPE_NAMES[scale_dtype] if kv_bits else "",
-            window=window if window is not None and window < max_seq_len else None,
-            slack=SLACK if window is not None and window < max_seq_len else 0,
+            kv_group_size,
+            DTYPE_NAMES[dtype],
+            window=window,
+            max_seq_len=max_seq_len,
+            scale_dtype=DTYPE_NAMES[scale_dtype],
             split_pairs=None if bias_split is None else bias_split.pairs,
         )
         options: dict[str, Any] = {"kernels": kernels, "dtype": dtype, "num_heads": num_heads}

@@ -9,9 +9,8 @@ import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
-from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, stored_dtype
+from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, narrow_window
 from kvant.cache.options import CacheOptions
-from kvant.cache.paged_layers import SLACK
 from kvant.cache.pool import pool_bytes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.prompt_file import PromptCacheFile
@@ -64,7 +63,7 @@ def check_batch(batch: PoolBatch, config: ModelConfig) -> PoolBatch:
         given = (own.num_kv_heads, own.head_dim)
         if given != (expected := (config.num_key_value_heads, config.head_dim)):
             raise ValueError(f"layer {number} of the pool has kv heads and a head_dim of {given}; expected {expected}")
-        if own.window != (window if (window or 0) < batch.pool.max_seq_len else None):
+        if own.window != narrow_window(window, batch.pool.max_seq_len):
             raise ValueError(f"layer {number} of the pool has a window of {own.window}; the model's has {window}")
     return batch
 
@@ -86,25 +85,17 @@ def pool_format(
         pairs: the rotary pairs of its bias split; None: there is none.
     """
     options.check_head(config.head_dim)
-    bits, seen = options.kv_bits, narrow_window(window, max_seq_len)
-    return LayerFormat(
-        "quantized",
+    return LayerFormat.of_rows(
         config.num_key_value_heads,
         config.head_dim,
         config.head_dim,
-        bits,
-        options.kv_group_size if bits else 0,
-        stored_dtype(bits) if bits else DTYPE_NAMES[dtype],
-        "F16" if bits else "",
-        window=seen,
-        slack=0 if seen is None else SLACK,
+        options.kv_bits,
+        options.kv_group_size,
+        DTYPE_NAMES[dtype],
+        window=window,
+        max_seq_len=max_seq_len,
         split_pairs=None if pairs is None else tuple(pairs),
     )
-
-
-def narrow_window(window: int | None, max_seq_len: int) -> int | None:
-    """A layer's window in a pool; None where no sequence outgrows it."""
-    return window if window is not None and window < max_seq_len else None
 
 
 def pool_size(

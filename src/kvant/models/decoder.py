@@ -10,8 +10,9 @@ import mlx.core as mx
 
 from kvant.cache import AttentionCache, KVCache, ModelCache
 from kvant.cache.identity import Identity
+from kvant.cache.layer_format import narrow_window
 from kvant.cache.options import CacheFields, CacheOptions
-from kvant.cache.pool import Pool, pool_bytes
+from kvant.cache.pool import Pool, check_sizes, pool_bytes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.models.bias import ProjectionBias
 from kvant.models.caches import (
@@ -20,7 +21,6 @@ from kvant.models.caches import (
     check_memory,
     default_reservation,
     longest_sequence,
-    narrow_window,
     pool_format,
 )
 from kvant.models.config import ModelConfig
@@ -280,9 +280,7 @@ class Decoder:
         """A pool; without a step size that of one sequence alone, as :class:`kvant.cache.pool.Pool` has it."""
         check_process()
         given = {"max_seq_len": max_seq_len or 1} if prefill_step_size is None else {"tokens": tokens}
-        for name, number in (given | {"sequences": sequences, "prefill_step_size": prefill_step_size or 1}).items():
-            if type(number) is not int or number < 1:
-                raise ValueError(f"{name} is {number!r}; expected a positive int")
+        check_sizes(**given, sequences=sequences, prefill_step_size=prefill_step_size or 1)
         max_seq_len = longest_sequence(self.config, tokens, max_seq_len)
         biases = [layer.self_attn.qkv_bias for layer in self.layers] if chosen.bias_split else []
         split = [bias for bias in biases if bias is not None]
