@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from claims import in_turns, ratio  # isort: skip  (before MLX: it loads a faster BLAS)
+from claims import ratio  # isort: skip  (before MLX: it loads a faster BLAS)
 
 import mlx.core as mx
 from attention_variants import DTYPES, GROUP, MLX_LM_GROUP, SHAPES, SPARE, Arrays, Variant, check, make_variants
@@ -33,6 +33,7 @@ from attention_variants import DTYPES, GROUP, MLX_LM_GROUP, SHAPES, SPARE, Array
 from kvant.machine import default_device, environment, this_machine
 from kvant.operators.dispatch import gpu_backend
 from kvant.tools.bench.bandwidth import COPY_BYTES, copy_bandwidth_gb_s
+from kvant.tools.statistics import in_turns
 
 CONTEXTS = {"gpu": "1k,2k,4k,8k,16k,32k,64k,128k", "cpu": "1k,4k,16k"}
 CHAIN_BYTES = {"gpu": 2**30, "cpu": 2**27}  # of an unquantized cache: chains have fewer layers if this is exceeded

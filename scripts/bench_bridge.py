@@ -16,7 +16,7 @@ from itertools import chain
 from statistics import median, quantiles
 from typing import Any
 
-from claims import compared, heading, in_turns, row  # isort: skip  (before MLX: it loads a faster BLAS)
+from claims import compared, heading, row  # isort: skip  (before MLX: it loads a faster BLAS)
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
@@ -26,6 +26,7 @@ import kvant
 from kvant.bridge.cache import BridgedCache, make_model_cache
 from kvant.bridge.rope import rotate_by_matrices
 from kvant.cache import CacheOptions
+from kvant.tools.statistics import in_turns
 
 SHAPE = {
     "hidden_size": 512,

@@ -22,17 +22,17 @@ from itertools import count
 from statistics import median
 from typing import Any
 
-from claims import in_turns  # isort: skip  (before MLX: it loads a faster BLAS)
+import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 
 import mlx.core as mx
 
-import kvant
 from kvant.cache import pool_sequence
 from kvant.engine.load import POCKET
 from kvant.engine.stream import GenerationResponse
 from kvant.machine import environment
 from kvant.sample_utils import make_sampler
 from kvant.tools.report.texts import heldout_documents
+from kvant.tools.statistics import in_turns
 
 Answer = Callable[[int, str], Iterator[GenerationResponse]]  # of a round, with drafts "prompt" or "none"
 

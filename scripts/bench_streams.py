@@ -19,7 +19,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from claims import in_turns  # isort: skip  (before MLX: it loads a faster BLAS)
+import kvant  # noqa: F401  # isort: skip  (before MLX: it loads a faster BLAS)
 
 import mlx.core as mx
 
@@ -29,7 +29,7 @@ from kvant.engine.scheduler import Scheduler
 from kvant.machine import environment
 from kvant.models import LanguageModel
 from kvant.tools.bench.shapes import SHAPES, random_model
-from kvant.tools.statistics import percentile
+from kvant.tools.statistics import in_turns, percentile
 
 STREAMS, LONG_PROMPT, SHORT_PROMPT = 4, 2048, 128
 STEPS = 16

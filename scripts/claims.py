@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 
@@ -46,21 +46,9 @@ from kvant.operators.quantization import quantized_dtype
 from kvant.operators.rotary import Rotary
 from kvant.operators.stored_tokens import stored_tokens
 from kvant.tools.bench.shapes import Shape, write_random
-
-T = TypeVar("T")
+from kvant.tools.statistics import in_turns
 
 # ---- the frame: turns, ratios, tables --------------------------------------------------------------------------------
-
-
-def in_turns(ways: Mapping[str, Callable[[], T]], rounds: int, warm_ups: int = 1) -> dict[str, list[T]]:
-    """Each way's results, one a round; the order alternates, and the rounds that warm up are left out."""
-    found: dict[str, list[T]] = {name: [] for name in ways}
-    for number in range(-warm_ups, rounds):
-        for name in list(ways)[:: -1 if number % 2 else 1]:
-            result = ways[name]()
-            if number >= 0:
-                found[name].append(result)
-    return found
 
 
 def timed(compute: Callable[[], Any]) -> Callable[[], float]:

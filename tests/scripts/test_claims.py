@@ -12,13 +12,13 @@ from claims import (
     expert_engines,
     expert_round,
     greedy_tokens,
-    in_turns,
     last_row_difference,
 )
 from support.numbers import relative_error
 
 from kvant.models import Decoder
 from kvant.tools.bench.shapes import write_random
+from kvant.tools.statistics import in_turns
 
 
 def test_ways_take_turns_and_ratios_are_of_the_same_round() -> None:

@@ -171,15 +171,20 @@ def baseline(label: str | None, engines: Sequence[EngineSpec]) -> str:
 def check_files(output: Path | None, plot: Path | None) -> None:
     """Refuse files that could not be written at the end; a KvantError if matplotlib is missing."""
     if output is not None:
-        if output.exists() or output.is_symlink():
-            raise BadValueError(f"--output: {output} exists; a recording goes to a new file")
-        if not output.parent.is_dir():
-            raise BadValueError(f"--output: the folder of {output} does not exist")
+        check_new_file("--output", output)
     if plot is not None:
         with named("--plot"):
             check_plot_path(plot)
         if output is not None and output.resolve() == plot.resolve():
             raise BadValueError(f"--output and --plot are both {plot}; the plot would replace the recording")
+
+
+def check_new_file(name: str, path: Path) -> None:
+    """Refuse a recording's file that is there already, or could not be made."""
+    if path.exists() or path.is_symlink():
+        raise BadValueError(f"{name}: {path} exists; a recording goes to a new file")
+    if not path.parent.is_dir():
+        raise BadValueError(f"{name}: the folder of {path} does not exist")
 
 
 def _numbers(name: str, text: str) -> list[int]:

@@ -5,6 +5,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +46,14 @@ def paired_ratio(values: Mapping[int, float], baseline: Mapping[int, float]) -> 
     """Ratios of what was measured in the same round; None if no round has both."""
     ratios = [value / baseline[number] for number, value in values.items() if number in baseline]
     return Spread(median(ratios), min(ratios), max(ratios), len(ratios)) if ratios else None
+
+
+def in_turns(ways: Mapping[str, Callable[[], T]], rounds: int, warm_ups: int = 1) -> dict[str, list[T]]:
+    """Each way's results, one a round; the order alternates, and the rounds that warm up are left out."""
+    found: dict[str, list[T]] = {name: [] for name in ways}
+    for number in range(-warm_ups, rounds):
+        for name in list(ways)[:: -1 if number % 2 else 1]:
+            result = ways[name]()
+            if number >= 0:
+                found[name].append(result)
+    return found

@@ -1,0 +1,45 @@
+"""One token's attention in one layer: kvant's, and MLX's over keys and values that are not quantized."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from kvant.cache.pages import pages_for
+from kvant.operators.kernels.launch import Backend
+from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
+from kvant.operators.paged_kernel import step_pages
+from kvant.operators.quantization import quantized_dtype
+
+GROUP = 32
+Heads = tuple[int, int, int]  # query heads, kv heads, head_dim
+Step = Callable[[mx.array], mx.array]  # a query (1, H, 1, D) to its attention
+
+
+def kvant_step(heads: Heads, tokens: int, dtype: mx.Dtype, *, bits: int, backend: Backend | None) -> Step:
+    """A token is quantized and appended to a cache of zeros, and attends to it; ``backend`` None: unfused."""
+    _, K, D = heads
+    shape, width = (2, K, tokens), D // 2 if bits == 4 else D
+    arrays = [mx.zeros((*shape, width), quantized_dtype(bits) if bits else dtype)]
+    arrays += [mx.zeros((*shape, D // GROUP), mx.float16)] if bits else []
+    key = mx.ones((1, K, 1, D), dtype)
+    pages = step_pages([range(pages_for(tokens))], [0], [tokens - 1], tokens, None)
+    rows = PagedRows([(tokens - 1, tokens)], [[(0, tokens)]], [0], None, pages)
+    form: dict[str, Any] = {"quant_bit": bits, "quant_group": GROUP, "backend": backend}
+    mx.eval(arrays, key)
+    return lambda query: append_and_attend_paged(query, key, key, arrays, rows, **form)[0]
+
+
+def mlx_step(heads: Heads, tokens: int, dtype: mx.Dtype) -> Step:
+    """A token is written into keys and values of zeros, and attends to them, as mlx-lm's cache has it."""
+    _, K, D = heads
+    keys, values = (mx.zeros((1, K, tokens, D), dtype) for _ in range(2))
+    key = mx.ones((1, K, 1, D), dtype)
+    mx.eval(keys, values, key)
+
+    def step(query: mx.array) -> mx.array:
+        keys[..., tokens - 1 :, :] = key
+        values[..., tokens - 1 :, :] = key
+        return mx.fast.scaled_dot_product_attention(query, keys, values, scale=D**-0.5)
+
+    return step
