@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import DTYPES, SLACK, LayerFormat
-from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, backend_of, window_pages
+from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, backend_of, kernel_use, window_pages
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence, PoolState, close
@@ -16,6 +16,7 @@ from kvant.cache.prefix import digests, root
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.probe import KernelUse
 from kvant.sizes import format_bytes
 from kvant.threads import check_process
 
@@ -80,9 +81,10 @@ class Pool(PoolState):
         step_size = 1 if prefill_step_size is None else prefill_step_size
         check_sizes(**sizes, prefill_step_size=step_size)
         check_process()
+        uses = [kernel_use(own, dtype, num_heads, self.may_have_sinks) for own in formats]
         layers = [
-            PoolLayer(own, split, backend_of(own, kernels, dtype, num_heads, self.may_have_sinks))
-            for own, split in zip(formats, bias_splits, strict=True)
+            PoolLayer(own, split, use, backend_of(use, kernels))
+            for own, split, use in zip(formats, bias_splits, uses, strict=True)
         ]
         parts = []
         # In the order of the layers; where none keeps rows, pages still count tokens.
@@ -122,6 +124,11 @@ class Pool(PoolState):
     def backend(self) -> Backend | None:
         """Runs the fused kernel, for the layers that it takes; None: every layer is unfused."""
         return next((layer.backend for layer in self.layers if layer.backend is not None), None)
+
+    @property
+    def kernel_uses(self) -> set[KernelUse]:
+        """How its layers call the fused kernel; empty: they do not."""
+        return {layer.use for layer in self.layers if layer.backend is not None}
 
     @property
     def nbytes(self) -> int:

@@ -156,7 +156,7 @@ def test_a_kernel_that_is_wrong(
 def test_a_wrong_kernel_that_is_asked_for_ends_a_command(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attend, "launch", _does_not_compile)
     monkeypatch.setattr(dispatch, "probe_failure", probe.probe_failure)
-    error = refusal(1, "generate", "hi", "--kernels", "fused")
+    error = refusal(1, "generate", "hi", "-q", "--kernels", "fused")
     assert "failed: the fused kernel is asked for, but fails here: " in error
 
 

@@ -1,0 +1,124 @@
+"""The record of where the fused kernel was tried: a small file in the user's cache, for all processes.
+
+It belongs to this user alone. What others may write, what is cut and what is of another device, system, MLX or text of
+the kernel counts for nothing. Of two processes that write it at once, one is lost, and its trial is made again.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import stat
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+
+from kvant.atomic import atomic_file
+from kvant.errors import KvantError
+from kvant.files import open_regular, user_cache
+from kvant.operators.kernels.launch import Backend
+from kvant.operators.probe import KernelUse
+
+FILE = "kernels.json"
+RIGHT = "right"
+MAX_BYTES = 2**20
+MOST_DEVICES, MOST_USES = 8, 128  # the last ones are kept
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+# Of an error's text: memory was short, which says nothing of the kernel.
+SHORT_MEMORY = ("malloc", "out of memory", "OutOfMemory", "Insufficient Memory")
+
+Findings = dict[str, str]
+
+
+def found(use: KernelUse, backend: Backend) -> str | None:
+    """What is recorded of this use: that the kernel is right, or why not. None: nothing is."""
+    return _own(backend).get(_name(use))
+
+
+def keep(findings: Mapping[KernelUse, str], backend: Backend, *, anew: bool = False) -> None:
+    """Record findings; this process has them also if the file cannot be written.
+
+    Args:
+        findings: ``RIGHT``, or why not.
+        anew: in place of all that is recorded of this device.
+    """
+    own = _own(backend)
+    if anew:
+        own.clear()
+    own |= {_name(use): text for use, text in findings.items()}
+    try:
+        everything = _read()
+    except KvantError:
+        everything = {}
+    lasting = {_name(use): text for use, text in findings.items() if not any(word in text for word in SHORT_MEMORY)}
+    others = everything.pop(device_key(backend), {})
+    others = {} if anew else {name: text for name, text in others.items() if name not in lasting}
+    everything[device_key(backend)] = dict([*others.items(), *lasting.items()][-MOST_USES:])
+    with contextlib.suppress(OSError):  # a full disk, a folder that is not ours: the next process tries again
+        path().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with atomic_file(path()) as file:
+            file.write(json.dumps(dict([*everything.items()][-MOST_DEVICES:]), indent=1).encode())
+
+
+def describe(backend: Backend) -> str:
+    """Where the record is and what it holds of this device, or why it counts for nothing."""
+    try:
+        own = _read().get(device_key(backend), {})
+    except KvantError as error:
+        return str(error)
+    right = sum(text == RIGHT for text in own.values())
+    return f"{path()}: of this device {right} formats right, {len(own) - right} not"
+
+
+def path() -> Path:
+    """The record's file."""
+    return user_cache() / FILE
+
+
+@cache
+def device_key(backend: Backend) -> str:
+    """What findings hold for: the device, the system, MLX's version, and a digest of the kernel and its launches."""
+    digest = hashlib.sha256(backend.encode())
+    for file in sorted(resources.files("kvant.operators.kernels").iterdir(), key=lambda file: file.name):
+        if file.name.endswith((".h", ".py")):
+            digest.update(file.read_bytes())
+    device = mx.device_info()
+    named = (str(device.get(key, "")) for key in ("device_name", "architecture"))
+    return ", ".join([*named, platform.platform(), f"mlx {version('mlx')}", digest.hexdigest()[:16]])
+
+
+@cache
+def _own(backend: Backend) -> Findings:
+    """This process's findings of its device, which begin with the file's."""
+    try:
+        return _read().get(device_key(backend), {})
+    except KvantError:
+        return {}
+
+
+def _read() -> dict[str, Findings]:
+    """The file, by device_key. Raises a KvantError, a line, if there is none that counts."""
+    if not os.path.lexists(path()):
+        raise KvantError(f"{path()}: not there")
+    with open_regular(path(), path(), KvantError) as file:
+        state = os.fstat(file.fileno())
+        if state.st_uid != os.geteuid() or state.st_mode & OTHERS_WRITE:
+            raise KvantError(f"{path()}: ignored, for others may write it")
+        data = file.read(MAX_BYTES + 1)
+    try:
+        read = json.loads(data) if len(data) <= MAX_BYTES else None
+    except (ValueError, RecursionError):
+        read = None
+    if not isinstance(read, dict) or not all(isinstance(own, dict) for own in read.values()):
+        raise KvantError(f"{path()}: ignored, for it is not a record")
+    return {name: {use: text for use, text in own.items() if isinstance(text, str)} for name, own in read.items()}
+
+
+@cache
+def _name(use: KernelUse) -> str:
+    return repr(use)
