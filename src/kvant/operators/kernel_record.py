@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 import stat
 from collections.abc import Mapping
 from functools import cache
@@ -26,8 +25,8 @@ from kvant.operators.probe import KernelUse
 
 FILE = "kernels.json"
 RIGHT = "right"
-MAX_BYTES = 2**20
-MOST_DEVICES, MOST_USES = 8, 128  # the last ones are kept
+MAX_BYTES = 2**21  # more than all of these take
+MOST_DEVICES, MOST_USES, MOST_TEXT = 8, 64, 400  # the last ones are kept; characters of a reason
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 # Of an error's text: memory was short, which says nothing of the kernel.
 SHORT_MEMORY = ("malloc", "out of memory", "OutOfMemory", "Insufficient Memory")
@@ -50,12 +49,13 @@ def keep(findings: Mapping[KernelUse, str], backend: Backend, *, anew: bool = Fa
     own = _own(backend)
     if anew:
         own.clear()
-    own |= {_name(use): text for use, text in findings.items()}
+    new = {_name(use): text[:MOST_TEXT] for use, text in findings.items()}
+    own |= new
     try:
         everything = _read()
     except KvantError:
         everything = {}
-    lasting = {_name(use): text for use, text in findings.items() if not any(word in text for word in SHORT_MEMORY)}
+    lasting = {name: text for name, text in new.items() if not any(word in text for word in SHORT_MEMORY)}
     others = everything.pop(device_key(backend), {})
     others = {} if anew else {name: text for name, text in others.items() if name not in lasting}
     everything[device_key(backend)] = dict([*others.items(), *lasting.items()][-MOST_USES:])
@@ -87,9 +87,9 @@ def device_key(backend: Backend) -> str:
     for file in sorted(resources.files("kvant.operators.kernels").iterdir(), key=lambda file: file.name):
         if file.name.endswith((".h", ".py")):
             digest.update(file.read_bytes())
-    device = mx.device_info()
-    named = (str(device.get(key, "")) for key in ("device_name", "architecture"))
-    return ", ".join([*named, platform.platform(), f"mlx {version('mlx')}", digest.hexdigest()[:16]])
+    device, system = mx.device_info(), os.uname()
+    named = [device.get("device_name"), device.get("architecture"), system.sysname, system.release, system.version]
+    return ", ".join([*map(str, named), f"mlx {version('mlx')}", f"kernel {digest.hexdigest()[:16]}"])
 
 
 @cache
@@ -103,17 +103,14 @@ def _own(backend: Backend) -> Findings:
 
 def _read() -> dict[str, Findings]:
     """The file, by device_key. Raises a KvantError, a line, if there is none that counts."""
-    if not os.path.lexists(path()):
-        raise KvantError(f"{path()}: not there")
     with open_regular(path(), path(), KvantError) as file:
         state = os.fstat(file.fileno())
         if state.st_uid != os.geteuid() or state.st_mode & OTHERS_WRITE:
             raise KvantError(f"{path()}: ignored, for others may write it")
-        data = file.read(MAX_BYTES + 1)
-    try:
-        read = json.loads(data) if len(data) <= MAX_BYTES else None
-    except (ValueError, RecursionError):
-        read = None
+        try:
+            read = json.loads(file.read(MAX_BYTES)) if state.st_size <= MAX_BYTES else None
+        except (OSError, ValueError, RecursionError):
+            read = None
     if not isinstance(read, dict) or not all(isinstance(own, dict) for own in read.values()):
         raise KvantError(f"{path()}: ignored, for it is not a record")
     return {name: {use: text for use, text in own.items() if isinstance(text, str)} for name, own in read.items()}
