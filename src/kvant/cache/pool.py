@@ -16,7 +16,6 @@ from kvant.cache.prefix import digests, root
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels.launch import Backend
-from kvant.operators.probe import KernelUse
 from kvant.sizes import format_bytes
 from kvant.threads import check_process
 
@@ -124,11 +123,6 @@ class Pool(PoolState):
     def backend(self) -> Backend | None:
         """Runs the fused kernel, for the layers that it takes; None: every layer is unfused."""
         return next((layer.backend for layer in self.layers if layer.backend is not None), None)
-
-    @property
-    def kernel_uses(self) -> set[KernelUse]:
-        """How its layers call the fused kernel; empty: they do not."""
-        return {layer.use for layer in self.layers if layer.backend is not None}
 
     @property
     def nbytes(self) -> int:

@@ -141,7 +141,8 @@ def kernel_failures(cache: Pool | ModelCache) -> Iterator[None]:
         if type(error) not in (RuntimeError, ValueError) or cache.backend is None:
             raise
         said = f"a step failed: {one_line(error)}"
-        note_failure((cache if isinstance(cache, Pool) else cache.pool).kernel_uses, cache.backend, said)
+        layers = cache.layers if isinstance(cache, Pool) else cache.pool.layers
+        note_failure({layer.use for layer in layers if layer.backend is not None}, cache.backend, said)
         raise KernelError(
             f"{said}; if that is the fused kernel, --kernels unfused (KVANT_KERNELS=unfused) computes without it"
         ) from error

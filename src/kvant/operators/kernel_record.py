@@ -31,11 +31,12 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 # Of an error's text: memory was short, which says nothing of the kernel.
 SHORT_MEMORY = ("malloc", "out of memory", "OutOfMemory", "Insufficient Memory")
 
-Findings = dict[str, str]
+Findings = dict[str, str]  # by the name of a use
+_name = cache(repr)
 
 
 def found(use: KernelUse, backend: Backend) -> str | None:
-    """What is recorded of this use: that the kernel is right, or why not. None: nothing is."""
+    """What is recorded of this use: ``RIGHT``, or why not. None: nothing is."""
     return _own(backend).get(_name(use))
 
 
@@ -46,19 +47,16 @@ def keep(findings: Mapping[KernelUse, str], backend: Backend, *, anew: bool = Fa
         findings: ``RIGHT``, or why not.
         anew: in place of all that is recorded of this device.
     """
-    own = _own(backend)
-    if anew:
-        own.clear()
-    new = {_name(use): text[:MOST_TEXT] for use, text in findings.items()}
-    own |= new
-    try:
-        everything = _read()
-    except KvantError:
-        everything = {}
-    lasting = {name: text for name, text in new.items() if not any(word in text for word in SHORT_MEMORY)}
-    others = everything.pop(device_key(backend), {})
-    others = {} if anew else {name: text for name, text in others.items() if name not in lasting}
-    everything[device_key(backend)] = dict([*others.items(), *lasting.items()][-MOST_USES:])
+    own, everything = _own(backend), _read()
+    recorded = everything.pop(device_key(backend), {})
+    for known in (own, recorded) if anew else ():
+        known.clear()
+    for use, text in findings.items():
+        own[_name(use)] = text = text[:MOST_TEXT]
+        if not any(word in text for word in SHORT_MEMORY):
+            recorded.pop(_name(use), None)  # the last one is the newest
+            recorded[_name(use)] = text
+    everything[device_key(backend)] = dict([*recorded.items()][-MOST_USES:])
     with contextlib.suppress(OSError):  # a full disk, a folder that is not ours: the next process tries again
         path().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with atomic_file(path()) as file:
@@ -66,13 +64,10 @@ def keep(findings: Mapping[KernelUse, str], backend: Backend, *, anew: bool = Fa
 
 
 def describe(backend: Backend) -> str:
-    """Where the record is and what it holds of this device, or why it counts for nothing."""
-    try:
-        own = _read().get(device_key(backend), {})
-    except KvantError as error:
-        return str(error)
-    right = sum(text == RIGHT for text in own.values())
-    return f"{path()}: of this device {right} formats right, {len(own) - right} not"
+    """The record's file, and what it holds of this device."""
+    recorded = _read().get(device_key(backend), {})
+    right = sum(text == RIGHT for text in recorded.values())
+    return f"{path()}: {right} formats right on this device, {len(recorded) - right} not"
 
 
 def path() -> Path:
@@ -95,27 +90,17 @@ def device_key(backend: Backend) -> str:
 @cache
 def _own(backend: Backend) -> Findings:
     """This process's findings of its device, which begin with the file's."""
-    try:
-        return _read().get(device_key(backend), {})
-    except KvantError:
-        return {}
+    return _read().get(device_key(backend), {})
 
 
 def _read() -> dict[str, Findings]:
-    """The file, by device_key. Raises a KvantError, a line, if there is none that counts."""
-    with open_regular(path(), path(), KvantError) as file:
-        state = os.fstat(file.fileno())
-        if state.st_uid != os.geteuid() or state.st_mode & OTHERS_WRITE:
-            raise KvantError(f"{path()}: ignored, for others may write it")
-        try:
-            read = json.loads(file.read(MAX_BYTES)) if state.st_size <= MAX_BYTES else None
-        except (OSError, ValueError, RecursionError):
-            read = None
-    if not isinstance(read, dict) or not all(isinstance(own, dict) for own in read.values()):
-        raise KvantError(f"{path()}: ignored, for it is not a record")
-    return {name: {use: text for use, text in own.items() if isinstance(text, str)} for name, own in read.items()}
-
-
-@cache
-def _name(use: KernelUse) -> str:
-    return repr(use)
+    """The file, by :func:`device_key`; empty if there is none that counts."""
+    try:
+        with open_regular(path(), path(), KvantError) as file:
+            state = os.fstat(file.fileno())
+            is_ours = state.st_uid == os.geteuid() and not state.st_mode & OTHERS_WRITE
+            read = json.loads(file.read(MAX_BYTES)) if is_ours else None
+    except (KvantError, OSError, ValueError, RecursionError):
+        read = None
+    devices = read.items() if isinstance(read, dict) else ()
+    return {key: own for key, own in devices if isinstance(own, dict) and all(isinstance(x, str) for x in own.values())}

@@ -7,10 +7,10 @@ on no size, except that MLX keeps inputs of fewer than 8 elements in Metal's con
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -77,8 +77,7 @@ class KernelUse:
         return ", ".join([f"heads of {self.head_dim}{values}", kind, dtype, *named])
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A call that is tried: query heads of a kv head, new tokens, and whether there are sinks."""
 
     heads: int
@@ -112,14 +111,13 @@ def probe_calls(use: KernelUse, backend: Backend) -> list[Call]:
         if way not in chosen or chosen[way][0] < groups * simdgroups:
             chosen[way] = (groups * simdgroups, Call(heads, new_tokens))
     calls = [call for _, call in chosen.values()]
-    return [*calls, replace(calls[-1], sinks=True)] if use.sinks else calls
+    return [*calls, calls[-1]._replace(sinks=True)] if use.sinks else calls
 
 
-def num_instances(use: KernelUse, backend: Backend, calls: Iterable[Call]) -> int:
+def num_instances(use: KernelUse, backend: Backend, calls: Sequence[Call]) -> int:
     """The instances of the kernels that MLX compiles for calls, which store what they attend to."""
-    calls = list(calls)
-    queries = {_shape(use, backend, call.heads * call.new_tokens)[-1] for call in calls}
-    return len(queries) + len({call.sinks for call in calls}) + (use.quant_bit > 0)
+    attends = {_shape(use, backend, call.heads * call.new_tokens)[-1] for call in calls}
+    return len(attends) + len({call.sinks for call in calls}) + (use.quant_bit > 0)
 
 
 def _heads(use: KernelUse) -> Sequence[int]:

@@ -21,6 +21,7 @@ from kvant.operators import dispatch, probe
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels import attend, launch
 from kvant.operators.kernels.attend import threadgroup_shape
+from kvant.operators.kernels.launch import Backend
 from kvant.operators.probe import KernelUse
 
 pytestmark = host_pytest_skip
@@ -101,6 +102,29 @@ def test_every_shape_of_a_threadgroup_is_tried(launched: Launches) -> None:
     assert launched.of("attend", "QUERIES") == {(queries,) for queries in shapes[1]} == {(1,), (2,), (4,)}
     assert launched.of("attend", "threads") >= {(32 * 4,), (32 * attend.MAX_QUERY_GROUPS,)}
     assert launched.of("combine", "threads") == {(32 * attend.COMBINE_SIMDGROUPS,)}
+
+
+@pytest.mark.parametrize("backend", ["metal", "cuda"])
+@pytest.mark.parametrize("bits", [8, 0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_trials_make_every_instance_of_1_to_8_tokens(
+    launched: Launches, backend: Backend, bits: int, sinks: bool
+) -> None:
+    """And every number of simdgroups that share rows, and of their threads the most."""
+    for heads, dim in ((1, 64), (2, 256), (4, 128), (6, 128), (7, 64), (8, 64), (16, 96), (71, 64), (2, 512)):
+        use = KernelUse(dim, dim, mx.bfloat16, bits, 32, heads=heads, sinks=sinks)
+        launched.clear()
+        assert probe.probe_failure(use, backend) is None
+        shapes = [threadgroup_shape(heads * S, 0, backend, dim) for S in range(1, 9)]
+        assert launched.of("attend", "QUERIES") == {(shape[3],) for shape in shapes}
+        most = max(groups * simdgroups for _, groups, simdgroups, _ in shapes)
+        assert max(launched.of("attend", "threads")) == (32 * most,)
+        assert len([name for name, _ in launched if name == "attend"]) <= 6
+        made = {
+            (name, *((key, seen[key]) for key in sorted(seen) if key not in ("grid", "threads")))
+            for name, seen in launched
+        }
+        assert probe.num_instances(use, backend, probe.probe_calls(use, backend)) == len(made)
 
 
 @pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 64), (0, 32)])
