@@ -45,6 +45,7 @@ def begin_process() -> None:
     dispatch._tried.clear()
     dispatch._warned = False
     kernel_record._own.cache_clear()
+    kernel_record.device_key.cache_clear()
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -17,19 +19,10 @@ USE = KernelUse(64, 64, mx.float16, 8, 32, heads=7)
 OTHER = KernelUse(128, 128, mx.float16, 8, 32, heads=4)
 
 
-class Trials(list[KernelUse]):
-    """What was tried; ``problem`` is what each trial finds."""
-
-    problem: str | None = None
-
-    def __call__(self, use: KernelUse, backend: str) -> str | None:
-        self.append(use)
-        return self.problem
-
-
 @pytest.fixture
-def trials(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Trials:
-    made = Trials()
+def trials(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Trials of the kernel; ``return_value`` is what each finds."""
+    made = Mock(return_value=None)
     monkeypatch.setattr(dispatch, "probe_failure", made)
     return made
 
@@ -40,53 +33,49 @@ def resolved(kernels: str | None = None, *uses: KernelUse) -> str | None:
     return dispatch.resolve(kernels, uses=uses or [USE])
 
 
-def test_what_a_process_found_others_find(trials: Trials) -> None:
-    told: list[str] = []
-    dispatch.say = told.append
+def test_what_a_process_found_others_find(trials: Mock) -> None:
+    dispatch.say = say = Mock()
     assert resolved(None, USE, USE, OTHER) == "metal"
-    assert trials == [USE, OTHER]
-    assert told == [f"checking the fused kernel on this GPU; later starts find the result in {kernel_record.path()}"]
-    assert kernel_record.path().stat().st_mode & 0o777 == 0o600
+    assert [call.args for call in trials.call_args_list] == [(USE, "metal"), (OTHER, "metal")]
+    path = kernel_record.path()
+    say.assert_called_once_with(f"checking the fused kernel on this GPU; later starts find the result in {path}")
+    assert path.stat().st_mode & 0o777 == 0o600
     assert resolved("fused", OTHER, USE) == resolved() == "metal"
-    assert (len(trials), len(told)) == (2, 1)
+    assert (trials.call_count, say.call_count) == (2, 1)
 
 
-def test_a_failure_is_kept_until_somebody_asks_for_the_kernel(trials: Trials) -> None:
-    trials.problem = "too large"
+def test_a_failure_is_kept_until_somebody_asks_for_the_kernel(trials: Mock) -> None:
+    trials.return_value = "too large"
     for _ in range(2):
         with pytest.warns(RuntimeWarning, match="fails here: too large; .*`kvant doctor` tries again"):
             assert resolved() is None
-    assert trials == [USE]
+    assert trials.call_count == 1
     with pytest.raises(RuntimeError, match="is asked for, but fails here: too large"):
         resolved("fused")
     with pytest.raises(RuntimeError, match="too large"):  # in the same process: once is enough
         dispatch.resolve("fused", uses=[USE])
-    assert trials == [USE, USE]
-    trials.problem = None
-    assert resolved("fused") == "metal"
-    assert resolved() == "metal"
-    assert len(trials) == 3
+    assert trials.call_count == 2
+    trials.return_value = None
+    assert resolved("fused") == resolved() == "metal"
+    assert trials.call_count == 3
 
 
-def test_a_later_failure_is_kept_as_a_trials_is(trials: Trials) -> None:
+def test_a_later_failure_is_kept_as_a_trials_is(trials: Mock) -> None:
+    """But a lack of memory, which says nothing of the kernel."""
     assert resolved(None, USE, OTHER) == "metal"
     dispatch.note_failure([USE], "metal", "a step failed: no")
-    for _ in range(2):  # in the same process, and in the next one
-        with pytest.warns(RuntimeWarning, match="fails here: a step failed: no"):
-            assert dispatch.resolve(uses=[USE]) is None
-        assert dispatch.resolve(uses=[OTHER]) == "metal"
-        begin_process()
-    assert len(trials) == 2
+    dispatch.note_failure(
+        [OTHER], "metal", "a step failed: [METAL] Command buffer execution failed: Insufficient Memory"
+    )
+    with pytest.warns(RuntimeWarning, match="fails here: a step failed: no"):
+        assert dispatch.resolve(uses=[USE]) is None  # in the same process too
+    with pytest.warns(RuntimeWarning, match="fails here: a step failed: no"):
+        assert resolved() is None
+    assert dispatch.resolve(uses=[OTHER]) == "metal"
+    assert trials.call_count == 2
     kernel_record.keep({OTHER: RIGHT}, "metal", anew=True)  # as `kvant doctor`
     assert resolved() == "metal"
-    assert trials == [USE, OTHER, USE]
-
-
-def test_a_lack_of_memory_is_no_failure_of_the_kernel(trials: Trials) -> None:
-    assert resolved() == "metal"
-    dispatch.note_failure([USE], "metal", "a step failed: [METAL] Command buffer execution failed: Insufficient Memory")
-    assert resolved() == "metal"
-    assert len(trials) == 1
+    assert trials.call_count == 3
 
 
 def _cut(path: Path) -> None:
@@ -116,48 +105,42 @@ SPOILED: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_a_file_that_is_no_record_of_ours_is_as_none(trials: Trials, name: str) -> None:
+def test_a_file_that_is_no_record_of_ours_is_as_none(trials: Mock, name: str) -> None:
     resolved()
     SPOILED[name](kernel_record.path())
     for tries in (2, 2 if name not in ("a pipe", "a folder") else 3):  # it is written anew, if something may
         assert resolved() == "metal"
-        assert len(trials) == tries
+        assert trials.call_count == tries
 
 
-def test_a_file_of_another_user_is_as_none(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_is_as_none(trials: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     resolved()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     assert resolved() == "metal"
-    assert len(trials) == 2
+    assert trials.call_count == 2
 
 
 @pytest.mark.parametrize("what", ["device", "system", "mlx", "text"])
 def test_another_device_system_mlx_or_text_is_tried_anew(
-    trials: Trials, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
+    trials: Mock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
 ) -> None:
     """And what was found before stays in the file: a machine may have two versions in turn."""
-    kernel_record.device_key.cache_clear()
-    resolved()
-    with monkeypatch.context() as other:
-        if what == "device":
-            other.setattr(mx, "device_info", lambda: {"device_name": "Apple M9", "architecture": "applegpu_g99"})
-        elif what == "system":
-            other.setattr(os, "uname", lambda: os.uname_result(("Darwin", "here", "99.1", "xnu", "arm64")))
-        elif what == "mlx":
-            other.setattr(kernel_record, "version", lambda name: "99.1")
-        else:
-            (tmp_path / "attend.h").write_text("another text")
-            other.setattr(kernel_record.resources, "files", lambda name: tmp_path)
-        for _ in range(2):
-            kernel_record.device_key.cache_clear()
+    (tmp_path / "attend.h").write_text("another text")
+    changes: dict[str, tuple[Any, str, Any]] = {
+        "device": (mx, "device_info", lambda: {"device_name": "Apple M9", "architecture": "applegpu_g99"}),
+        "system": (os, "uname", lambda: os.uname_result(("Darwin", "here", "99.1", "xnu", "arm64"))),
+        "mlx": (kernel_record, "version", lambda name: "99.1"),
+        "text": (kernel_record.resources, "files", lambda name: tmp_path),
+    }
+    for is_other, tries in ((False, 1), (True, 2), (True, 2), (False, 2)):
+        with monkeypatch.context() as other:
+            if is_other:
+                other.setattr(*changes[what])
             assert resolved() == "metal"
-            assert len(trials) == 2
-    kernel_record.device_key.cache_clear()
-    assert resolved() == "metal"
-    assert len(trials) == 2
+        assert trials.call_count == tries
 
 
-def test_the_record_is_bounded(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_is_bounded(trials: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     uses = [KernelUse(64, 64, mx.float16, 8, 32, window=width) for width in range(1, kernel_record.MOST_USES + 50)]
     for number in range(kernel_record.MOST_DEVICES + 2):
         monkeypatch.setattr(kernel_record, "device_key", lambda backend, number=number: f"{number}")
@@ -170,10 +153,10 @@ def test_the_record_is_bounded(trials: Trials, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(
-    trials: Trials, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    trials: Mock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(kernel_record, "user_cache", lambda: tmp_path / "file" / "kvant")
     assert resolved() == dispatch.resolve(uses=[USE]) == "metal"
-    assert len(trials) == 1
+    assert trials.call_count == 1
     assert kernel_record.describe("metal").endswith("kernels.json: 0 formats right on this device, 0 not")
