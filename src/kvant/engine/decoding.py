@@ -14,7 +14,7 @@ from kvant.engine.row_sampling import Picked, Sampled, pick_rows
 from kvant.engine.work import Answer
 from kvant.errors import GrammarError, KernelError, one_line
 from kvant.models import LanguageModel
-from kvant.operators.dispatch import note_failure
+from kvant.operators import kernel_record
 
 
 @dataclass(eq=False, slots=True)
@@ -142,7 +142,7 @@ def kernel_failures(cache: Pool | ModelCache) -> Iterator[None]:
             raise
         said = f"a step failed: {one_line(error)}"
         layers = cache.layers if isinstance(cache, Pool) else cache.pool.layers
-        note_failure({layer.use for layer in layers if layer.backend is not None}, cache.backend, said)
+        kernel_record.keep({layer.use: said for layer in layers if layer.backend is not None}, cache.backend)
         raise KernelError(
             f"{said}; if that is the fused kernel, --kernels unfused (KVANT_KERNELS=unfused) computes without it"
         ) from error

@@ -72,14 +72,6 @@ def resolve(
     return choice.backend
 
 
-def note_failure(uses: Iterable[KernelUse], backend: Backend, reason: str) -> None:
-    """Record that the kernel failed after its trial. Caches that are made from now on do without it.
-
-    A trial by :func:`resolve` with "fused", or by ``kvant doctor``, takes the note back.
-    """
-    kernel_record.keep(dict.fromkeys(uses, reason), backend)
-
-
 def _finding(use: KernelUse, backend: Backend, forced: bool) -> str:
     """``RIGHT``, or why the kernel is not; tried if nothing is recorded, or a failure and nobody tried it here."""
     known = kernel_record.found(use, backend)

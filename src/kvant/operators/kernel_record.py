@@ -52,10 +52,13 @@ def keep(findings: Mapping[KernelUse, str], backend: Backend, *, anew: bool = Fa
     for known in (own, recorded) if anew else ():
         known.clear()
     for use, text in findings.items():
-        own[_name(use)] = text = text[:MOST_TEXT]
-        if not any(word in text for word in SHORT_MEMORY):
-            recorded.pop(_name(use), None)  # the last one is the newest
-            recorded[_name(use)] = text
+        name, text = _name(use), text[:MOST_TEXT]
+        if any(word in text for word in SHORT_MEMORY):
+            own.setdefault(name, text)  # of a trial: this process makes none again
+            continue
+        own[name] = text
+        recorded.pop(name, None)  # the last one is the newest
+        recorded[name] = text
     everything[device_key(backend)] = dict([*recorded.items()][-MOST_USES:])
     with contextlib.suppress(OSError):  # a full disk, a folder that is not ours: the next process tries again
         path().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
