@@ -47,9 +47,10 @@ def open_regular(real: Path, shown: Path, error: type[KvantError]) -> Iterator[B
         descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (OSError, ValueError) as failed:  # a NUL
         raise error(f"{shown}: cannot be read: {one_line(failed)}") from failed
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # before open(), which would leave a folder's open
+        os.close(descriptor)
+        raise error(f"{shown}: not a regular file")
     with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise error(f"{shown}: not a regular file")
         yield file
 
 

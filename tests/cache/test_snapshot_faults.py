@@ -19,7 +19,8 @@ from support import snapshot_writer
 from support.counts import count
 from support.interruption import Interruption
 
-from kvant.cache import ModelCache, atomic
+from kvant import atomic
+from kvant.cache import ModelCache
 from kvant.errors import SnapshotError
 
 KILLS = count(12, 200)

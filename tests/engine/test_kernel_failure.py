@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 from support.attend_stand_in import WORDS, FailingKernel
 from support.drafts import KnownDrafts
+from support.fused_path import begin_process
 from support.metal_host import host_pytest_skip
 
 from kvant import batch_generate, generate
@@ -50,6 +51,10 @@ WAYS: dict[str, Callable[[Decoder, Any], object]] = {
 def test_an_answer_ends_with_one_error(pocket: Pocket, kernel: FailingKernel, answer: Any) -> None:
     with pytest.raises(KernelError, match=rf"{WORDS[kernel.how]}.*--kernels unfused"):
         answer(*pocket)
+    begin_process()  # the next one does not meet it again
+    with pytest.warns(RuntimeWarning, match=rf"fails here: a step failed: .*{WORDS[kernel.how]}"):
+        assert pocket[0].make_cache(512).backend is None
+    assert pocket[0].make_cache(512, kernels="fused").backend == "metal"
     cache = pocket[0].make_cache(512, kernels="unfused")
     assert len([token for token, _ in Run(pocket[0], PROMPT, cache, max_tokens=5)]) == 5
 

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvant.operators import dispatch, fused_attention, probe
+from kvant.operators import dispatch, fused_attention, kernel_record
 from kvant.operators.kernels import attend, launch
 from kvant.operators.quantization import quantize
 from support import attend_stand_in
@@ -24,16 +24,28 @@ def host_kernel(name: str, backend: str) -> Callable[..., list[mx.array]]:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU with Metal, in a process that has not looked at it yet and has no wish of its own.
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A GPU with Metal that nobody looked at yet, in a process that has no wish of its own.
 
     What a cache needs of the kernel is not tried when it is made: tests/operators/kernels/test_probe.py does.
     """
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
     monkeypatch.setattr(dispatch, "gpu_backend", lambda: "metal")
     monkeypatch.setattr(dispatch, "probe_failure", lambda use, backend: None)
+    monkeypatch.setattr(dispatch, "say", None)
+    monkeypatch.setattr(dispatch, "_tried", set())
     monkeypatch.setattr(dispatch, "_warned", False)
-    monkeypatch.setattr(probe, "_tried", {})
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr(kernel_record, "user_cache", lambda: folder)
+    begin_process()
+
+
+def begin_process() -> None:
+    """From now on it is a process that knows of the GPU what is recorded."""
+    dispatch._tried.clear()
+    dispatch._warned = False
+    kernel_record._own.cache_clear()
+    kernel_record.device_key.cache_clear()
 
 
 @pytest.fixture

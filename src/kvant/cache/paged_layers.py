@@ -47,6 +47,7 @@ class PoolLayer:
     Attributes:
         format: of its tokens.
         bias_split: the biases that tokens are stored without.
+        use: how it calls the fused kernel, if that is used.
         backend: runs the fused kernel for steps of up to 8 new tokens a sequence; None: every step is unfused.
         arrays: values (2, K, T, D'), and where they are quantized scales (2, K, T, D/G). Nothing else may hold them, or
             a slice of them: MLX would copy the whole array at the next append.
@@ -54,6 +55,7 @@ class PoolLayer:
 
     format: LayerFormat
     bias_split: BiasSplit | None
+    use: KernelUse
     backend: Backend | None = None
     arrays: list[mx.array] = field(default_factory=list)
 
@@ -283,20 +285,15 @@ class PagedLayers:
                 array[:, :, to : to + rows] = part
 
 
-def backend_of(
-    own: LayerFormat, kernels: str | None, dtype: mx.Dtype, num_heads: int | None, may_have_sinks: bool
-) -> Backend | None:
-    """What runs the fused kernel for a layer's tokens; None: it is unfused.
+def kernel_use(own: LayerFormat, dtype: mx.Dtype, num_heads: int | None, may_have_sinks: bool) -> KernelUse:
+    """How a layer calls the fused kernel.
 
     Args:
         dtype: of queries.
         num_heads: H; None: not known.
         may_have_sinks: whether attention may be given learned sinks.
     """
-    reason = unsupported_reason(
-        (1, 1, 1, own.head_dim), quant_bit=own.kv_bits, quant_group=own.kv_group_size, value_dim=own.value_head_dim
-    )
-    use = KernelUse(
+    return KernelUse(
         own.head_dim,
         own.value_head_dim,
         dtype,
@@ -309,7 +306,12 @@ def backend_of(
         sinks=may_have_sinks,
         window=None if own.kind == "chunks" else own.window,
     )
-    return resolve(kernels, reason, [use])
+
+
+def backend_of(use: KernelUse, kernels: str | None) -> Backend | None:
+    """What runs the fused kernel for a layer's tokens; None: it is unfused."""
+    form = {"quant_bit": use.quant_bit, "quant_group": use.quant_group, "value_dim": use.value_dim}
+    return resolve(kernels, unsupported_reason((1, 1, 1, use.head_dim), **form), [use])
 
 
 def window_pages(window: int | None, step_size: int) -> float:

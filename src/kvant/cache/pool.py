@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import DTYPES, SLACK, LayerFormat
-from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, backend_of, window_pages
+from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, backend_of, kernel_use, window_pages
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence, PoolState, close
@@ -80,9 +80,10 @@ class Pool(PoolState):
         step_size = 1 if prefill_step_size is None else prefill_step_size
         check_sizes(**sizes, prefill_step_size=step_size)
         check_process()
+        uses = [kernel_use(own, dtype, num_heads, self.may_have_sinks) for own in formats]
         layers = [
-            PoolLayer(own, split, backend_of(own, kernels, dtype, num_heads, self.may_have_sinks))
-            for own, split in zip(formats, bias_splits, strict=True)
+            PoolLayer(own, split, use, backend_of(use, kernels))
+            for own, split, use in zip(formats, bias_splits, uses, strict=True)
         ]
         parts = []
         # In the order of the layers; where none keeps rows, pages still count tokens.

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import mlx.core as mx
 
-from kvant.cache.atomic import atomic_file
+from kvant.atomic import atomic_file
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import DTYPES, Stored, difference
 from kvant.cache.paged_layers import PoolLayer

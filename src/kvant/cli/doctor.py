@@ -118,6 +118,13 @@ def _parts(found: "Diagnosis") -> Iterator[Union[str, "Table"]]:
         wrong = [f"wrong: the kernel does not run: {use.problem}" for use in found.uses if use.problem is not None]
         yield from wrong
         yield f"kernel as caches use it: {len(found.uses) - len(wrong)} of {len(found.uses)} formats run"
+    if found.start is not None:
+        start = found.start
+        cold = f"{start.cold_instances} instances, {start.cold_ms:.0f} ms"
+        warm = f"{start.warm_instances} instances, {start.warm_ms:.0f} ms"
+        yield f"start of {start.use}: {cold} when the kernel is tried, {warm} later, until a draft or a batch asks"
+    if found.record is not None:
+        yield f"record: {found.record}"
     for text in found.unchecked:
         yield f"not checked here: {text}"
     for text in found.to_do or ["nothing"]:

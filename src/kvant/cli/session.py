@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from kvant.engine.sampling import SamplingOptions
 from kvant.machine import Machine, default_device, this_machine
 from kvant.models import LanguageModel
 from kvant.models.identity import identify
+from kvant.operators import dispatch
 from kvant.ranks.follow import follow as compute
 from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
@@ -195,6 +197,7 @@ def load_session(
     if run.wired:
         wire(planned.total)
     load_weights = None if arranged is None else loader(arranged)
+    dispatch.say = partial(say, quiet=run.quiet)
     with LateProgress("loading", quiet=run.quiet) as progress:
         model, tokenizer = load_folder(
             folder, progress.update, adapter_path=run.adapter_path, process=process, load_weights=load_weights

@@ -14,6 +14,7 @@ from kvant.engine.row_sampling import Picked, Sampled, pick_rows
 from kvant.engine.work import Answer
 from kvant.errors import GrammarError, KernelError, one_line
 from kvant.models import LanguageModel
+from kvant.operators import kernel_record
 
 
 @dataclass(eq=False, slots=True)
@@ -132,13 +133,16 @@ def kernel_failures(cache: Pool | ModelCache) -> Iterator[None]:
     """Raise what MLX raises of a step as a KernelError, if the cache uses the fused kernel.
 
     MLX's errors are a RuntimeError or a ValueError itself, whatever failed. Arrays that the step changed may be lost.
+    The failure is recorded: later caches of these formats, in other processes too, do without the kernel.
     """
     try:
         yield
     except (RuntimeError, ValueError) as error:
         if type(error) not in (RuntimeError, ValueError) or cache.backend is None:
             raise
+        said = f"a step failed: {one_line(error)}"
+        layers = cache.layers if isinstance(cache, Pool) else cache.pool.layers
+        kernel_record.keep({layer.use: said for layer in layers if layer.backend is not None}, cache.backend)
         raise KernelError(
-            f"a step failed: {one_line(error)}; if that is the fused kernel, --kernels unfused (KVANT_KERNELS=unfused) "
-            "computes without it"
+            f"{said}; if that is the fused kernel, --kernels unfused (KVANT_KERNELS=unfused) computes without it"
         ) from error

@@ -2,16 +2,22 @@
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import mlx.core as mx
 
+from kvant.operators import kernel_record
+from kvant.operators.kernel_record import RIGHT
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.probe import KernelUse, probe_failure
 
 KERNELS = ("unfused", "fused")
 VARIABLE = "KVANT_KERNELS"
+CHECKING = "checking the fused kernel on this GPU; later starts find the result in {}"
+
+say: Callable[[str], None] | None = None  # told of a process's first trial: it takes a while. Commands print it
+_tried: set[tuple[KernelUse, Backend]] = set()  # in this process
 _warned = False
 
 
@@ -42,7 +48,8 @@ def resolve(
     Args:
         kernels: "unfused", "fused" or None.
         unsupported_reason: from ``kernels.attend.unsupported_reason``. None: the kernel takes the call.
-        uses: how a cache will call the kernel. Each is tried now, once in a process.
+        uses: how a cache will call the kernel. One that is not in the record is tried now; with "fused" also one that
+            is recorded as failed.
 
     Raises:
         ValueError: another word than "unfused" or "fused"; "fused" without a GPU, or for a call that the kernel does
@@ -57,12 +64,24 @@ def resolve(
             raise ValueError(f"the fused kernel is asked for, but does not take {unsupported_reason}")
         return None
     for use in uses:
-        if (problem := probe_failure(use, choice.backend)) is not None:
+        if (problem := _finding(use, choice.backend, choice.forced)) != RIGHT:
             if choice.forced:
                 raise RuntimeError(f"the fused kernel is asked for, but fails here: {problem}")
             _warn_once(f"the fused kernel fails here: {problem}")
             return None
     return choice.backend
+
+
+def _finding(use: KernelUse, backend: Backend, forced: bool) -> str:
+    """``RIGHT``, or why the kernel is not; tried if nothing is recorded, or a failure and nobody tried it here."""
+    known = kernel_record.found(use, backend)
+    if known is None or (forced and known != RIGHT and (use, backend) not in _tried):
+        if say is not None and not _tried:
+            say(CHECKING.format(kernel_record.path()))
+        known = probe_failure(use, backend) or RIGHT
+        _tried.add((use, backend))
+        kernel_record.keep({use: known}, backend)
+    return known
 
 
 def choose(kernels: str | None = None, name: str = "kernels") -> Choice:
@@ -103,8 +122,8 @@ def _warn_once(reason: str) -> None:
     if not _warned:
         _warned = True
         warnings.warn(
-            f"{reason}; attention is computed by the unfused operator instead. `kvant doctor` says more; "
-            f"{VARIABLE}=unfused leaves the kernel alone, without this warning",
+            f"{reason}; attention is computed by the unfused operator instead. `kvant doctor` tries again and says "
+            f"more; {VARIABLE}=unfused leaves the kernel alone, without this warning",
             RuntimeWarning,
             stacklevel=3,
         )

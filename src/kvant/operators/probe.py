@@ -1,4 +1,4 @@
-"""Tries the fused kernel as a layer will call it, when its cache is made, against the unfused operator on the CPU.
+"""Tries the fused kernel as a layer will call it, against the unfused operator on the CPU.
 
 MLX compiles an instance of the kernel when it first runs. A text that this device's compiler refuses, a threadgroup
 that is too large for it, or a wrong number would otherwise show in an answer. Small arrays show it: an instance depends
@@ -10,14 +10,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.fused_attention import attend_fused
-from kvant.operators.kernels.attend import MAX_NEW_TOKENS, PAGE_SIZE
+from kvant.operators.kernels.attend import MAX_NEW_TOKENS, PAGE_SIZE, threadgroup_shape
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import alibi_slopes
 from kvant.operators.paged_kernel import step_pages
@@ -77,31 +77,55 @@ class KernelUse:
         return ", ".join([f"heads of {self.head_dim}{values}", kind, dtype, *named])
 
 
-_tried: dict[tuple[KernelUse, Backend], str | None] = {}
+class Call(NamedTuple):
+    """A call that is tried: query heads of a kv head, new tokens, and whether there are sinks."""
+
+    heads: int
+    new_tokens: int
+    sinks: bool = False
 
 
 def probe_failure(use: KernelUse, backend: Backend) -> str | None:
-    """Why the kernel does not do what a layer needs of it; None: it does. Each use is tried once in a process.
-
-    Every number of new tokens that it takes is tried.
-    """
-    key = (use, backend)
-    if key not in _tried:
-        heads = [use.heads] if use.heads else ANY_HEADS
-        _tried[key] = next(filter(None, (_failure(use, count, backend) for count in heads)), None)
-    return _tried[key]
-
-
-def _failure(use: KernelUse, heads: int, backend: Backend) -> str | None:
-    trial = Trial(use, heads)
-    for new_tokens, sinks in product(range(1, MAX_NEW_TOKENS + 1), sorted({False, use.sinks})):
+    """Why the kernel does not do what a layer needs of it; None: it does."""
+    trials = {heads: Trial(use, heads) for heads in _heads(use)}
+    for call in probe_calls(use, backend):
         try:
-            problem = trial.agreement(backend, new_tokens, sinks=sinks).problem
+            problem = trials[call.heads].agreement(backend, call.new_tokens, sinks=call.sinks).problem
         except Exception as error:  # of a compiler or a driver: any
             problem = " ".join(str(error).split())[:500] or type(error).__name__
         if problem is not None:
-            return f"{use}{', sinks' * sinks}, {heads * new_tokens} queries of a kv head: {problem}"
+            queries = call.heads * call.new_tokens
+            return f"{use}{', sinks' * call.sinks}, {queries} queries of a kv head: {problem}"
     return None
+
+
+def probe_calls(use: KernelUse, backend: Backend) -> list[Call]:
+    """The calls that are tried: every instance in each way that its simdgroups share the work.
+
+    Of the calls of 1 to 8 new tokens that are alike in this, it is the one with the largest threadgroup.
+    """
+    chosen: dict[tuple[int, int, bool], tuple[int, Call]] = {}
+    for heads, new_tokens in product(_heads(use), range(1, MAX_NEW_TOKENS + 1)):
+        tiles, groups, simdgroups, queries = _shape(use, backend, heads * new_tokens)
+        way = (queries, simdgroups, tiles > 1)
+        if way not in chosen or chosen[way][0] < groups * simdgroups:
+            chosen[way] = (groups * simdgroups, Call(heads, new_tokens))
+    calls = [call for _, call in chosen.values()]
+    return [*calls, calls[-1]._replace(sinks=True)] if use.sinks else calls
+
+
+def num_instances(use: KernelUse, backend: Backend, calls: Sequence[Call]) -> int:
+    """The instances of the kernels that MLX compiles for calls, which store what they attend to."""
+    attends = {_shape(use, backend, call.heads * call.new_tokens)[-1] for call in calls}
+    return len(attends) + len({call.sinks for call in calls}) + (use.quant_bit > 0)
+
+
+def _heads(use: KernelUse) -> Sequence[int]:
+    return [use.heads] if use.heads else ANY_HEADS
+
+
+def _shape(use: KernelUse, backend: Backend, queries: int) -> tuple[int, int, int, int]:
+    return threadgroup_shape(queries, use.pairs or 0, backend, max(use.head_dim, use.value_dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,23 +186,32 @@ class Trial:
 
         Not on the GPU: some multiply float32 matrices with fewer bits.
         """
-        arrays = [mx.array(array) for array in self.past]
-        key, value = (x[:, :, :new_tokens] for x in (self.key, self.value))
-        new = stored_tokens(key, value, arrays, **self.form, backend=backend)
-        for b in range(len(self.spans)):
-            self._write(arrays, [part[b] for part in new], self._places(b, new_tokens)[-new_tokens:])
-        output = self._attend(arrays, new_tokens, self.sinks if sinks else None, backend)
-        mx.eval(new, output)
-        mx.synchronize()  # a failure is raised here, or when it was queued
+        arrays, new, output = self.run(backend, new_tokens, sinks=sinks)
         with mx.stream(mx.cpu):
             unfused = [self._unfused(arrays, b, new_tokens, sinks) for b in range(len(self.spans))]
             expected = mx.concatenate(unfused).astype(mx.float32)
             error = _number((mx.abs(output.astype(mx.float32) - expected) / (1 + mx.abs(expected))).max())
+            key, value = (x[:, :, :new_tokens] for x in (self.key, self.value))
             problem = self._stored_problem(new, stored_tokens(key, value, arrays, **self.form))
         tolerance = TOLERANCE[self.use.dtype]
         if problem is None and not error <= tolerance:  # true for NaN too
             problem = f"the output is off by {error:.2g}; expected at most {tolerance:g}"
         return Agreement(error, tolerance, problem)
+
+    def run(
+        self, backend: Backend, new_tokens: int, *, sinks: bool = False
+    ) -> tuple[list[mx.array], list[mx.array], mx.array]:
+        """Store the new tokens and attend to them, by the kernels: the cache then, what was stored, and the output."""
+        with mx.stream(mx.cpu):  # all but the kernels: MLX would compile its own scatter for the GPU
+            arrays = [mx.array(array) for array in self.past]
+            key, value = (x[:, :, :new_tokens] for x in (self.key, self.value))
+            new = stored_tokens(key, value, arrays, **self.form, backend=backend)
+            for b in range(len(self.spans)):
+                self._write(arrays, [part[b] for part in new], self._places(b, new_tokens)[-new_tokens:])
+            output = self._attend(arrays, new_tokens, self.sinks if sinks else None, backend)
+            mx.eval(new, output)
+        mx.synchronize()  # a failure is raised here, or when it was queued
+        return arrays, new, output
 
     def _attend(self, arrays: list[mx.array], S: int, sinks: mx.array | None, backend: Backend) -> mx.array:
         use, options = self.use, dict[str, Any]()

@@ -7,13 +7,13 @@ could be loaded.
 import errno
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvant.atomic import atomic_file
 from kvant.errors import WeightsError
 from kvant.files import user_cache
 from kvant.weights.reference import COMMIT, REPOSITORY, is_revision
@@ -88,14 +88,8 @@ def write_lock(lock: Lock) -> None:
         path.unlink(missing_ok=True)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")  # its mode is 0600
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({"format": FORMAT} | asdict(lock), file, indent=1, sort_keys=True)
-        os.replace(scratch, path)
-    except BaseException:
-        os.unlink(scratch)
-        raise
+    with atomic_file(path) as file:
+        file.write(json.dumps({"format": FORMAT} | asdict(lock), indent=1, sort_keys=True).encode())
 
 
 def _folder() -> Path:

@@ -15,12 +15,13 @@ from support.operator_cases import OUTPUT_TOLERANCE
 
 from kvant.cache import QuantizedKVCache
 from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, stored_dtype
-from kvant.cache.paged_layers import backend_of
+from kvant.cache.paged_layers import backend_of, kernel_use
 from kvant.models.checkpoint import load_decoder
 from kvant.operators import dispatch, probe
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels import attend, launch
-from kvant.operators.kernels.attend import MAX_NEW_TOKENS, threadgroup_shape
+from kvant.operators.kernels.attend import threadgroup_shape
+from kvant.operators.kernels.launch import Backend
 from kvant.operators.probe import KernelUse
 
 pytestmark = host_pytest_skip
@@ -65,7 +66,7 @@ def _backend(
     """What runs the kernel for a layer of 2 kv heads."""
     stored = stored_dtype(bits) if bits else DTYPE_NAMES[dtype]
     own = LayerFormat(kind, 2, dim, dim, bits, group if bits else 0, stored, scale if bits else "", window=window)
-    return backend_of(own, kernels, dtype, heads, sinks)
+    return backend_of(kernel_use(own, dtype, heads, sinks), kernels)
 
 
 @pytest.fixture
@@ -101,6 +102,29 @@ def test_every_shape_of_a_threadgroup_is_tried(launched: Launches) -> None:
     assert launched.of("attend", "QUERIES") == {(queries,) for queries in shapes[1]} == {(1,), (2,), (4,)}
     assert launched.of("attend", "threads") >= {(32 * 4,), (32 * attend.MAX_QUERY_GROUPS,)}
     assert launched.of("combine", "threads") == {(32 * attend.COMBINE_SIMDGROUPS,)}
+
+
+@pytest.mark.parametrize("backend", ["metal", "cuda"])
+@pytest.mark.parametrize("bits", [8, 0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_trials_make_every_instance_of_1_to_8_tokens(
+    launched: Launches, backend: Backend, bits: int, sinks: bool
+) -> None:
+    """And every number of simdgroups that share rows, and of their threads the most."""
+    for heads, dim in ((1, 64), (2, 256), (4, 128), (6, 128), (7, 64), (8, 64), (16, 96), (71, 64), (2, 512)):
+        use = KernelUse(dim, dim, mx.bfloat16, bits, 32, heads=heads, sinks=sinks)
+        launched.clear()
+        assert probe.probe_failure(use, backend) is None
+        shapes = [threadgroup_shape(heads * S, 0, backend, dim) for S in range(1, 9)]
+        assert launched.of("attend", "QUERIES") == {(shape[3],) for shape in shapes}
+        most = max(groups * simdgroups for _, groups, simdgroups, _ in shapes)
+        assert max(launched.of("attend", "threads")) == (32 * most,)
+        assert len([name for name, _ in launched if name == "attend"]) <= 6
+        made = {
+            (name, *((key, seen[key]) for key in sorted(seen) if key not in ("grid", "threads")))
+            for name, seen in launched
+        }
+        assert probe.num_instances(use, backend, probe.probe_calls(use, backend)) == len(made)
 
 
 @pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 64), (0, 32)])
@@ -139,7 +163,8 @@ def test_layers_that_are_alike_are_tried_once(
     model = load_decoder(make_checkpoint(num_hidden_layers=24, **sizes)[0])
     for rows in (16, 32):
         assert {layer.backend for layer in model.make_cache(rows, bias_split=False).pool.layers} == {"metal"}
-        assert [name for name, _ in launched].count("attend") == MAX_NEW_TOKENS
+        # 2 queries of a simdgroup; 4 of one, with 4, 2 and 1 simdgroups that share rows
+        assert [name for name, _ in launched].count("attend") == 4
 
 
 def test_what_is_not_fused_is_not_tried(launched: Launches, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from support.ranks import run_script
 from kvant import machine
 from kvant.cli.doctor import _group_parts
 from kvant.machine import environment, machine_with
-from kvant.operators import dispatch, probe
+from kvant.operators import dispatch, kernel_record, probe
 from kvant.operators.kernels import attend, launch
 from kvant.operators.kernels.attend import HEAD_DIMS
 from kvant.operators.probe import KernelUse
@@ -58,6 +58,9 @@ def test_a_bad_variable_or_flag_is_a_usage_error(monkeypatch: pytest.MonkeyPatch
     assert "--kernels is 'quick'; expected 'unfused' or 'fused'" in refusal(2, "generate", "hi", "--kernels", "quick")
 
 
+PLAIN = KernelUse(64, 64, mx.float16, 8, 32)
+
+
 @pytest.fixture
 def host_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor sees a GPU, whose kernel runs on the host. It tries a few small cases."""
@@ -83,7 +86,11 @@ def diagnosed(code: int) -> tuple[dict[str, Any], str]:
 
 @host_pytest_skip
 def test_a_kernel_that_is_right(host_gpu: None) -> None:
-    found, _ = diagnosed(0)
+    found, text = diagnosed(0)
+    start = found["start"]
+    assert (start["cold_instances"], start["warm_instances"]) == (3, 3)  # 7 queries and 56 are groups of 4
+    assert start["cold_ms"] > start["warm_ms"] > 0
+    assert f"start of {start['use']}: 3 instances, " in text
     assert len(found["kernels"]) == len(kernels.TIMED)
     for result in found["kernels"]:
         assert result["problem"] is None
@@ -99,7 +106,14 @@ def test_a_format_that_the_kernel_does_not_run_for(host_gpu: None, monkeypatch: 
 
     monkeypatch.setattr(kernels, "probe_failure", failure)
     monkeypatch.setattr(kernels, "TIMED", ())
+    kernel_record.keep({replace(PLAIN, heads=7): "failed once"}, "metal")
     found, text = diagnosed(1)
+    assert dispatch.resolve(uses=[replace(PLAIN, heads=7)]) == "metal"  # what was recorded is tried again
+    with pytest.warns(RuntimeWarning, match="heads of 256, 4 bits g32, float16, 3 queries of a kv head: too large"):
+        assert dispatch.resolve(uses=[replace(PLAIN, head_dim=256, value_dim=256, quant_bit=4)]) is None
+    record = f"{kernel_record.path()}: {len(found['uses']) - 2} formats right on this device, 2 not"
+    assert found["record"] == record
+    assert f"record: {record}" in text
     assert len(found["uses"]) == len(HEAD_DIMS) * 6
     of = "3 queries of a kv head: too large"
     said = [f"heads of 256, 4 bits g32, {dtype}, {of}" for dtype in ("float16", "bfloat16")]
@@ -156,7 +170,7 @@ def test_a_kernel_that_is_wrong(
 def test_a_wrong_kernel_that_is_asked_for_ends_a_command(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attend, "launch", _does_not_compile)
     monkeypatch.setattr(dispatch, "probe_failure", probe.probe_failure)
-    error = refusal(1, "generate", "hi", "--kernels", "fused")
+    error = refusal(1, "generate", "hi", "-q", "--kernels", "fused")
     assert "failed: the fused kernel is asked for, but fails here: " in error
 
 

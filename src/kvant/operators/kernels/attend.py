@@ -86,6 +86,7 @@ def attend(
     )
     wanted = num_splits(K * query_tiles)
     splits = min(wanted, -(-min(most, rows or most) // SPLIT_ROWS))
+    splits = max(splits, -(-SMALL // (B * H * S)))  # the second pass reads no small array, which is another kernel
     causal = is_causal or bool(slopes)
     settings = (int(causal), window or 0, wanted, simdgroups)
     offset = offset.reshape(-1).astype(mx.int32)

@@ -13,9 +13,10 @@ import mlx.core as mx
 
 from kvant import blas
 from kvant.machine import Environment, Machine, environment, this_machine
+from kvant.operators import kernel_record
 from kvant.operators.dispatch import VARIABLE, choose, gpu_backend
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
-from kvant.tools.doctor.kernels import KernelResult, UseResult, try_kernels, try_uses
+from kvant.tools.doctor.kernels import KernelResult, StartResult, UseResult, measure_start, try_kernels, try_uses
 
 SLOWER = 1.1  # times; less is the noise of a measurement
 GPU_COMPILERS = {"metal": "Metal's, while it runs", "cuda": "NVRTC, while it runs"}
@@ -23,7 +24,7 @@ NO_GPU = (
     "the fused kernel: there is no GPU that MLX uses, so it has not run here. kvant's tests run its Metal text on the "
     "host, thread by thread (docs/kernels.md), which says nothing of its speed or of a GPU's own compiler"
 )
-OTHER_SHAPES = "the fused kernel in a model's own shapes: it is tried with them when a cache is made"
+OTHER_SHAPES = "the fused kernel in a model's own shapes: it is tried with them when a cache is first made"
 UNFUSED = "unfused"
 
 
@@ -48,6 +49,8 @@ class Diagnosis:
     kernels: list[KernelResult]  # every case the fused kernel was tried on; empty without a GPU
     uses: list[UseResult]  # the fused kernel as caches use it; empty without a GPU
     unchecked: list[str]  # checks that are not possible on this machine
+    start: StartResult | None = None  # None: without a GPU, or the kernel fails
+    record: str | None = None  # of the kernel's trials, and what it holds; None without a GPU
 
     @property
     def healthy(self) -> bool:
@@ -86,6 +89,7 @@ def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
     """Describe this machine and try the kernel; ``progress`` is called with (kernel cases done, in all)."""
     backend = gpu_backend()
     paths = operator_paths()
+    start = None if backend is None else measure_start(backend)  # before all else compiles
     return Diagnosis(
         environment=environment(),
         machine=this_machine(),
@@ -95,6 +99,8 @@ def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
         kernels=[] if backend is None else try_kernels(backend, progress),
         uses=[] if backend is None else try_uses(backend, progress),
         unchecked=[NO_GPU if backend is None else OTHER_SHAPES],
+        start=start,
+        record=None if backend is None else kernel_record.describe(backend),
     )
 
 

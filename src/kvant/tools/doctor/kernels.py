@@ -1,5 +1,6 @@
 """The fused kernel against the unfused operator, case by case: error and time on this device."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -9,17 +10,20 @@ import mlx.core as mx
 
 from kvant.cache.pages import pages_for
 from kvant.errors import one_line
+from kvant.operators import kernel_record
+from kvant.operators.kernel_record import RIGHT
 from kvant.operators.kernels.attend import HEAD_DIMS
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
 from kvant.operators.paged_kernel import step_pages
-from kvant.operators.probe import KernelUse, Trial, probe_failure
+from kvant.operators.probe import Call, KernelUse, Trial, num_instances, probe_calls, probe_failure
 from kvant.operators.quantization import quantized_dtype
 from kvant.tools.statistics import median_ms
 
 # Query and kv heads, head_dim and bits, of a cache of TOKENS.
 TIMED = ((14, 2, 64, 8), (32, 8, 128, 8), (32, 8, 128, 4), (16, 8, 256, 0))
 TOKENS = 4096
+START = TIMED[0]
 REPEATS = 5
 DTYPES = (mx.float16, mx.bfloat16)  # that models are computed in on a GPU
 
@@ -44,14 +48,47 @@ class UseResult:
     problem: str | None  # why not; None: it is
 
 
+@dataclass(frozen=True, slots=True)
+class StartResult:
+    """What the kernel takes of a start: without a record, when it is tried, and with one, for a token's steps alone."""
+
+    use: str
+    cold_instances: int
+    cold_ms: float
+    warm_instances: int
+    warm_ms: float
+
+
+def measure_start(backend: Backend) -> StartResult | None:
+    """Both starts of a model as Qwen2.5-0.5B; None: the kernel fails. Once a process, before it compiles instances."""
+    H, K, D, bits = START
+    use = KernelUse(D, D, mx.float16, bits, 32, heads=H // K)
+    trial = Trial(use, H // K)
+    begun = time.perf_counter()
+    try:
+        trial.run(backend, 1)
+    except Exception:  # the trials that follow say which
+        return None
+    warm_ms = (time.perf_counter() - begun) * 1e3
+    if probe_failure(use, backend) is not None:
+        return None
+    cold_ms = (time.perf_counter() - begun) * 1e3
+    cold, warm = (num_instances(use, backend, calls) for calls in (probe_calls(use, backend), [Call(H // K, 1)]))
+    return StartResult(str(use), cold, cold_ms, warm, warm_ms)
+
+
 def try_uses(backend: Backend, progress: Callable[[int, int], None]) -> list[UseResult]:
-    """Every head dimension and width in groups of 32, in each dtype; ``progress`` as in :func:`try_kernels`."""
+    """Every head dimension and width in groups of 32, in each dtype; ``progress`` as in :func:`try_kernels`.
+
+    The findings take the place of the record of this device: what failed at some time is tried again when it is used.
+    """
     uses = [KernelUse(D, D, dtype, bits, 32) for D, dtype, bits in product(HEAD_DIMS, DTYPES, (8, 4, 0))]
-    results = []
-    for done, use in enumerate(uses):
-        progress(done, len(uses))
-        results.append(UseResult(str(use), probe_failure(use, backend)))
-    return results
+    found: dict[KernelUse, str | None] = {}
+    for use in uses:
+        progress(len(found), len(uses))
+        found[use] = probe_failure(use, backend)
+    kernel_record.keep({use: problem or RIGHT for use, problem in found.items()}, backend, anew=True)
+    return [UseResult(str(use), problem) for use, problem in found.items()]
 
 
 def try_kernels(backend: Backend, progress: Callable[[int, int], None]) -> list[KernelResult]:
