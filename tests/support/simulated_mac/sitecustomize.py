@@ -29,7 +29,7 @@ HOME = os.environ["HOME"]
 LINUX_ONLY = """
     copy_file_range eventfd eventfd_read eventfd_write fdatasync getrandom getxattr listxattr memfd_create pidfd_open
     pipe2 posix_fadvise posix_fallocate removexattr sched_getaffinity sched_setaffinity setxattr splice
-    O_DIRECT O_PATH O_TMPFILE
+    O_DIRECT O_PATH
 """
 OPEN_MAX = 10_240  # files that one process may have, at most
 HIDDEN = ("/proc", "/sys/fs/cgroup")
