@@ -1,6 +1,7 @@
 """A Mac as Python shows it, simulated on Linux. PYTHONPATH names this folder, so children of a process have it too.
 
-What MLX, other libraries' Rust and C, and programs such as ps see of the system is Linux.
+Linux is what MLX, other libraries' Rust and C, programs such as ps, and Python with -I see of the system. Each process
+adds its command to the file that SIMULATED_MAC names.
 """
 
 import asyncio  # noqa: F401  # each of these chooses by the system when it is imported
@@ -32,7 +33,7 @@ LINUX_ONLY = """
     O_DIRECT O_PATH
 """
 OPEN_MAX = 10_240  # files that one process may have, at most
-HIDDEN = ("/proc", "/sys/fs/cgroup")
+HIDDEN = ("/proc/", "/sys/fs/cgroup/")
 ONE_PATH = "access chdir chmod listdir lstat mkdir open readlink remove rmdir scandir stat truncate unlink utime"
 TWO_PATHS = "link rename replace symlink"
 
@@ -45,7 +46,7 @@ def _place(path: Any) -> Any:
     text = path if isinstance(path, int | bytes) or path is None else os.fspath(path)
     if not isinstance(text, str):
         return path
-    if any(os.path.normpath(text).startswith(hidden) for hidden in HIDDEN):
+    if any(f"{os.path.normpath(text)}/".startswith(hidden) for hidden in HIDDEN):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), text)
     whole = os.path.join(os.getcwd(), text)
     if not whole.startswith(f"{HOME}/"):
