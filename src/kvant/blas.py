@@ -30,6 +30,7 @@ from kvant.files import user_cache
 VARIABLE = "KVANT_BLAS"  # an environment variable; OWN is its only value
 OWN = "mlx"
 PACKAGE = "scipy_openblas32"
+OF_MACOS = "Apple's Accelerate, with which it is built for macOS"
 EXTRAS = "On Linux kvant needs one of its extras cpu, cuda12 and cuda13, such as: pip install '.[cpu]'"
 PREFIX = "scipy_"
 FUNCTIONS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # the part of the CBLAS interface that MLX calls
@@ -55,7 +56,9 @@ def load_blas() -> None:
     if wanted not in ("", OWN):
         warnings.warn(f"{VARIABLE} is {wanted!r}; expected {OWN!r}, or nothing for the fastest", stacklevel=3)
     source = _source()
-    if wanted == OWN:
+    if sys.platform == "darwin":
+        _loaded = f"{OWN}: {OF_MACOS}"
+    elif wanted == OWN:
         _loaded = f"{OWN}: {VARIABLE} asks for it"
     elif "mlx.core" in sys.modules:
         _loaded = f"{OWN}: mlx was imported before kvant"

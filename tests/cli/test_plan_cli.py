@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from kvant.cache import CacheOptions
 from kvant.cli import plan as command
 from kvant.cli import session
 from kvant.cli.fitting import ranks_for, ranks_that_fit
+from kvant.cli.options import BadValueError
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import ContextError, KvantError, ModelError
 from kvant.machine import Device, Machine, machine_with
@@ -184,6 +186,11 @@ def test_memory_is_wired_when_it_is_asked_for_and_only_then(
         session.open_session(session.RunOptions(max_kv_size="50", wired=asked, quiet=True))
         assert len(wired) == asked
     assert wired == [plan(Checkpoint.from_folder(pocket_folder), max_kv_size=50, device="cpu").total]
+    for version, refused in (("14.7.1", True), ("15.0", False), ("26.1", False)):
+        monkeypatch.setattr("platform.mac_ver", lambda version=version: (version, ("", "", ""), "arm64"))
+        with pytest.raises(BadValueError, match=r"macOS 14\.7\.1 .*expected 15") if refused else nullcontext():
+            session.wire(7)
+    assert wired[1:] == [7, 7]
 
 
 def test_an_adapter_is_counted(tmp_path: Path) -> None:

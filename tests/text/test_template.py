@@ -4,6 +4,8 @@ import copy
 import gc
 import json
 import os
+import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -72,6 +74,16 @@ def test_memory_where_the_system_does_not_limit_it(monkeypatch: pytest.MonkeyPat
     with pytest.raises(PromptError, match="too much memory"):
         render(process, "{% for i in range(300) %}{% set x = 'a' * 10**4 %}{% endfor %}" + grow, {})
     assert render(process, "{{ a }}", {"a": 1}) == "1"
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS])
+def test_a_stack_that_is_too_small(number: signal.Signals) -> None:
+    """By which signal a process ends there depends on the system."""
+    process = TextProcess()
+    assert render(process, "a", {}) == "a"
+    threading.Timer(0.2, process._process.send_signal, [number]).start()
+    with pytest.raises(PromptError, match="nested too deeply"):
+        render(process, LOOP, {})
 
 
 def test_the_process_ends_with_its_object_and_comes_again_when_killed() -> None:

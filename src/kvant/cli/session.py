@@ -1,6 +1,7 @@
 """The start of every command that runs a model: its flags, the loaded model, the reserved cache."""
 
 import gc
+import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,8 @@ from kvant.text.process import TextProcess
 from kvant.text.prompt import check_variables
 from kvant.text.tokenizer import Tokenizer
 from kvant.tools.plan import BridgedCheckpoint, Checkpoint, DraftModel, MemoryPlan, Settings, read_folder, split_pairs
+
+WIRING_MACOS = 15  # the first in which MLX's limit has an effect (its metal/resident.cpp)
 
 
 @dataclass(slots=True)
@@ -293,6 +296,9 @@ def wire(count: int) -> None:
         raise BadValueError(
             f"--wired: only a Mac's GPU has memory to wire; MLX computes on the {default_device()} here"
         )
+    version = platform.mac_ver()[0]
+    if version and int(version.partition(".")[0]) < WIRING_MACOS:
+        raise BadValueError(f"--wired: macOS {version} wires no memory for MLX; expected {WIRING_MACOS} or later")
     mx.set_wired_limit(count)
 
 

@@ -55,7 +55,7 @@ def _templates(folder: Path, stored: object) -> dict[str, str]:
     if more.is_symlink():
         raise ModelError(f"{more}: a link; expected a folder")
     if more.is_dir():
-        for path in sorted(more.glob("*.jinja")):
+        for path in sorted(more.glob("[!.]*.jinja")):
             found[path.stem] = read_text(path, MAX_TEMPLATE_BYTES, folder)
     in_config = _stored_templates(folder / "tokenizer_config.json", stored)
     return found or in_config

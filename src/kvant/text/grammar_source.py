@@ -123,11 +123,14 @@ def document(
     kind: Kind, source: Mapping[str, Any] | str | bool | ToolGrammar, marked: Marked, prompt: str | None
 ) -> str:
     """The JSON document of a source, whose arguments are those of :meth:`kvant.text.grammar.Grammars.compile`."""
-    first, *more = _grammars(kind, source, marked)
-    thinking = None if prompt is None else _thinking(marked, prompt)
-    if thinking is not None:
-        more, first = [{"name": "answer", **first}, *more], _lark([thinking])
-    made = json.dumps({"grammars": [first, *more]})
+    try:
+        first, *more = _grammars(kind, source, marked)
+        thinking = None if prompt is None else _thinking(marked, prompt)
+        if thinking is not None:
+            more, first = [{"name": "answer", **first}, *more], _lark([thinking])
+        made = json.dumps({"grammars": [first, *more]})
+    except RecursionError:
+        raise GrammarError(f"the {kind} is nested too deeply") from None
     if (size := len(made.encode())) > MAX_SOURCE:
         raise GrammarError(f"the {kind} has {size} bytes; expected at most {MAX_SOURCE}")
     return made
@@ -169,8 +172,6 @@ def _schema(source: object) -> Mapping[str, Any]:
     try:
         schema = json.loads(source) if isinstance(source, str) else source
         json.dumps(schema, allow_nan=False)
-    except RecursionError:
-        raise GrammarError("the json_schema is nested too deeply") from None
     except (TypeError, ValueError) as error:
         raise GrammarError(f"the json_schema is not JSON: {error}") from error
     if schema is True:

@@ -193,7 +193,7 @@ class TextProcess:
             return TextError("it needs too much memory")
         if code == -signal.SIGXCPU:
             return TextError(f"it takes longer than {self._time_limit_s:g} s")
-        if code == -signal.SIGSEGV:
+        if code in (-signal.SIGSEGV, -signal.SIGBUS):  # macOS may say either of a stack's end
             return TextError("it is nested too deeply")
         return _GoneError(f"its exit code is {code}")
 

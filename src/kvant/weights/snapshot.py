@@ -130,5 +130,7 @@ def is_unchanged(folder: Path, name: str, recorded: Verified) -> bool:
 def refuse_others(folder: Path, names: Iterable[str]) -> None:
     """Refuse a file that would be read from the folder and is none of ``names``."""
     for name in sorted({path.name for path in folder.iterdir()} - set(names)):
+        if name.startswith("._"):  # what macOS puts beside a file on a disk that cannot hold its attributes
+            continue
         if is_wanted(name.lower()) or name.lower() == TEMPLATES:  # on some disks capital letters do not count
             raise WeightsError(f"{folder / name}: not among the files that were pulled and verified; remove it")

@@ -40,7 +40,7 @@ def check_new(dest: Path) -> Path:
 def carried_files(source: Path) -> list[Path]:
     """The files of :data:`CARRIED` that the folder has, and its further chat templates."""
     files = [source / name for name in CARRIED if os.path.lexists(source / name)]
-    files += sorted((source / TEMPLATES).glob("*.jinja"))
+    files += sorted((source / TEMPLATES).glob("[!.]*.jinja"))
     return [check_file(path, source) for path in files]
 
 
