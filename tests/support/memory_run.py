@@ -16,10 +16,10 @@ import mlx.core as mx
 
 from kvant.cache import CacheOptions
 from kvant.cache.pages import PAGE_SIZE
+from kvant.engine.load import load_model
 from kvant.engine.request import Request
 from kvant.engine.run import Run
 from kvant.engine.scheduler import Scheduler
-from kvant.engine.load import load_model
 from kvant.models import Decoder, LanguageModel
 from kvant.sample_utils import make_sampler
 from kvant.tools.plan import Settings, plan, read_folder, split_pairs

@@ -33,6 +33,9 @@ SENT_COPIES = 2
 GUESSED_PAIRS = 1 / 16
 MARGIN = 1.3  # of scratch
 QUEUED_BLOCKS = 6  # of scores, held at once; measured on a CPU
+# Layers whose keys and values a GPU holds as floats at once. MLX has ten command buffers under way, and a layer of a
+# long context takes three or more. (By its source; not measured.)
+QUEUED_LAYERS = 3
 QUEUED_PARTS = 4  # of a dequantized matrix, beside one a core; measured (1 to 8 streams)
 MASK_BYTES = 16  # of a window's mask for each query and token: its terms and their product
 SCORE_COPIES = 3  # that one call of attention may hold: scores, with the mask, and their softmax
@@ -40,6 +43,8 @@ SCORE_COPIES = 3  # that one call of attention may hold: scores, with the mask, 
 OUTPUT_COPIES = 3
 # A linear layer goes from token to token. So many of its states are held by what MLX has queued.
 QUEUED_STATES = 64
+STATES_OF_A_TOKEN = {"jamba": 10}  # it makes those of all tokens of a chunk; measured
+MATRIX_TOKENS = 256  # mlx-lm's scans take so many at a time, with a matrix of them for every head
 # A layer's keys and values are dequantized to float32 on a CPU, through as much again.
 DEQUANTIZED_COPIES = 2
 
@@ -166,7 +171,8 @@ def scratch_bytes(
         )
         scores = FLOAT32 * _scores_at_once(new, heads, own, on_cpu=on_cpu) if made else 0
         cast = FLOAT32 if not on_cpu and not splits and (made or mask) else 0
-        seen = max(seen, mask + sequences * (scores + kv_row * own * (forms + cast)))
+        floats = kv_row * own * (forms + cast) * (1 if on_cpu else QUEUED_LAYERS)
+        seen = max(seen, mask + sequences * (scores + floats))
     weights = _float_weights(config) if on_cpu and config.quantization is not None else 0
     rows = 0 if part is not None and part.rank else LOGITS_COPIES
     rows += GATHERED_COPIES if part is not None and part.divided and not checkpoint.tied else 0
@@ -208,17 +214,19 @@ def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu:
         check_entries(entries, module, config.model_type)
     leaves = leaves_of(entries)
     attention = [leaf for leaf in leaves if isinstance(leaf, Attention)]
-    row = max((leaf.num_kv_heads * (leaf.key_dim + leaf.value_dim) for leaf in attention), default=0)
     state = max((leaf.nbytes for leaf in leaves if isinstance(leaf, State)), default=0)
     outputs, itemsize = _widest_layer(module, config.experts_used), checkpoint.itemsize(on_cpu=on_cpu)
     logits = LOGITS_COPIES * FLOAT32 * config.vocab_size * (part is None or part.rank == 0)
 
+    def read(leaf: Attention, new: int, tokens: int) -> int:
+        """Tokens whose keys and values a chunk reads."""
+        seen = leaf.window or leaf.chunk or tokens
+        return min(tokens, rows_alone(seen, tokens) + new) if seen < tokens else tokens
+
     def attend(leaf: Attention, new: int, tokens: int) -> int:
         """Bytes of scores and masks in a layer."""
-        own, mask, seen = tokens, 0, leaf.window or leaf.chunk
-        if seen is not None and seen < tokens:
-            own = min(tokens, rows_alone(seen, tokens) + new)
-        if leaf.takes_array or (seen is not None and seen < tokens):
+        own, mask = read(leaf, new, tokens), 0
+        if leaf.takes_array or (leaf.window or leaf.chunk or tokens) < tokens:
             mask = MASK_BYTES * new * own
         heads = leaf.query_heads or checkpoint.heads()
         if not leaf.query_heads or (on_cpu and mask and new > 1):
@@ -240,8 +248,18 @@ def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu:
 
     def chunk(new: int, tokens: int, count: int = 1) -> int:
         scores = max((attend(leaf, new, tokens) for leaf in attention), default=0)
-        floats = FLOAT32 * OUTPUT_COPIES * outputs * new + forms * row * tokens
-        return count * (floats + scores + min(new, QUEUED_STATES) * state)
+        rows = [
+            leaf.num_kv_heads * (leaf.key_dim + leaf.value_dim) * read(leaf, new, tokens)
+            if isinstance(leaf, Attention)
+            else 0
+            for leaf in leaves
+        ]
+        queued = 1 if on_cpu else QUEUED_LAYERS
+        most = max((sum(rows[first : first + queued]) for first in range(len(rows))), default=0)
+        floats = FLOAT32 * OUTPUT_COPIES * outputs * new + forms * most
+        states = max(min(new, QUEUED_STATES), STATES_OF_A_TOKEN.get(config.model_type, 0) * new) * state
+        matrices = FLOAT32 * SCORE_COPIES * checkpoint.heads() * new * min(new, MATRIX_TOKENS) if state else 0
+        return int(MARGIN * count * (floats + max(scores, matrices) + states))
 
     def pool(tokens: int, in_all: int, count: int) -> CacheBytes:
         sizes = {"tokens": in_all, "sequences": count, "max_seq_len": tokens}
