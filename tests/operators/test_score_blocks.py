@@ -61,9 +61,10 @@ def test_the_conditions_are_those_of_the_mlx_that_was_read() -> None:
         "supports_sdpa_vector in mlx/backend/cuda/, then set makes_scores, this table and READ_VERSION"
     )
     for device, S, T, group, (key_dim, value_dim), mask, dtype, expected in TABLE:
-        options: dict[str, Any] = {"key_dim": key_dim, "value_dim": value_dim, "mask": mask, "dtype": dtype}
-        made = makes_scores(device, queries=S, tokens=T, group=group, **options)
-        assert made is expected, f"{device}, {S} queries, {T} tokens, group {group}: {options}"
+        made = makes_scores(device, (2 * group, S, key_dim), (2, T, value_dim), mask, dtype)
+        assert made is expected, (
+            f"{device}, {S} queries, {T} tokens, {group=}, {key_dim=}, {value_dim=}, {mask}, {dtype}"
+        )
 
 
 def test_a_cpu_makes_scores() -> None:
@@ -189,9 +190,12 @@ def _new(D: int) -> list[mx.array]:
 
 
 def _check_chunk(traced: list[Traced], D: int, calls: list[Call], dtype: mx.Dtype) -> None:
-    """One array of floats of the rows, no array of queries times tokens, and scores of a few queries at a time."""
+    """Rows become floats once, in half precision: the product in the scale's dtype, then the model's.
+
+    No array is of queries times tokens, and a few queries at a time have scores.
+    """
     converted = [kind for name, shape, kind in traced if name == "AsType" and math.prod(shape) == 2 * K * ALL * D]
-    assert [kind for kind in converted if mx.issubdtype(kind, mx.floating)] == [HALF]
+    assert [kind for kind in converted if mx.issubdtype(kind, mx.floating)] == [mx.float16, HALF]
     wide = [kind for _, shape, kind in traced if math.prod(shape) >= K * ALL * D and kind == mx.float32]
     assert len(wide) == (0 if dtype == HALF else 2)  # keys, values
     assert not [shape for _, shape, _ in traced if CHUNK in shape and ALL in shape]

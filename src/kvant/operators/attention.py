@@ -51,11 +51,8 @@ def attend_tokens(
     in_float32 = on_cpu or is_alibi or mask is not None or bias_split is not None
     scores = makes_scores(
         device_kind(on_cpu),
-        queries=S,
-        tokens=T,
-        group=H // key.shape[1],
-        key_dim=D,
-        value_dim=value.shape[3],
+        (H, S, D),
+        value.shape[1:],
         mask="added" if with_terms else "causal",
         dtype=mx.float32 if in_float32 else dtype,
     )
@@ -107,15 +104,12 @@ def attend_as_mlx(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """``mx.fast.scaled_dot_product_attention`` on a GPU; where it makes scores, in blocks of queries."""
-    (B, H, S, D), (K, T) = query.shape, key.shape[1:3]
+    (B, H, S, D), T = query.shape, key.shape[2]
     kind: Mask = "none" if mask is None else "causal"
     if isinstance(mask, mx.array):
         kind = "boolean" if mask.dtype == mx.bool_ else "added"
         mask = mx.broadcast_to(mask, (*mask.shape[:-2], S, T))
-    widths = {"key_dim": D, "value_dim": value.shape[3]}
-    scores = makes_scores(
-        device_kind(on_cpu=False), queries=S, tokens=T, group=H // K, **widths, mask=kind, dtype=query.dtype
-    )
+    scores = makes_scores(device_kind(on_cpu=False), (H, S, D), value.shape[1:], kind, query.dtype)
 
     def attend_some(own: mx.array, first: int, keys: int) -> mx.array:
         seen = mask[..., first : first + own.shape[2], :] if isinstance(mask, mx.array) else mask

@@ -1,6 +1,6 @@
 """When MLX's attention makes a score matrix, and attention in blocks of queries, which bounds it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import mlx.core as mx
@@ -21,15 +21,7 @@ def device_kind(on_cpu: bool) -> Device:
 
 
 def makes_scores(
-    device: Device,
-    *,
-    queries: int,
-    tokens: int,
-    group: int,
-    key_dim: int,
-    value_dim: int,
-    mask: Mask,
-    dtype: mx.Dtype,
+    device: Device, query: Sequence[int], tokens: Sequence[int], mask: Mask, dtype: mx.Dtype = mx.float32
 ) -> bool:
     """Whether ``mx.fast.scaled_dot_product_attention`` makes an array of queries times tokens for every query head.
 
@@ -37,26 +29,26 @@ def makes_scores(
     with 1,024 queries or more, which depend on the GPU's generation. Sinks change nothing.
 
     Args:
-        queries, tokens: S and T, S <= T.
-        group: query heads of a kv head.
+        query: H, S and D.
+        tokens: K, T and the width of values. S <= T.
         dtype: of queries, keys and values.
     """
-    widths = (key_dim, value_dim)
-    alike = key_dim == value_dim
+    (H, S, key_dim), (K, T, value_dim) = query, tokens
+    widths, alike = (key_dim, value_dim), key_dim == value_dim
     if device == "metal":
-        if queries > 8:  # kernels for 192 and 256 are there, and MLX takes scores to be faster
+        if S > 8:  # kernels for 192 and 256 are there, and MLX takes scores to be faster
             return not (alike and key_dim in (64, 72, 80, 96, 128)) and widths != (96, 64)
         if widths == (512, 512):
-            return queries > 1 or group != 8 or tokens < 1024 or mask in ("boolean", "added")
+            return S > 1 or H != 8 * K or T < 1024 or mask in ("boolean", "added")
         known = (alike and key_dim in (64, 96, 128, 256)) or widths in ((96, 64), (192, 128))
-        return not known or queries * group > 32
+        return not known or S * (H // K) > 32
     if device == "cuda":
         if mask == "boolean":  # it becomes an added one of every head
             return True
         in_half = dtype in (mx.float16, mx.bfloat16)
-        if queries > 1 and in_half and all(width % 8 == 0 and width <= 128 for width in widths):
+        if S > 1 and in_half and all(width % 8 == 0 and width <= 128 for width in widths):
             return False
-        return not (alike and key_dim in (64, 96, 128)) or queries > 3 or mask == "added"
+        return not (alike and key_dim in (64, 96, 128)) or S > 3 or mask == "added"
     return True
 
 

@@ -34,7 +34,7 @@ GUESSED_PAIRS = 1 / 16
 MARGIN = 1.3  # of scratch
 QUEUED_BLOCKS = 6  # of scores, held at once; measured on a CPU
 # Layers whose keys and values a GPU holds as floats at once. MLX has ten command buffers under way, and a layer of a
-# long context takes three or more. (By its source; not measured.)
+# long context takes three; in float32 or with biases more, so it is a layer less. (By its source; not measured.)
 QUEUED_LAYERS = 3
 QUEUED_PARTS = 4  # of a dequantized matrix, beside one a core; measured (1 to 8 streams)
 MASK_BYTES = 16  # of a window's mask for each query and token: its terms and their product
@@ -161,17 +161,15 @@ def scratch_bytes(
         in_float32 = on_cpu or splits or mask > 0
         made = makes_scores(
             device_kind(on_cpu),
-            queries=new,
-            tokens=own,
-            group=heads // config.num_key_value_heads,
-            key_dim=config.head_dim,
-            value_dim=config.head_dim,
+            (heads, new, config.head_dim),
+            (config.num_key_value_heads, own, config.head_dim),
             mask="added" if mask else "causal",
             dtype=mx.float32 if in_float32 else mx.bfloat16,
         )
         scores = FLOAT32 * _scores_at_once(new, heads, own, on_cpu=on_cpu) if made else 0
         cast = FLOAT32 if not on_cpu and not splits and (made or mask) else 0
-        floats = kv_row * own * (forms + cast) * (1 if on_cpu else QUEUED_LAYERS)
+        queued = 1 if on_cpu else QUEUED_LAYERS - (1 if splits or cast else 0)
+        floats = kv_row * own * (forms + cast) * queued
         seen = max(seen, mask + sequences * (scores + floats))
     weights = _float_weights(config) if on_cpu and config.quantization is not None else 0
     rows = 0 if part is not None and part.rank else LOGITS_COPIES
@@ -204,7 +202,7 @@ def _float_weights(config: ModelConfig) -> int:
 def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu: bool) -> Needs:
     """Of a model that mlx-lm's class computes: cache and state are exact, scratch is an estimate."""
     from kvant.bridge.pool import CacheBytes, check_entries, pool_needs
-    from kvant.bridge.probe import Attention, State, leaves_of
+    from kvant.bridge.probe import Attention, Leaf, State, leaves_of
 
     config, part, sequences = checkpoint.config, checkpoint.part, settings.sequences
     module, entries = checkpoint.module(on_cpu), checkpoint.held_entries(on_cpu)
@@ -214,30 +212,29 @@ def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu:
         check_entries(entries, module, config.model_type)
     leaves = leaves_of(entries)
     attention = [leaf for leaf in leaves if isinstance(leaf, Attention)]
+    widths = [a.num_kv_heads * (a.key_dim + a.value_dim) if isinstance(a, Attention) else 0 for a in leaves]
     state = max((leaf.nbytes for leaf in leaves if isinstance(leaf, State)), default=0)
     outputs, itemsize = _widest_layer(module, config.experts_used), checkpoint.itemsize(on_cpu=on_cpu)
     logits = LOGITS_COPIES * FLOAT32 * config.vocab_size * (part is None or part.rank == 0)
 
-    def read(leaf: Attention, new: int, tokens: int) -> int:
-        """Tokens whose keys and values a chunk reads."""
+    def read(leaf: Leaf, new: int, tokens: int) -> int:
+        """Tokens whose keys and values a layer reads."""
+        if not isinstance(leaf, Attention):
+            return 0
         seen = leaf.window or leaf.chunk or tokens
         return min(tokens, rows_alone(seen, tokens) + new) if seen < tokens else tokens
 
     def attend(leaf: Attention, new: int, tokens: int) -> int:
         """Bytes of scores and masks in a layer."""
-        own, mask = read(leaf, new, tokens), 0
-        if leaf.takes_array or (leaf.window or leaf.chunk or tokens) < tokens:
-            mask = MASK_BYTES * new * own
+        own, narrow = read(leaf, new, tokens), (leaf.window or leaf.chunk or tokens) < tokens
+        mask = MASK_BYTES * new * own if narrow or leaf.takes_array else 0
         heads = leaf.query_heads or checkpoint.heads()
         if not leaf.query_heads or (on_cpu and mask and new > 1):
             return mask + FLOAT32 * SCORE_COPIES * heads * new * own
         made = makes_scores(
             device_kind(on_cpu),
-            queries=new,
-            tokens=own,
-            group=heads // leaf.num_kv_heads,
-            key_dim=leaf.key_dim,
-            value_dim=leaf.key_dim if leaf.value_is_key else leaf.value_dim,
+            (heads, new, leaf.key_dim),
+            (leaf.num_kv_heads, own, leaf.key_dim if leaf.value_is_key else leaf.value_dim),
             mask="boolean" if mask else "causal",
             dtype=DTYPES[leaf.dtype],
         )
@@ -248,18 +245,13 @@ def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu:
 
     def chunk(new: int, tokens: int, count: int = 1) -> int:
         scores = max((attend(leaf, new, tokens) for leaf in attention), default=0)
-        rows = [
-            leaf.num_kv_heads * (leaf.key_dim + leaf.value_dim) * read(leaf, new, tokens)
-            if isinstance(leaf, Attention)
-            else 0
-            for leaf in leaves
-        ]
+        floats = [width * read(leaf, new, tokens) for width, leaf in zip(widths, leaves, strict=True)]
         queued = 1 if on_cpu else QUEUED_LAYERS
-        most = max((sum(rows[first : first + queued]) for first in range(len(rows))), default=0)
-        floats = FLOAT32 * OUTPUT_COPIES * outputs * new + forms * most
+        most = max((sum(floats[first : first + queued]) for first in range(len(floats))), default=0)
+        numbers = FLOAT32 * OUTPUT_COPIES * outputs * new + forms * most
         states = max(min(new, QUEUED_STATES), STATES_OF_A_TOKEN.get(config.model_type, 0) * new) * state
         matrices = FLOAT32 * SCORE_COPIES * checkpoint.heads() * new * min(new, MATRIX_TOKENS) if state else 0
-        return int(MARGIN * count * (floats + max(scores, matrices) + states))
+        return int(MARGIN * count * (numbers + max(scores, matrices) + states))
 
     def pool(tokens: int, in_all: int, count: int) -> CacheBytes:
         sizes = {"tokens": in_all, "sequences": count, "max_seq_len": tokens}
