@@ -32,7 +32,8 @@ Traced = tuple[str, tuple[int, ...], mx.Dtype]  # an operation, and the shape an
 TABLE: list[tuple[Device, int, int, int, tuple[int, int], Mask, mx.Dtype, bool]] = [
     *[("metal", 512, 4096, 4, (D, D), "causal", HALF, D not in (64, 72, 80, 96, 128)) for D in range(32, 544, 8)],
     *[("metal", 512, 4096, 4, (128, 128), mask, FLOAT, False) for mask in ("none", "causal", "boolean", "added")],
-    *[("metal", 9, 4096, 64, (256, 256), mask, HALF, True) for mask in ("none", "causal", "boolean", "added")],
+    *[("metal", 9, 4096, 1, (256, 256), mask, HALF, True) for mask in ("none", "causal", "boolean", "added")],
+    ("metal", 9, 4096, 64, (80, 80), "causal", HALF, False),
     ("metal", 512, 4096, 4, (96, 64), "causal", HALF, False),
     ("metal", 512, 4096, 4, (192, 128), "causal", HALF, True),
     *[("metal", 8, 4096, 4, (D, D), "causal", HALF, D not in (64, 96, 128, 256)) for D in range(32, 544, 8)],
