@@ -16,6 +16,7 @@ from support.tiny_models import SERVED, build
 from kvant.bridge import hook
 from kvant.bridge.cache import make_model_cache
 from kvant.bridge.layers import BridgedLayer
+from kvant.bridge.probe import Attention, leaves_of, probe
 from kvant.cache import CacheOptions
 from kvant.operators import dispatch, fused_attention
 from kvant.operators.kernels import attend, launch
@@ -175,6 +176,21 @@ def test_which_masks_reach_the_kernel(name: str, gpu: None, monkeypatch: pytest.
         assert relative_error(*(table.finite(feed(model, cache, tokens)) for cache in (fused, unfused))) < 1e-4
     assert bool(masks) is (name not in UNSEEN)
     assert any(mask is not None for mask in masks) is (name in OWN_MASKS)
+
+
+# Some layers of the last two have selected blocks.
+OWN_SCORES = OWN_ATTENTION | {"gemma2", "minimax_m3_vl", "phi3small"}
+
+
+@pytest.mark.parametrize("name", count([*SOME, "deepseek_v3", "mimo_v2_flash"], table.measured()))
+def test_which_layers_attend_through_mlx_lms_function(name: str) -> None:
+    """The plan counts whole score matrices of the others."""
+    model, config = build(name)
+    leaves = [leaf for leaf in leaves_of(probe(model)) if isinstance(leaf, Attention)]
+    assert any(not leaf.query_heads for leaf in leaves) is (name in OWN_SCORES)
+    text = config.get("text_config", config)
+    if isinstance(heads := text.get("num_attention_heads"), int) and name not in {"laguna", "step3p5"}:  # by layer
+        assert {leaf.query_heads for leaf in leaves} <= {0, heads}
 
 
 def test_a_mask_is_known_in_mlx_lms_loop_too(launches: list[Any]) -> None:

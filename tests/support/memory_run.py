@@ -16,19 +16,20 @@ import mlx.core as mx
 
 from kvant.cache import CacheOptions
 from kvant.cache.pages import PAGE_SIZE
+from kvant.engine.load import load_model
 from kvant.engine.request import Request
 from kvant.engine.run import Run
 from kvant.engine.scheduler import Scheduler
-from kvant.models import Decoder, load_decoder
+from kvant.models import Decoder, LanguageModel
 from kvant.sample_utils import make_sampler
-from kvant.tools.plan import Checkpoint, Settings, plan, split_pairs
+from kvant.tools.plan import Settings, plan, read_folder, split_pairs
 from kvant.tools.plan.memory import page_rows
 
 DECODED = 4  # tokens
 CORES = 2  # dequantized parts are made side by side, one on each core: their number is a part of the case
 
 
-def _fill_cache(model: Decoder, tokens: int, settings: Settings) -> int:
+def _fill_cache(model: LanguageModel, tokens: int, settings: Settings) -> int:
     cache = model.make_cache(tokens, **settings.cache.fields)
     prompt = [7 * i % model.config.vocab_size for i in range(tokens - DECODED + 1)]
     run = Run(model, prompt, cache, prefill_step_size=settings.prefill_step_size, max_tokens=DECODED)
@@ -37,7 +38,7 @@ def _fill_cache(model: Decoder, tokens: int, settings: Settings) -> int:
     return cache.nbytes
 
 
-def _fill_pool(model: Decoder, tokens: int, settings: Settings, count: int) -> int:
+def _fill_pool(model: LanguageModel, tokens: int, settings: Settings, count: int) -> int:
     """Bytes of the pool. Sequence i is fed while those before it run, and all are full in the end."""
     step = settings.prefill_step_size
     options = {"sequences": count, "max_seq_len": tokens, "prefill_step_size": step}
@@ -62,7 +63,7 @@ def measure(folder: Path, tokens: int, streams: int, options: dict[str, Any]) ->
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
         if streams > CORES:
             os.sched_getaffinity = lambda pid: set(range(streams))
-    checkpoint = Checkpoint.from_folder(folder)
+    checkpoint = read_folder(folder)
     settings = Settings(**options | {"cache": CacheOptions(**options["cache"])})
 
     def planned(**known: Any) -> list[int]:
@@ -71,12 +72,12 @@ def measure(folder: Path, tokens: int, streams: int, options: dict[str, Any]) ->
 
     guessed = planned()
     mx.reset_peak_memory()
-    model = load_decoder(folder)
+    model = load_model(folder)
     count = settings.sequences
     cache = _fill_cache(model, tokens, settings) if count is None else _fill_pool(model, tokens, settings, count)
     mx.synchronize()
     peak = mx.get_peak_memory()
-    known = planned(split_pairs=split_pairs(model))
+    known = planned(split_pairs=split_pairs(model)) if isinstance(model, Decoder) else guessed
     return {"guessed": guessed, "known": known, "measured": [peak, model.nbytes, cache]}
 
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 from kvant.bridge import hook
 from kvant.cache.paged_layers import PagedLayers, PoolLayer
 from kvant.cache.pool_batch import PoolBatch, Waiting
-from kvant.operators.attention import attend_tokens
+from kvant.operators.attention import attend_as_mlx, attend_tokens
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import window_mask
 from kvant.operators.paged_attention import PagedRows, attend_rows, read_rows, write_rows
@@ -248,8 +248,10 @@ class BridgedLayer:
             if rows is None:
                 return None
             return attend_rows(scaled, self._layer.arrays, rows, quant_bit=own.kv_bits, sinks=sinks)
+        if mx.default_device().type != mx.cpu:
+            return attend_as_mlx(query, key, value, scale=scale, mask=mask, sinks=sinks)
         causal = isinstance(mask, str)
-        if mx.default_device().type == mx.cpu and (S == 1 or causal):  # fewer products, or no score matrix
+        if S == 1 or causal:  # fewer products, or no score matrix
             added = None if isinstance(mask, str) else mask
             return attend_tokens(scaled, key, value, is_causal=causal, mask=added, sinks=sinks)
         return None

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
+from kvant.bridge import hook
 from kvant.cache.layer_format import DTYPE_NAMES, Stored
 
 PROBE_TOKENS = 16  # as many as fill the longest convolution or n-gram state
@@ -29,6 +30,8 @@ class Attention:
         chunk: tokens of a chunk, where a query sees its own chunk only.
         value_is_key: the model gives one array for both.
         shared: other layers ask for what was fetched.
+        query_heads: heads that attend through mlx-lm's function; 0: the model attends in a way of its own.
+        takes_array: the model gives that function masks as arrays, whatever the window.
     """
 
     num_kv_heads: int
@@ -40,6 +43,8 @@ class Attention:
     chunk: int | None
     value_is_key: bool
     shared: bool
+    query_heads: int = field(default=0, compare=False)
+    takes_array: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,7 @@ KIND_NAMES = {Attention: "attention", State: "state", Unused: "unused"}
 
 def probe(model: Model) -> list[Entry]:
     """What each of the caches that ``model`` makes is used for. A tuple stands for a list of caches of one layer."""
+    hook.install()
     with _nothing_read(model):
         probes, _ = called(model)
     windows: dict[int, int] = {}
@@ -115,7 +121,8 @@ def as_text(entries: Sequence[Entry]) -> str:
     """What a probe found, as JSON: an object with its kind for each cache, a list of them for a list of caches."""
 
     def one(leaf: Leaf) -> dict[str, Any]:
-        return {"kind": KIND_NAMES[type(leaf)], **{own.name: getattr(leaf, own.name) for own in fields(leaf)}}
+        stored = {own.name: getattr(leaf, own.name) for own in fields(leaf) if own.compare}
+        return {"kind": KIND_NAMES[type(leaf)], **stored}
 
     return json.dumps(_each(entries, one))
 
@@ -146,11 +153,21 @@ class _Probe:
     keys: mx.array | None = None
     values: mx.array | None = None
     shared: bool = False
+    query_heads: int = 0
+    takes_array: bool = False
     offset = start_position = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.fetched = self.keys, self.values = keys, values
+        hook.remember(self, keys, values)
         return keys, values
+
+    def attend_fetched(self, query: mx.array, key: mx.array, value: mx.array, *, mask: Any, **options: Any) -> None:
+        """Note the call, and leave attention to mlx-lm."""
+        as_array = isinstance(mask, mx.array)
+        self.takes_array |= as_array
+        of_heads = as_array and mask.ndim > 2 and mask.shape[-3] > 1  # scores, which the model makes
+        self.query_heads = 0 if of_heads else query.shape[1]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array] | None:
         self.shared = True
@@ -200,4 +217,6 @@ def _leaf_of(found: Any, windows: dict[int, int]) -> Leaf:
         chunk=found.chunk,
         value_is_key=value is key,
         shared=found.shared,
+        query_heads=found.query_heads,
+        takes_array=found.takes_array,
     )

@@ -7,10 +7,8 @@ import mlx.core as mx
 from kvant.operators.bias_split import MAX_SCORE_QUERIES, BiasSplit, rotated_bias, score_bias, value_bias_of
 from kvant.operators.cpu_attention import attend_block, attend_few, queries_at_once
 from kvant.operators.masks import score_terms
+from kvant.operators.score_blocks import GPU_BLOCK_SCORES, Mask, device_kind, in_blocks, makes_scores
 from kvant.operators.streams import FEW_ROWS
-
-# head_dim for which MLX's GPU attention accumulates in float32 without making scores.
-GPU_FUSED_HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
 def attend_tokens(
@@ -26,8 +24,8 @@ def attend_tokens(
 ) -> mx.array:
     """Attention of S queries over T tokens. The last query belongs to the last token. Unchecked.
 
-    On a CPU queries are taken in blocks of scores, or one by one (:mod:`kvant.operators.cpu_attention`). MLX's fused
-    GPU attention makes no scores. A query with every key masked gives zeros.
+    Where scores are made, queries are taken in blocks of them; a few on a CPU one by one
+    (:mod:`kvant.operators.cpu_attention`). A query with every key masked gives zeros.
 
     Args:
         query: (B, H, S, D).
@@ -49,8 +47,17 @@ def attend_tokens(
     on_cpu = mx.default_device().type == mx.cpu
     if on_cpu and S <= FEW_ROWS and not is_alibi:
         return attend_few(query, key, value, is_causal, mask, bias_split, sinks)
-    if on_cpu or is_alibi or mask is not None or bias_split is not None or D not in GPU_FUSED_HEAD_DIMS:
-        # Elsewhere MLX's attention rounds scores and biases to half precision, where large ones overflow.
+    with_terms = is_alibi or mask is not None or (bias_split is not None and S <= MAX_SCORE_QUERIES)
+    in_float32 = on_cpu or is_alibi or mask is not None or bias_split is not None
+    scores = makes_scores(
+        device_kind(on_cpu),
+        (H, S, D),
+        value.shape[1:],
+        mask="added" if with_terms else "causal",
+        dtype=mx.float32 if in_float32 else dtype,
+    )
+    if in_float32 or scores:
+        # MLX's attention rounds scores that it makes, and biases, to half precision, where large ones overflow.
         query, key, value = (x.astype(mx.float32) for x in (query, key, value))
     causal = (is_causal or is_alibi) and S > 1
     key_bias_scores = None
@@ -64,27 +71,51 @@ def attend_tokens(
         if bias_split is not None:  # the weights of the values sum to less than 1: each takes its bias along
             value = value + bias_split.value_bias[:, None]
     terms = score_terms(H, S, T, causal, is_alibi, mask, key_bias_scores)
-    block = queries_at_once(B, H, S, T) if on_cpu else S
+    block = S
+    if on_cpu:
+        block = queries_at_once(B, H, S, T)
+    elif scores or terms is not None:
+        block = queries_at_once(B, H, S, T, GPU_BLOCK_SCORES)
     attend = attend_block if on_cpu else mx.fast.scaled_dot_product_attention
-    outputs: list[mx.array] = []
-    for first in range(0, S, block):
-        last = min(first + block, S)
-        keys = T - S + last if causal else T  # later keys follow every query of this block
-        block_mask: mx.array | str | None = "causal" if causal else None
+
+    def attend_some(own: mx.array, first: int, keys: int) -> mx.array:
+        own_mask: mx.array | str | None = "causal" if causal else None
         alive = None
         if terms is not None:
-            block_mask = terms(first, last, keys)
+            own_mask = terms(first, first + own.shape[2], keys)
             if mask is not None:
-                alive = (block_mask > -math.inf).any(axis=-1, keepdims=True)
-                block_mask = mx.where(alive, block_mask, 0.0)
-        block_query = query[:, :, first:last]
-        if outputs:  # without this dependency MLX makes the scores of many blocks before it uses the first
-            block_query = mx.depends([block_query], [outputs[-1]])[0]
-        output = attend(
-            block_query, key[:, :, :keys], value[:, :, :keys], scale=1 / math.sqrt(D), mask=block_mask, sinks=sinks
-        )
+                alive = (own_mask > -math.inf).any(axis=-1, keepdims=True)
+                own_mask = mx.where(alive, own_mask, 0.0)
+        output = attend(own, key[:, :, :keys], value[:, :, :keys], scale=1 / math.sqrt(D), mask=own_mask, sinks=sinks)
         if bias_split is not None and sinks is None:
             output = output + value_bias_of(bias_split, H)
-        outputs.append(output if alive is None else mx.where(alive, output, 0.0))
-    joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
-    return joined.astype(dtype)
+        return output if alive is None else mx.where(alive, output, 0.0)
+
+    return in_blocks(attend_some, query, T, block=block, causal=causal).astype(dtype)
+
+
+def attend_as_mlx(
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    *,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """``mx.fast.scaled_dot_product_attention`` on a GPU; where it makes scores, in blocks of queries."""
+    (B, H, S, D), T = query.shape, key.shape[2]
+    kind: Mask = "none" if mask is None else "causal"
+    if isinstance(mask, mx.array):
+        kind = "boolean" if mask.dtype == mx.bool_ else "added"
+        mask = mx.broadcast_to(mask, (*mask.shape[:-2], S, T))
+    scores = makes_scores(device_kind(on_cpu=False), (H, S, D), value.shape[1:], kind, query.dtype)
+
+    def attend_some(own: mx.array, first: int, keys: int) -> mx.array:
+        seen = mask[..., first : first + own.shape[2], :] if isinstance(mask, mx.array) else mask
+        return mx.fast.scaled_dot_product_attention(
+            own, key[:, :, :keys], value[:, :, :keys], scale=scale, mask=seen, sinks=sinks
+        )
+
+    block = queries_at_once(B, H, S, T, GPU_BLOCK_SCORES) if scores else S
+    return in_blocks(attend_some, query, T, block=block, causal=kind == "causal")

@@ -14,9 +14,9 @@ from kvant.operators.masks import mask_by_kv_head
 BLOCK_SCORE_BYTES = 3 * 512 * 1024
 
 
-def queries_at_once(B: int, H: int, S: int, T: int) -> int:
-    """Queries of a block, of S to T tokens, at least one."""
-    return max(1, min(S, BLOCK_SCORE_BYTES // (B * H * T * 4)))
+def queries_at_once(B: int, H: int, S: int, T: int, scores: int = BLOCK_SCORE_BYTES // 4) -> int:
+    """Queries of a block, of S to T tokens, that make so many scores at most; at least one."""
+    return max(1, min(S, scores // (B * H * T)))
 
 
 def attend_block(

@@ -106,7 +106,7 @@ def attend_rows(
     """:func:`append_and_attend_paged` of tokens that are written already, or ``waiting`` as they are stored."""
     R, H, S, D = query.shape
     few = S <= FEW_ROWS and mx.default_device().type == mx.cpu
-    dtype = mx.float32 if few else query.dtype
+    dtype = mx.float32 if few or bias_split is not None else query.dtype  # as attention takes them
     if R == 1:
         one = few and S == 1 and quant_bit > 0
         keys, values = read_rows(arrays, rows.runs[0], waiting, quant_bit=quant_bit, dtype=dtype, key_dim=D, copy=one)

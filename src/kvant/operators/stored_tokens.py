@@ -50,14 +50,18 @@ def float_tokens(
     *,
     quant_bit: int,
     dtype: mx.Dtype,
-    product_dtype: mx.Dtype = mx.float32,
+    product_dtype: mx.Dtype | None = None,
     key_dim: int | None = None,
 ) -> tuple[mx.array, mx.array]:
     """The reverse of :func:`stored_tokens`, with B or without it: keys and values (B, K, S, D) in ``dtype``.
 
-    ``product_dtype`` is the dtype of a quantized value times its scale. PMX's is the scale's. ``key_dim`` is the width
-    of keys that lie side by side with values of another width.
+    ``product_dtype`` is the dtype of a quantized value times its scale. PMX's is the scale's. None: float32, but the
+    scale's on a GPU for half precision, so that no array of float32 is made. ``key_dim`` is the width of keys that lie
+    side by side with values of another width.
     """
+    if product_dtype is None:
+        wide = dtype == mx.float32 or mx.default_device().type == mx.cpu
+        product_dtype = mx.float32 if wide or not quant_bit else stored[1].dtype
     both = multiply_scale(stored[0], stored[1], quant_bit, product_dtype) if quant_bit else stored[0]
     both = both.astype(dtype)
     if both.ndim == 4:

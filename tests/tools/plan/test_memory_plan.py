@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.bridged import write_config, write_mlx_lm
 from support.checkpoints import qwen2_config, qwen3_config
 from support.command import call
 from support.counts import count
@@ -19,18 +20,29 @@ from kvant.cli.fitting import plan_that_fits
 from kvant.errors import ContextError, ModelError
 from kvant.machine import this_machine
 from kvant.models import Decoder, ModelConfig
+from kvant.operators.score_blocks import GPU_BLOCK_SCORES
 from kvant.tools.bench.shapes import Shape, write_random
-from kvant.tools.plan import Checkpoint, LongestContext, Settings, longest_context, plan, read_folder, split_pairs
+from kvant.tools.plan import (
+    Checkpoint,
+    LongestContext,
+    Settings,
+    longest_context,
+    plan,
+    read_facts,
+    read_folder,
+    split_pairs,
+)
 
 RUN = Path(__file__).parents[2] / "support" / "memory_run.py"
 WIDEST = 2.5  # of the measured peak; on a busy machine MLX's threads keep up with the queue, and hold less
+WIDEST_BRIDGED = 4.0  # chunks of tiny models are small beside the blocks of scores that may be held
 
 
 @dataclass(frozen=True)
 class Case:
     """A model, its stored weights, and a run that fills ``tokens``."""
 
-    shape: Shape
+    shape: Shape | None  # None: the folder is there
     tokens: int
     settings: Settings = field(default_factory=Settings)
     weight_bits: int = 0
@@ -114,6 +126,7 @@ def measure() -> Iterator[Measure]:
 def test_the_plan_bounds_what_mlx_counts(measure: Measure, name: str, tmp_path: Path) -> None:
     """No run takes more than the plan; weights and cache are exact."""
     case = CASES[name]
+    assert case.shape is not None
     write_random(case.shape, tmp_path, bits=case.weight_bits)
     if case.window is not None:
         config = json.loads((tmp_path / "config.json").read_text())
@@ -126,6 +139,40 @@ def test_the_plan_bounds_what_mlx_counts(measure: Measure, name: str, tmp_path: 
     assert max(found["guessed"][0], found["known"][0]) <= WIDEST * peak
     assert found["known"][1:] == exact
     assert found["guessed"][1] == exact[0]
+
+
+# Causal blocks, windows, sinks, attention of a model's own, and states: of a rule, of scans, of all tokens of a chunk.
+BRIDGED = ["qwen3", "deepseek_v3", "jamba"]
+BRIDGED += count([], ["gemma3_text", "gpt_oss", "qwen3_5", "mamba2", "gemma2", "llama4"])
+
+
+@pytest.mark.parametrize("kind", BRIDGED)
+def test_the_plan_bounds_what_a_bridged_model_takes(measure: Measure, kind: str, tmp_path: Path) -> None:
+    folder = write_mlx_lm(tmp_path / "model", kind)
+    config = json.loads((folder / "config.json").read_text())
+    (config.get("text_config") or config)["max_position_embeddings"] = 4096
+    write_config(folder, config)
+    for case in (Case(None, 1400, steps(256)), Case(None, 700, steps(512, bits=4))):
+        found = measure(folder, case)
+        peak, weights, _ = found["measured"]
+        print(f"{kind}: planned {found['guessed'][0] / peak:.3f} of {peak / 1e6:.1f} MB")
+        assert found["guessed"][1] == weights
+        assert peak <= found["guessed"][0] <= WIDEST_BRIDGED * peak
+
+
+@pytest.mark.parametrize(("kind", "most"), [("qwen3", 3), ("gemma", 1)])  # native and bridged
+def test_scores_that_mlx_does_not_make_are_not_planned(kind: str, most: int) -> None:
+    """On a Mac, of a long context. Three float32 score matrices were counted once: six of bfloat16."""
+    tokens, heads = 131_072, 16
+    config: dict[str, Any] = {"model_type": kind, "hidden_size": 2048, "intermediate_size": 4096, "vocab_size": 1000}
+    config |= {"num_attention_heads": heads, "num_key_value_heads": 2, "num_hidden_layers": 2, "rms_norm_eps": 1e-6}
+    config |= {"max_position_embeddings": tokens, "torch_dtype": "bfloat16", "rope_theta": 1e6}
+    narrow, wide = (
+        plan(read_facts(config | {"head_dim": width}), max_kv_size=tokens, device="gpu").scratch for width in (128, 256)
+    )
+    matrix = 2 * heads * 512 * tokens
+    assert narrow < matrix / 2
+    assert narrow + 2 * GPU_BLOCK_SCORES < wide < most * matrix
 
 
 def test_float_matrices_among_quantized_ones_count_as_floats() -> None:

@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from kvant.cache.layer_format import DTYPES
 from kvant.cache.pool import rows_alone, sizes_alone
 from kvant.errors import ModelError
 from kvant.models.caches import pool_size
 from kvant.models.config import ModelConfig
 from kvant.models.matrix import DEQUANTIZED_ELEMENTS
-from kvant.operators.attention import GPU_FUSED_HEAD_DIMS
 from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
+from kvant.operators.score_blocks import GPU_BLOCK_SCORES, device_kind, makes_scores
 from kvant.operators.streams import cpu_streams
 from kvant.tools.plan.bridged import BridgedCheckpoint
 from kvant.tools.plan.memory import AnyCheckpoint, MemoryPlan, Settings, page_rows
@@ -31,16 +32,20 @@ SENT_COPIES = 2
 # Rotary pairs a layer whose key bias stays out of the cache, if the weights that decide it were not read: 1 in 16.
 GUESSED_PAIRS = 1 / 16
 MARGIN = 1.3  # of scratch
-QUEUED_BLOCKS = 6  # of scores, held at once; measured
+QUEUED_BLOCKS = 6  # of scores, held at once; measured on a CPU
+# Layers whose keys and values a GPU holds as floats at once. MLX has ten command buffers under way, and a layer of a
+# long context takes three; in float32 or with biases more, so it is a layer less. (By its source; not measured.)
+QUEUED_LAYERS = 3
 QUEUED_PARTS = 4  # of a dequantized matrix, beside one a core; measured (1 to 8 streams)
 MASK_BYTES = 16  # of a window's mask for each query and token: its terms and their product
-# Of a bridged model. One call of attention on a CPU may hold scores, with the mask, and their softmax.
-SCORE_COPIES = 3
-# Each projection's output: as it came, as it goes on, and sums of it.
+SCORE_COPIES = 3  # that one call of attention may hold: scores, with the mask, and their softmax
+# Of a bridged model. Each projection's output: as it came, as it goes on, and sums of it.
 OUTPUT_COPIES = 3
 # A linear layer goes from token to token. So many of its states are held by what MLX has queued.
 QUEUED_STATES = 64
-# A layer's keys and values are dequantized to float32, through as much again.
+STATES_OF_A_TOKEN = {"jamba": 10}  # it makes those of all tokens of a chunk; measured
+MATRIX_TOKENS = 256  # mlx-lm's scans take so many at a time, with a matrix of them for every head
+# A layer's keys and values are dequantized to float32 on a CPU, through as much again.
 DEQUANTIZED_COPIES = 2
 
 
@@ -129,8 +134,8 @@ def scratch_bytes(
     itemsize, experts, paged, sequences = checkpoint.itemsize(on_cpu=on_cpu), config.experts, sequences, sequences or 1
     hidden, heads, kv_row = config.hidden_size, config.num_attention_heads, 2 * config.num_key_value_heads
     kv_row *= config.head_dim
-    # Norms make two arrays, a product its parts, rotation two halves, the cache magnitudes; a GPU attends in float32,
-    # and an adapter adds a product to each.
+    # Norms make two arrays, a product its parts, rotation two halves, the cache magnitudes; a GPU may attend in
+    # float32, and an adapter adds a product to each.
     copies, inner = (7 if on_cpu else 10), 3
     if checkpoint.adapter_bytes:
         copies, inner = copies + 3, inner + 2
@@ -140,11 +145,12 @@ def scratch_bytes(
     if part is not None:
         numbers += SENT_COPIES * hidden
     # Of a cached number: as a float, unpacked, copied beside other sequences', and with its bias.
-    forms = FLOAT32 + (0 if on_cpu else itemsize) + (2 if bits == 4 else 0)
+    splits = config.attention_bias and settings.cache.bias_split
+    forms = (FLOAT32 if on_cpu or splits else itemsize) + (2 if bits == 4 else 0)
     if not bits:
-        forms = 0 if paged is None else 2 * itemsize
-    if config.attention_bias and settings.cache.bias_split:
-        forms += FLOAT32 // 2 + (0 if on_cpu else FLOAT32)
+        forms = (0 if paged is None else 2 * itemsize) + (FLOAT32 if splits and not on_cpu else 0)
+    if splits:
+        forms += FLOAT32 // 2 if on_cpu else FLOAT32
     waiting, seen = 0, 0
     for window in config.windows:
         own, mask = tokens, 0
@@ -152,16 +158,30 @@ def scratch_bytes(
             own = min(tokens, rows_alone(window, tokens) + new)
             mask = MASK_BYTES * new * own
             waiting += new * _row_bytes(config, settings, itemsize)
-        query = heads * own * FLOAT32
-        scores = min(3 * new * query, QUEUED_BLOCKS * max(BLOCK_SCORE_BYTES, query))
-        if not on_cpu and config.head_dim in GPU_FUSED_HEAD_DIMS:
-            scores = 0
-        seen = max(seen, mask + sequences * (scores + kv_row * own * forms))
+        in_float32 = on_cpu or splits or mask > 0
+        made = makes_scores(
+            device_kind(on_cpu),
+            (heads, new, config.head_dim),
+            (config.num_key_value_heads, own, config.head_dim),
+            mask="added" if mask else "causal",
+            dtype=mx.float32 if in_float32 else mx.bfloat16,
+        )
+        scores = FLOAT32 * _scores_at_once(new, heads, own, on_cpu=on_cpu) if made else 0
+        cast = FLOAT32 if not on_cpu and not splits and (made or mask) else 0
+        queued = 1 if on_cpu else QUEUED_LAYERS - (1 if splits or cast else 0)
+        floats = kv_row * own * (forms + cast) * queued
+        seen = max(seen, mask + sequences * (scores + floats))
     weights = _float_weights(config) if on_cpu and config.quantization is not None else 0
     rows = 0 if part is not None and part.rank else LOGITS_COPIES
     rows += GATHERED_COPIES if part is not None and part.divided and not checkpoint.tied else 0
     sampled = logits * rows * FLOAT32 * config.vocab_size
     return int(MARGIN * (numbers * new * sequences * itemsize + waiting + seen + weights + sampled))
+
+
+def _scores_at_once(new: int, heads: int, tokens: int, *, on_cpu: bool) -> int:
+    """The most scores that are held where new tokens of a sequence attend in blocks."""
+    block = BLOCK_SCORE_BYTES // FLOAT32 if on_cpu else GPU_BLOCK_SCORES
+    return min(SCORE_COPIES * new * heads * tokens, QUEUED_BLOCKS * max(block, heads * tokens))
 
 
 def _float_weights(config: ModelConfig) -> int:
@@ -182,7 +202,7 @@ def _float_weights(config: ModelConfig) -> int:
 def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu: bool) -> Needs:
     """Of a model that mlx-lm's class computes: cache and state are exact, scratch is an estimate."""
     from kvant.bridge.pool import CacheBytes, check_entries, pool_needs
-    from kvant.bridge.probe import Attention, State, leaves_of
+    from kvant.bridge.probe import Attention, Leaf, State, leaves_of
 
     config, part, sequences = checkpoint.config, checkpoint.part, settings.sequences
     module, entries = checkpoint.module(on_cpu), checkpoint.held_entries(on_cpu)
@@ -191,14 +211,47 @@ def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu:
     if sequences is not None:
         check_entries(entries, module, config.model_type)
     leaves = leaves_of(entries)
-    row = max((a.num_kv_heads * (a.key_dim + a.value_dim) for a in leaves if isinstance(a, Attention)), default=0)
+    attention = [leaf for leaf in leaves if isinstance(leaf, Attention)]
+    widths = [a.num_kv_heads * (a.key_dim + a.value_dim) if isinstance(a, Attention) else 0 for a in leaves]
     state = max((leaf.nbytes for leaf in leaves if isinstance(leaf, State)), default=0)
-    heads, outputs = checkpoint.heads(), _widest_layer(module, config.experts_used)
+    outputs, itemsize = _widest_layer(module, config.experts_used), checkpoint.itemsize(on_cpu=on_cpu)
     logits = LOGITS_COPIES * FLOAT32 * config.vocab_size * (part is None or part.rank == 0)
 
+    def read(leaf: Leaf, new: int, tokens: int) -> int:
+        """Tokens whose keys and values a layer reads."""
+        if not isinstance(leaf, Attention):
+            return 0
+        seen = leaf.window or leaf.chunk or tokens
+        return min(tokens, rows_alone(seen, tokens) + new) if seen < tokens else tokens
+
+    def attend(leaf: Attention, new: int, tokens: int) -> int:
+        """Bytes of scores and masks in a layer."""
+        own, narrow = read(leaf, new, tokens), (leaf.window or leaf.chunk or tokens) < tokens
+        mask = MASK_BYTES * new * own if narrow or leaf.takes_array else 0
+        heads = leaf.query_heads or checkpoint.heads()
+        if not leaf.query_heads or (on_cpu and mask and new > 1):
+            return mask + FLOAT32 * SCORE_COPIES * heads * new * own
+        made = makes_scores(
+            device_kind(on_cpu),
+            (heads, new, leaf.key_dim),
+            (leaf.num_kv_heads, own, leaf.key_dim if leaf.value_is_key else leaf.value_dim),
+            mask="boolean" if mask else "causal",
+            dtype=DTYPES[leaf.dtype],
+        )
+        return mask + itemsize * _scores_at_once(new, heads, own, on_cpu=on_cpu) * made
+
+    # Of a cached number: as a float, through as much again on a CPU, and unpacked.
+    forms = DEQUANTIZED_COPIES * FLOAT32 if on_cpu else itemsize + (2 if settings.cache.kv_bits == 4 else 0)
+
     def chunk(new: int, tokens: int, count: int = 1) -> int:
-        numbers = OUTPUT_COPIES * outputs * new + SCORE_COPIES * heads * new * tokens
-        return count * (FLOAT32 * (numbers + DEQUANTIZED_COPIES * row * tokens) + min(new, QUEUED_STATES) * state)
+        scores = max((attend(leaf, new, tokens) for leaf in attention), default=0)
+        floats = [width * read(leaf, new, tokens) for width, leaf in zip(widths, leaves, strict=True)]
+        queued = 1 if on_cpu else QUEUED_LAYERS
+        most = max((sum(floats[first : first + queued]) for first in range(len(floats))), default=0)
+        numbers = FLOAT32 * OUTPUT_COPIES * outputs * new + forms * most
+        states = max(min(new, QUEUED_STATES), STATES_OF_A_TOKEN.get(config.model_type, 0) * new) * state
+        matrices = FLOAT32 * SCORE_COPIES * checkpoint.heads() * new * min(new, MATRIX_TOKENS) if state else 0
+        return int(MARGIN * count * (numbers + max(scores, matrices) + states))
 
     def pool(tokens: int, in_all: int, count: int) -> CacheBytes:
         sizes = {"tokens": in_all, "sequences": count, "max_seq_len": tokens}
