@@ -256,7 +256,7 @@ def test_logits(runs: dict[tuple[int, str], Run], ranks: int, name: str, monkeyp
             assert error < (HALF if case.half else ROUNDED[bits]), key
             assert given[key].dtype == logits.dtype == model.dtype
     if name.startswith(BY_MLX_LM):
-        assert relative_error(given["cache 0"], run.reference) < TOLERANCE
+        assert relative_error(given["cache 0"][: len(PLACES)], run.reference) < TOLERANCE
 
 
 @pytest.mark.parametrize(("ranks", "name"), EVERY)
