@@ -4,14 +4,13 @@ import json
 import shutil
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.checkpoints import change_tensors
+from support.checkpoints import TOLERANCE, change_tensors, check_three_ways, in_steps
 from support.golden import CASES, GOLDEN, IDS
 from support.numbers import relative_error
 
@@ -20,15 +19,9 @@ from kvant.models.architectures import ARCHITECTURES
 from kvant.tools.bench.adapters import MLXLM
 from kvant.tools.bench.engines import EngineSpec
 
-TOLERANCE = 1e-4  # of the largest logit
 Load = Callable[[str], Decoder]
 MODELS = sorted(set(CASES.values()))
 FREQUENCIES: list[dict[str, Any]] = json.loads((GOLDEN / "frequencies.json").read_text())
-STEPS = {
-    "in chunks": [0, 5, 14, 15, len(IDS)],
-    "token by token": list(range(len(IDS) + 1)),
-    "a prompt and tokens": [0, 18, *range(19, len(IDS) + 1)],
-}
 
 
 def _config(case: str) -> dict[str, Any]:
@@ -55,10 +48,6 @@ def _expected(case: str) -> mx.array:
     return mx.array(np.load(GOLDEN / case.replace(" ", "-") / "logits.npy"))
 
 
-def _in_steps(model: Decoder, bounds: list[int], layers: Any) -> mx.array:
-    return mx.concatenate([model(mx.array([IDS[a:b]]), cache=layers)[0] for a, b in pairwise(bounds)])
-
-
 def _error(folder: Path, case: str) -> float:
     return relative_error(load_decoder(folder)(mx.array([IDS]))[0], _expected(case))
 
@@ -66,13 +55,10 @@ def _error(folder: Path, case: str) -> float:
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_transformers(case: str, load: Load) -> None:
     """In one pass, and through a cache without quantization, with biases in it and split off."""
-    model, expected = load(case), _expected(case)
+    model = load(case)
     assert model.dtype == mx.float32
-    assert relative_error(model(mx.array([IDS]))[0], expected) < TOLERANCE
-    for bounds in STEPS.values():
-        for split in (True, False):
-            layers = model.make_cache(len(IDS), kv_bits=0, bias_split=split)
-            assert relative_error(_in_steps(model, bounds, layers), expected) < TOLERANCE
+    for split in (True, False):
+        check_three_ways(model, _expected(case), IDS, bias_split=split)
 
 
 @pytest.mark.parametrize(
@@ -150,4 +136,4 @@ def test_dynamic_positions_depend_on_the_model_alone(case: str, load: Load) -> N
     for size in (5, 19):
         for reserved, bounds in ((size, [0, size]), (len(IDS), [0, 3, size]), (100, [*range(size + 1)])):
             layers = model.make_cache(reserved, kv_bits=0)
-            assert relative_error(_in_steps(model, bounds, layers), _expected(case)[:size]) < TOLERANCE
+            assert relative_error(in_steps(model, IDS, bounds, layers), _expected(case)[:size]) < TOLERANCE

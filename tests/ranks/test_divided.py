@@ -16,6 +16,7 @@ import pytest
 from mlx.utils import tree_flatten
 from support.adapters import adapted_reference, adapter_config, save_adapter
 from support.checkpoints import (
+    format_of,
     llama_config,
     mistral_config,
     olmo2_config,
@@ -92,8 +93,7 @@ class Case:
     config: dict[str, Any]
     bits: Sequence[int] = (0,)  # of the caches
     pools: bool = False
-    # Bits, group and mode of the weights, or a function that changes the model and returns its config.
-    quantize: tuple[int, int, str] | Callable[[dict[str, Any], nn.Module], dict[str, Any]] | None = None
+    quantize: tuple[Any, ...] | None = None  # as of quantize_reference
     adapter: dict[str, Any] | None = None
     change: Change | None = None  # of the tensors before they are saved
     silent: bool = False  # rank 1 adds nothing to the sums
@@ -104,29 +104,11 @@ class Case:
         model = reference_model(self.config)
         if self.quantize is None:
             return model, self.config
-        if callable(self.quantize):
-            return model, self.quantize(self.config, model)
         return model, quantize_reference(self.config, model, *self.quantize)
 
     def asked(self, folder: Path) -> dict[str, Any]:
         names = ("bits", "pools", "adapter", "silent", "half", "ends")
         return {"folder": str(folder)} | {name: getattr(self, name) for name in names}
-
-
-def _mixed(config: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """v and down finer than the rest, o in floating point."""
-    own: dict[str, Any] = {}
-
-    def choose(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        if path.endswith("o_proj") or not hasattr(module, "to_quantized"):
-            return False
-        if path.endswith(("v_proj", "down_proj")):
-            own[path] = {"group_size": 64, "bits": 8}
-            return dict(own[path])
-        return {"group_size": 32, "bits": 3}
-
-    nn.quantize(model, class_predicate=choose)
-    return config | {"quantization": {"group_size": 32, "bits": 3, **own}}
 
 
 def _large_bias(weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -152,6 +134,8 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers":
 LAYERS = Case(qwen2_config(num_hidden_layers=4, **WINDOWS), (0, 8, 4), pools=True)
 UNEVEN_CASE = Case(llama_config(**UNEVEN), quantize=(4, 32, "affine"))
 DORA = Case(llama_config(), adapter=adapter_config(kind="dora"))
+# v and down finer than the rest, o in floating point
+MIXED = dict.fromkeys(("v_proj", "down_proj"), format_of(8, 64)) | {"o_proj": False}
 LORA_MOE = Case(MOE, adapter=adapter_config())
 
 CASES: dict[int, dict[str, Case]] = {
@@ -168,7 +152,7 @@ CASES: dict[int, dict[str, Case]] = {
         "moe, 4 bits": Case(MOE, quantize=(4, 32, "affine")),
         "3 bits": Case(llama_config(), quantize=(3, 32, "affine")),
         "mxfp4": Case(llama_config(**UNTIED), quantize=(4, 32, "mxfp4")),
-        "mixed": Case(llama_config(), quantize=_mixed),
+        "mixed": Case(llama_config(), quantize=(3, 32, "affine", MIXED)),
         "lora": Case(qwen3_config(**WIDE), adapter=adapter_config()),
         "lora, 4 bits": Case(llama_config(), quantize=(4, 64, "affine"), adapter=adapter_config()),
         "dora": DORA,
