@@ -21,6 +21,7 @@ from support.operator_cases import (
     check_stored,
     poisoned,
     random_mask,
+    same_bits,
     to_mx,
     to_numpy,
 )
@@ -294,7 +295,14 @@ class Call:
             arrays |= {} if self.mask is None else {"attn_mask": to_mx(self.mask, case.mask_dtype)}
         name = "multi_head_cache_attention" if case.attends else "key_value_cache"
         operator = getattr(dynamic_batching if case.packed else operators, name)
-        return operator(**arrays, **case.options(), **self.more)
+        given = arrays | case.options() | self.more
+        alone = {name: x for name, x in given.items() if isinstance(x, mx.array) and name not in ("cache", "scale")}
+        before = {name: to_numpy(x).copy() for name, x in alone.items()}
+        result = operator(**given)
+        mx.eval(result)
+        for name, x in alone.items():
+            assert same_bits(to_numpy(x), before[name]), f"{name}, an input, changed"
+        return result
 
     def check_stored(self, tally: QuantizedTally) -> None:
         case = self.case
