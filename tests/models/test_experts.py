@@ -168,7 +168,7 @@ def test_a_token_reads_few_of_them(tmp_path: Path, tied: bool, quantized: tuple[
     assert (planned.weights, planned.weights_read) == (model.nbytes, model.nbytes_read)
 
 
-def test_the_benchmark_gives_mlx_lm_what_transformers_5_does_notsave_checkpoint(
+def test_the_benchmark_gives_mlx_lm_what_transformers_5_does_not_save(
     tmp_path: Path, weights: dict[str, mx.array]
 ) -> None:
     """The number of experts, and which layers have them; and what of them a step reads is what it is in kvant."""

@@ -6,7 +6,7 @@ from functools import lru_cache
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.numbers import normal, peak_bytes
+from support.numbers import normal
 from support.openblas import has_small_products
 
 from kvant.models import matrix as matrix_module
@@ -215,18 +215,3 @@ def test_in_parallel_from_other_threads(monkeypatch: pytest.MonkeyPatch, first_i
     assert all(mx.array_equal(output, outputs[0]) for output in outputs)
     np.testing.assert_allclose(np.array(outputs[0][0]), expected, rtol=1e-4, atol=1e-4)
     assert cpu_streams() is cpu_streams()
-
-
-@on_a_cpu
-@pytest.mark.parametrize("rows", [FEW_ROWS, FEW_ROWS + 1])
-def test_no_more_than_a_few_parts_are_dequantized_at_a_time(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    part = 256 * 1024
-    monkeypatch.setattr(matrix_module, "DEQUANTIZED_ELEMENTS", part)
-    monkeypatch.setattr(unpacked_module, "UNPACKED_ELEMENTS", part)
-    matrix = _matrix(16 * part // 1024, num_columns=1024)
-    x = normal(1, rows, 1024)
-    mx.eval(x)
-    used = peak_bytes(lambda: mx.eval(matrix.project(x)))
-    # Of many rows four are made of temporary arrays and the next part's; all 16 at once took 27. A few rows take fewer
-    # operations, so that more fit into MLX's queue: 6 parts of 5 bytes a number. Outputs: before and after joining.
-    assert used < (8 * 5 if rows <= FEW_ROWS else 6 * 4) * part + 2 * 4 * rows * matrix.num_rows

@@ -102,13 +102,6 @@ inline bool all_in_simd(const char* operation, int line) {
   return true;
 }
 
-inline void at_simd_barrier(uint32_t flags, int line) {
-  uint32_t simdgroup = uint32_t(current) / SIMD;
-  if (!all_in_simd("simdgroup_barrier", line)) return leave();
-  if (flags & 1) simd_epochs[DEVICE][simdgroup]++;
-  if (flags & 2) simd_epochs[SHARED][simdgroup]++;
-}
-
 inline Exchange* exchange(uint64_t value, const char* operation, int line) {
   Fiber& self = fibers[current];
   uint32_t simdgroup = uint32_t(current) / SIMD, lane = uint32_t(current) % SIMD;

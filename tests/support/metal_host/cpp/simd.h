@@ -15,7 +15,6 @@ struct Exchange {  // one simd operation of one simdgroup
 };
 extern "C" {
 void metal_host_barrier(uint flags, int line);
-void metal_host_simdgroup_barrier(uint flags, int line);
 Exchange* metal_host_exchange(uint64_t value, const char* operation, int line);
 [[noreturn]] void metal_host_bad_lane(const char* operation, uint lane, int line);
 }
@@ -58,7 +57,6 @@ template <class T, class F> METAL_HOST_UNSEEN T shuffle(T x, F from, const char*
 namespace metal {
 #define METAL_HOST_LINE int line = __builtin_LINE()
 inline void threadgroup_barrier(mem_flags flags, METAL_HOST_LINE) { metal_host::metal_host_barrier(uint(flags), line); }
-inline void simdgroup_barrier(mem_flags flags, METAL_HOST_LINE) { metal_host::metal_host_simdgroup_barrier(uint(flags), line); }
 
 #define METAL_HOST_REDUCTION(name, expression)                                             \
   template <class T> inline T name(T x, METAL_HOST_LINE) {                                 \
