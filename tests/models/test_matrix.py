@@ -20,10 +20,8 @@ GROUPS = (32, 64, 128)
 FLOATS = [Quantization(4, 32, "mxfp4"), Quantization(8, 32, "mxfp8"), Quantization(4, 16, "nvfp4")]
 FORMATS = [2, 3, 4, 5, 6, 8, *FLOATS]
 Format = int | Quantization  # bits of an affine one
-# The values of 4-bit floating-point numbers, one bit of sign, two of exponent, one of mantissa (OCP MX 1.0).
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 IN = 256
-# Of the largest possible sum: 256 float32 products and additions in any order, and one rounding of each weight.
+# Of the largest possible sum: 256 float32 products and additions in any order, and a few roundings of each weight.
 TOLERANCE = 1e-6
 on_a_cpu = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="the ways differ on a CPU only")
 
@@ -39,29 +37,9 @@ def _matrix(
 
 @lru_cache(1)
 def _dequantize(matrix: QuantizedMatrix) -> Array:
-    """(out, in) float64. Levels are bits in a row, the lowest first, across the borders of words."""
-    packed, mode = np.array(matrix.weight), matrix.quantization.mode
-    if mode != "affine":
-        numbers, scales = packed.view(np.uint8), np.array(matrix.scales)
-        if matrix.quantization.bits == 4:
-            numbers = np.stack([numbers & 15, numbers >> 4], axis=-1).reshape(len(packed), -1)  # the lower half first
-            values = E2M1[numbers & 7] * np.where(numbers & 8, -1.0, 1.0)
-        else:
-            values = _e4m3(numbers)
-        scale = _e4m3(scales) if mode == "nvfp4" else 2.0 ** (scales.astype(float) - 127)  # E8M0
-        return (values.reshape(*scale.shape, -1) * scale[..., None]).reshape(values.shape)
-    digits = np.unpackbits(packed.view(np.uint8), axis=-1, bitorder="little")  # (out, in * bits)
-    levels = digits.reshape(len(packed), -1, matrix.quantization.bits) @ 2.0 ** np.arange(matrix.quantization.bits)
-    scales, biases = (np.array(x, np.float64)[..., None] for x in (matrix.scales, matrix.biases))
-    groups = levels.reshape(*scales.shape[:2], -1)  # (out, in) -> (out, in / G, G)
-    return (groups * scales + biases).reshape(levels.shape)
-
-
-def _e4m3(raw: Array) -> Array:
-    """One bit of sign, four of exponent, three of mantissa; no infinities."""
-    exponent, mantissa = (raw >> 3 & 15).astype(int), (raw & 7) / 8
-    size = np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7))
-    return size * np.where(raw & 128, -1.0, 1.0)
+    """(out, in) float64, by MLX."""
+    weight = mx.dequantize(matrix.weight, matrix.scales, matrix.biases, **matrix.quantization.form)
+    return np.array(weight.astype(mx.float32), np.float64)
 
 
 def _check(matrix: QuantizedMatrix, x: mx.array) -> None:

@@ -15,8 +15,7 @@ from support.counts import count
 from support.numbers import peak_bytes
 from support.operator_cases import FLOATS, QuantizedTally, check_output, to_numpy
 from support.oracle import Array
-from support.pmx_cases import FORMS, MASKS, START_FORMS, Call, check_cases, draw_case, plain_case
-from support.pmx_errors import good_call
+from support.pmx_cases import FORMS, MASKS, START_FORMS, Call, check_cases, draw_case, good_call, plain_case
 
 from kvant import operators
 from kvant.operators import dynamic_batching

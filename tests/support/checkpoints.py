@@ -65,12 +65,8 @@ CONFIGS = {
 }
 
 
-def _mlx_lm_module(kind: str) -> Any:
+def mlx_lm_module(kind: str) -> Any:
     return importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
-
-
-def mlx_lm_args(kind: str) -> Any:
-    return _mlx_lm_module(kind).ModelArgs
 
 
 def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
@@ -81,7 +77,8 @@ def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
         count = config.get("num_experts", config.get("num_local_experts"))
         given = {"mlp_only_layers": [], "decoder_sparse_step": 1, "head_dim": head_dim}
         config = given | config | {"num_experts": count}
-    model: nn.Module = _mlx_lm_module(kind).Model(mlx_lm_args(kind).from_dict(config))
+    module = mlx_lm_module(kind)
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     return model
 
 
