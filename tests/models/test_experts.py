@@ -6,7 +6,6 @@ test_golden.py has transformers' logits, test_formats.py mlx-lm's in every forma
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from support.adapters import adapted_reference, adapter_config, save_adapter
@@ -61,17 +60,12 @@ def test_every_way_to_compute_them_is_mlx_lms(
             assert relative_error(model(mx.array(ids)), expected) < TOLERANCE
 
 
-def test_the_softmax_is_in_float32(tmp_path: Path) -> None:
-    """In float16 the logits 12 and 12.004 are the same number, and the sum of 40,000 parts ends early."""
-    layer = load_decoder(write_reference(tmp_path, qwen3_moe_config(num_experts=4))[0]).layers[1].mlp
-    router = Linear((DenseMatrix(mx.eye(4).astype(mx.float16)),))
-    half = Experts(router, layer.gate_up_proj, layer.down_proj, 2, False)
-    chosen, shares = half.route(mx.array([[11.0, 12.0, -3.0, 11.5]], mx.float16))
-    expected = np.exp([11.0, 12.0, -3.0, 11.5]) / np.exp([11.0, 12.0, -3.0, 11.5]).sum()
-    found = dict(zip(chosen[0].tolist(), shares[0].tolist(), strict=True))  # type: ignore[arg-type]
-    assert {*found} == {1, 3}
+def test_the_softmax_is_in_float32() -> None:
+    """In float16 a sum of 4,096 ones ends at 2,048."""
+    router = Linear((DenseMatrix(mx.zeros((4, 4096), mx.float16)),))
+    _, shares = Experts(router, router, router, 2, False).route(mx.ones((1, 4), mx.float16))
     assert shares.dtype == mx.float16
-    assert all(abs(found[e] - expected[e]) < 5e-4 for e in found)
+    assert shares.tolist() == [[1 / 4096] * 2]
 
 
 @pytest.fixture(scope="module")
