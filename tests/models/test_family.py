@@ -12,9 +12,8 @@ from support.checkpoints import (
     llama_config,
     mlx_lm_model,
     mlx_lm_module,
-    reference_model,
-    save_checkpoint,
     tensor_shapes,
+    write_reference,
 )
 from support.counts import count
 from support.hostile import one_line, said
@@ -212,7 +211,7 @@ def test_any_values_are_refused_or_give_frequencies(
 def test_no_context_limit_but_the_reservation(tmp_path: Path, pocket: tuple[Decoder, Any]) -> None:
     config = llama_config(vocab_size=1280)
     del config["architectures"], config["max_position_embeddings"]
-    model = load_decoder(save_checkpoint(tmp_path, config, reference_model(config)))
+    model = load_decoder(write_reference(tmp_path, config)[0])
     assert model.config.max_position_embeddings is None
     assert model.make_cache().max_seq_len == 4096
     prompt = [t % 290 for t in range(2100)]  # more than transformers' default of 2048

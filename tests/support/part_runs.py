@@ -12,7 +12,6 @@ from kvant.models import LanguageModel
 
 # Of the second logits are read: one process normalizes all its rows, a pipeline one, and more than 8 round otherwise.
 CHUNKS = (13, 8, 1, 1)
-PLACES = [20, 21, 22]  # of the tokens whose logits are computed: the last of each chunk but the first
 
 
 def run_ids(vocabulary: int) -> list[int]:
@@ -20,7 +19,7 @@ def run_ids(vocabulary: int) -> list[int]:
 
 
 def cached_run(model: LanguageModel, bits: int) -> mx.array:
-    """Logits (N, vocab): of the tokens at :data:`PLACES`, then of a cache that goes back, is forked and begins anew."""
+    """Logits (N, vocab): of each chunk's last token but the first's; of a cache that goes back, is forked, begins anew."""
     cache = model.make_cache(64, kv_bits=bits)
     ids, steps = mx.array([run_ids(model.config.vocab_size)]), []
 
