@@ -1,4 +1,4 @@
-"""Attention of a few tokens, and a chunk's scores.
+"""Attention of a few tokens.
 
 B batch, T cached tokens, H query heads, K kv heads, D head_dim.
 """
@@ -8,14 +8,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.counts import count
-from support.numbers import normal, peak_bytes
+from support.numbers import normal
 
-from kvant.cache import QuantizedKVCache
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
-from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
-from kvant.operators.quantization import quantize
 from kvant.operators.rotary import Rotary
 
 on_a_cpu = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="a few tokens are special on a CPU only")
@@ -53,29 +49,3 @@ def test_a_few_tokens_are_as_each_alone(
         own_mask = None if mask is None else mask[..., i : i + 1, :seen]
         own = attend_tokens(query[:, :, i : i + 1], key[:, :, :seen], value[:, :, :seen], mask=own_mask, **options)
         assert mx.array_equal(output[:, :, i : i + 1], own)
-
-
-KV_HEADS, HEAD_DIM, CHUNK = 2, 64, 512
-PAST = count(8192, 16384) - CHUNK
-
-
-@pytest.mark.parametrize("heads", [4, 14])
-@on_a_cpu  # a GPU's makes no scores
-def test_scores_of_a_chunk_stay_under_the_bound(heads: int) -> None:
-    """A chunk's attention to a long past makes no score matrix of queries times context."""
-    cache = QuantizedKVCache(PAST + CHUNK, KV_HEADS, HEAD_DIM)
-    past = normal(0, 1, KV_HEADS, PAST, HEAD_DIM)
-    cache.attend(past[:, :, :1], past[:, :, :1], past[:, :, :1])
-    for array, part in zip(cache.layer.arrays, quantize(past, quant_bit=8, quant_group=32), strict=True):
-        array[:, :, :PAST] = part
-    mx.eval(cache.layer.arrays)
-    cache.batch.held.restore(PAST, [0] * PAST)
-    query = normal(1, 1, heads, CHUNK, HEAD_DIM)
-    current = normal(2, 1, KV_HEADS, CHUNK, HEAD_DIM)
-    mx.eval(query, current)
-    used = peak_bytes(lambda: mx.eval(cache.attend(query, current, current)))
-    floats = 2 * KV_HEADS * (PAST + CHUNK) * HEAD_DIM * 4
-    assert used > floats  # or the past was not read
-    outputs = 4 * query.nbytes  # the blocks, joined and transposed
-    assert used < floats + outputs + 8 * BLOCK_SCORE_BYTES
-    assert used < heads * CHUNK * (PAST + CHUNK) * 4  # the bytes of one score matrix

@@ -19,7 +19,7 @@ def run_ids(vocabulary: int) -> list[int]:
 
 
 def cached_run(model: LanguageModel, bits: int) -> mx.array:
-    """Logits (N, vocab): of each chunk's last token but the first's; of a cache that goes back, is forked, begins anew."""
+    """Logits (N, vocab): of each chunk's last token but the first's; of one that goes back, is forked, is emptied."""
     cache = model.make_cache(64, kv_bits=bits)
     ids, steps = mx.array([run_ids(model.config.vocab_size)]), []
 
