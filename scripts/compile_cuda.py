@@ -104,12 +104,12 @@ def recording(texts: dict[str, str]) -> Callable[..., Callable[..., list[mx.arra
     return cuda_kernel
 
 
-def compile_cuda(text: str, architecture: str = ARCHITECTURE) -> list[Resources]:
+def compile_cuda(text: str) -> list[Resources]:
     """The figures of each kernel in the text. Raises RuntimeError with nvcc's words if it does not compile."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.cu"
         source.write_text(text)
-        command = ["nvcc", f"-arch={architecture}", "-std=c++17", "-cubin", "-Xptxas", "-v", f"-I{INCLUDE}"]
+        command = ["nvcc", f"-arch={ARCHITECTURE}", "-std=c++17", "-cubin", "-Xptxas", "-v", f"-I{INCLUDE}"]
         command += ["-o", f"{source}bin", str(source)]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -15,9 +15,9 @@ MAX_CONFIG_BYTES = 4 * 1024 * 1024
 CODE_KEYS = ("auto_map", "model_file")  # of transformers, of mlx-lm
 
 
-def check_file(path: Path, folder: Path | None = None, error: type[ModelError] = ModelError) -> Path:
+def check_file(path: Path, folder: Path | None = None) -> Path:
     """The path, if :func:`open_file` opens it; arguments and errors as there."""
-    with open_file(path, folder, error):
+    with open_file(path, folder):
         return path
 
 

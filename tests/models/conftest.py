@@ -8,7 +8,7 @@ from pathlib import Path
 import hostile_kinds
 import pytest
 from support.bridged import copy_folder
-from support.checkpoints import reference_model, save_checkpoint
+from support.checkpoints import reference_model, save_checkpoint, write_reference
 from support.hostile import good_model
 
 
@@ -16,10 +16,11 @@ from support.hostile import good_model
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny models with every file kvant opens, and code beside them that must never run."""
     root = tmp_path_factory.mktemp("good")
-    made = {name: good_model(root / name) for name in ("native", "shards")}
+    made = {name: good_model(root / name) for name in ("native", "shards", "mxfp4")}
     (made["shards"] / "model.safetensors").unlink()
     config = json.loads((made["shards"] / "config.json").read_text())
     save_checkpoint(made["shards"], config, reference_model(config), shards=2)
+    write_reference(made["mxfp4"], config, 4, 32, "mxfp4")
     made["bridged"] = copy_folder("gpt-oss", root, tokenizer=True)
     for folder in made.values():
         hostile_kinds.plant(folder)

@@ -1,15 +1,14 @@
-"""Layers of experts: against float64, in every way that they are stored, and what of them a token reads.
+"""Layers of experts: in every way that they are computed and stored, and what of them a token reads.
 
 test_golden.py has transformers' logits, test_formats.py mlx-lm's in every format, test_adapter.py adapters.
 """
 
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from support.adapters import adapted_reference, adapter_config, save_adapter
 from support.checkpoints import (
     qwen3_moe_config,
     reference_model,
@@ -24,7 +23,7 @@ from support.numbers import relative_error
 from kvant.errors import CheckpointError
 from kvant.models import load_decoder
 from kvant.models import mlp as mlp_module
-from kvant.models.matrix import AdaptedMatrix, DenseMatrix, Linear, Matrix, QuantizedMatrix
+from kvant.models.matrix import DenseMatrix, Linear
 from kvant.models.mlp import Experts, takes_turns
 from kvant.models.quantization import Quantization
 from kvant.tools.bench.adapters import MLXLM
@@ -32,85 +31,41 @@ from kvant.tools.bench.engines import EngineSpec
 from kvant.tools.plan import Checkpoint, plan
 
 TOLERANCE = 1e-4  # of the largest number
-IDS = [(7 + 31 * i) % 300 for i in range(40)]
+IDS = [(7 + 31 * i) % 300 for i in range(160)]
 LAYERS = "model.layers"
-HIDDEN, INNER = 64, 32
-
-
-def _random_layer(seed: int, count: int, per_token: int, normalized: bool, form: str) -> tuple[Experts, list[Any]]:
-    """A layer and its float64 weights: router (E, hidden), gate, up (E, I, hidden), down (E, hidden, I)."""
-    rng = np.random.default_rng(seed)
-    shapes = {"router": (count, HIDDEN), "gate_up": (count, 2 * INNER, HIDDEN), "down": (count, HIDDEN, INNER)}
-    weights = {name: rng.normal(size=shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
-
-    def stored(name: str) -> Linear:
-        weight = mx.array(weights[name].astype(np.float32))
-        dense = DenseMatrix(mx.contiguous(weight.swapaxes(-1, -2)))
-        matrix: Matrix = dense
-        if form == "quantized" and name != "router":
-            arrays = mx.quantize(weight, 32, 8)
-            matrix = QuantizedMatrix(Quantization(8, 32), *arrays)
-            weights[name] = np.array(mx.dequantize(*arrays, 32, 8), np.float64)
-        elif form == "adapted" and name != "router":
-            down = rng.normal(size=(count, weight.shape[-1], 3)) / 8
-            up = rng.normal(size=(count, 3, weight.shape[-2])) / 2
-            matrix = AdaptedMatrix(dense, mx.array(down.astype(np.float32)), mx.array(up.astype(np.float32)))
-            weights[name] = weights[name] + (down @ up).swapaxes(-1, -2)
-        return Linear((matrix,))
-
-    layer = Experts(stored("router"), stored("gate_up"), stored("down"), per_token, normalized)
-    return layer, [weights["router"], *np.split(weights["gate_up"], 2, axis=1), weights["down"]]
-
-
-def _oracle(x: Any, weights: list[Any], per_token: int, normalized: bool) -> Any:
-    """(T, hidden) in float64, token by token, expert by expert."""
-    router, gate, up, down = weights
-    outputs = []
-    for token in x:
-        scores = np.exp(router @ token - (router @ token).max())
-        shares = scores / scores.sum()
-        chosen = np.argsort(-shares)[:per_token]
-        total = shares[chosen].sum() if normalized else 1.0
-        output = np.zeros(HIDDEN)
-        for e in chosen:
-            inner = gate[e] @ token
-            output += shares[e] / total * (down[e] @ (inner / (1 + np.exp(-inner)) * (up[e] @ token)))
-        outputs.append(output)
-    return np.array(outputs)
+WAYS = ((takes_turns, 10**9), (lambda rows, experts: False, 10**9), (takes_turns, 1))  # and from where on cores share
 
 
 @pytest.mark.parametrize("form", ["dense", "quantized", "adapted"])
 @pytest.mark.parametrize("normalized", [True, False])
-@pytest.mark.parametrize(("number", "per_token"), [(8, 2), (5, 5), (3, 1), (60, 3)])
-def test_a_layer_is_its_definition(
-    number: int, per_token: int, normalized: bool, form: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("number", "per_token"), [(8, 2), (5, 5), (3, 1), (20, 3)])
+def test_every_way_to_compute_them_is_mlx_lms(
+    tmp_path: Path, number: int, per_token: int, normalized: bool, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With few rows, with sorted rows through one product (as on a GPU), and through one expert after the other."""
-    layer, weights = _random_layer(number, number, per_token, normalized, form)
-    rng = np.random.default_rng(1)
-    for batch, length in ((1, 1), (2, 3), (1, 64), (2, count(40, 150))):
-        x = rng.normal(size=(batch, length, HIDDEN))
-        if length == 64:
-            x[:] = x[0, 0]  # other experts have no row
-        expected = _oracle(x.reshape(-1, HIDDEN), weights, per_token, normalized).reshape(x.shape)
-        for turns, parallel in ((takes_turns, 10**9), (lambda rows, experts: False, 10**9), (takes_turns, 1)):
+    sizes = {"num_experts": number, "num_experts_per_tok": per_token, "norm_topk_prob": normalized}
+    config, formats = qwen3_moe_config(**sizes, mlp_only_layers=[]), () if form == "dense" else (8, 32)
+    (folder, own), (_, reference) = (write_reference(tmp_path / "model", config, *formats) for _ in range(2))
+    adapter = None
+    if form == "adapted":
+        adapter = save_adapter(tmp_path / "adapter", adapter_config(), own)
+        reference = adapted_reference(reference, adapter)
+    model = load_decoder(folder, adapter=adapter)
+    both = [IDS[i : i + count(40, 150)] for i in (0, 3)]
+    for ids in ([[5]], [IDS[:3], IDS[3:6]], [[7] * 64], both):  # of one token other experts have no row
+        expected = reference(mx.array(ids))
+        for turns, parallel in WAYS:
             monkeypatch.setattr(mlp_module, "takes_turns", turns)
-            monkeypatch.setattr(mlp_module, "PARALLEL_ELEMENTS", parallel)  # 1: each core takes a part
-            given = layer(mx.array(x.astype(np.float32)))
-            assert relative_error(given, mx.array(expected.astype(np.float32))) < TOLERANCE
+            monkeypatch.setattr(mlp_module, "PARALLEL_ELEMENTS", parallel)
+            assert relative_error(model(mx.array(ids)), expected) < TOLERANCE
 
 
 def test_the_softmax_is_in_float32() -> None:
-    """In float16 the logits 12 and 12.004 are the same number, and the sum of 40,000 parts ends early."""
-    layer, _ = _random_layer(0, 4, 2, False, "dense")
-    router = Linear((DenseMatrix(mx.eye(4).astype(mx.float16)),))
-    half = Experts(router, layer.gate_up_proj, layer.down_proj, 2, False)
-    chosen, shares = half.route(mx.array([[11.0, 12.0, -3.0, 11.5]], mx.float16))
-    expected = np.exp([11.0, 12.0, -3.0, 11.5]) / np.exp([11.0, 12.0, -3.0, 11.5]).sum()
-    found = dict(zip(chosen[0].tolist(), shares[0].tolist(), strict=True))  # type: ignore[arg-type]
-    assert {*found} == {1, 3}
+    """In float16 a sum of 4,096 ones ends at 2,048."""
+    router = Linear((DenseMatrix(mx.zeros((4, 4096), mx.float16)),))
+    _, shares = Experts(router, router, router, 2, False).route(mx.ones((1, 4), mx.float16))
     assert shares.dtype == mx.float16
-    assert all(abs(found[e] - expected[e]) < 5e-4 for e in found)
+    assert shares.tolist() == [[1 / 4096] * 2]
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +123,7 @@ def test_a_token_reads_few_of_them(tmp_path: Path, tied: bool, quantized: tuple[
     assert (planned.weights, planned.weights_read) == (model.nbytes, model.nbytes_read)
 
 
-def test_the_benchmark_gives_mlx_lm_what_transformers_5_does_notsave_checkpoint(
+def test_the_benchmark_gives_mlx_lm_what_transformers_5_does_not_save(
     tmp_path: Path, weights: dict[str, mx.array]
 ) -> None:
     """The number of experts, and which layers have them; and what of them a step reads is what it is in kvant."""

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
-from support.checkpoints import llama_config, mlx_lm_args, mlx_lm_model, reference_model, save_checkpoint, tensor_shapes
+from support.checkpoints import (
+    llama_config,
+    mlx_lm_model,
+    mlx_lm_module,
+    tensor_shapes,
+    write_reference,
+)
 from support.counts import count
 from support.hostile import one_line, said
 
@@ -43,7 +49,7 @@ def test_what_is_left_out_is_transformers_default(kind: str, nulls: bool) -> Non
     window = theirs.sliding_window if kind == "mistral" else None
     assert ours.windows == (window,) * ours.num_hidden_layers
     # But for the context: where mlx-lm's class has no default, there is no limit.
-    default = mlx_lm_args(kind).__dataclass_fields__["max_position_embeddings"].default
+    default = mlx_lm_module(kind).ModelArgs.__dataclass_fields__["max_position_embeddings"].default
     assert ours.max_position_embeddings == (theirs.max_position_embeddings if default is not None else None)
     assert ours.rotates == tuple(map(bool, getattr(theirs, "no_rope_layers", [True] * ours.num_hidden_layers)))
     network = mlx_lm_model(theirs.to_dict() | {"rope_theta": ours.rope.theta})
@@ -205,7 +211,7 @@ def test_any_values_are_refused_or_give_frequencies(
 def test_no_context_limit_but_the_reservation(tmp_path: Path, pocket: tuple[Decoder, Any]) -> None:
     config = llama_config(vocab_size=1280)
     del config["architectures"], config["max_position_embeddings"]
-    model = load_decoder(save_checkpoint(tmp_path, config, reference_model(config)))
+    model = load_decoder(write_reference(tmp_path, config)[0])
     assert model.config.max_position_embeddings is None
     assert model.make_cache().max_seq_len == 4096
     prompt = [t % 290 for t in range(2100)]  # more than transformers' default of 2048

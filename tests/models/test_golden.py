@@ -4,14 +4,13 @@ import json
 import shutil
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.checkpoints import change_tensors
+from support.checkpoints import TOLERANCE, change_tensors, check_three_ways, in_steps
 from support.golden import CASES, GOLDEN, IDS
 from support.numbers import relative_error
 
@@ -20,15 +19,9 @@ from kvant.models.architectures import ARCHITECTURES
 from kvant.tools.bench.adapters import MLXLM
 from kvant.tools.bench.engines import EngineSpec
 
-TOLERANCE = 1e-4  # of the largest logit
 Load = Callable[[str], Decoder]
 MODELS = sorted(set(CASES.values()))
 FREQUENCIES: list[dict[str, Any]] = json.loads((GOLDEN / "frequencies.json").read_text())
-STEPS = {
-    "in chunks": [0, 5, 14, 15, len(IDS)],
-    "token by token": list(range(len(IDS) + 1)),
-    "a prompt and tokens": [0, 18, *range(19, len(IDS) + 1)],
-}
 
 
 def _config(case: str) -> dict[str, Any]:
@@ -55,24 +48,13 @@ def _expected(case: str) -> mx.array:
     return mx.array(np.load(GOLDEN / case.replace(" ", "-") / "logits.npy"))
 
 
-def _in_steps(model: Decoder, bounds: list[int], layers: Any) -> mx.array:
-    return mx.concatenate([model(mx.array([IDS[a:b]]), cache=layers)[0] for a, b in pairwise(bounds)])
-
-
-def _error(folder: Path, case: str) -> float:
-    return relative_error(load_decoder(folder)(mx.array([IDS]))[0], _expected(case))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_transformers(case: str, load: Load) -> None:
     """In one pass, and through a cache without quantization, with biases in it and split off."""
-    model, expected = load(case), _expected(case)
+    model = load(case)
     assert model.dtype == mx.float32
-    assert relative_error(model(mx.array([IDS]))[0], expected) < TOLERANCE
-    for bounds in STEPS.values():
-        for split in (True, False):
-            layers = model.make_cache(len(IDS), kv_bits=0, bias_split=split)
-            assert relative_error(_in_steps(model, bounds, layers), expected) < TOLERANCE
+    for split in (True, False):
+        check_three_ways(model, _expected(case), IDS, bias_split=split)
 
 
 @pytest.mark.parametrize(
@@ -101,24 +83,20 @@ def test_the_fixture_tells_the_kinds_apart() -> None:
     assert {_config(case)["model_type"] for case in CASES} == {*ARCHITECTURES}
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_a_part_left_out_is_noticed(model: str, tmp_path: Path) -> None:
-    case = f"{model} default"
-    folder = _folder(case, tmp_path)
-    path = folder / "model.safetensors"
-    weights = mx.load(str(path))
-    parts = sorted({".".join(name.split(".")[-2:]) for name in weights if name.endswith(("bias", "norm.weight"))})
-    expected = {"qwen2": 6, "qwen3": 5, "llama": 3, "llama-bias": 10, "mistral": 3, "smollm3": 3, "olmo2": 5}
-    assert len(parts) == (expected | {"qwen3-moe": 5, "qwen3-moe-mixed": 5})[model]
-    for part in parts:
-        make = mx.ones_like if part.endswith("norm.weight") else mx.zeros_like
-        shutil.copy(GOLDEN / "weights" / f"{CASES[case]}.safetensors", path)
-        change_tensors(path, {name: make(x) for name, x in weights.items() if name.endswith(part)})
-        assert _error(folder, case) > 100 * TOLERANCE, part
+def _weights(case: str) -> dict[str, mx.array]:
+    return dict(mx.load(str(GOLDEN / "weights" / f"{CASES[case]}.safetensors")))  # type: ignore[arg-type]
+
+
+def _parts(model: str) -> list[str]:
+    """The ends of names of its biases and norms."""
+    names = [name for name in _weights(f"{model} default") if name.endswith(("bias", "norm.weight"))]
+    return sorted({".".join(name.split(".")[-2:]) for name in names})
 
 
 MOE = ("qwen3-moe", "qwen3-moe-mixed")
-NOTICED: list[tuple[str, dict[str, Any]]] = [
+# A bias or a norm that is left out, or a setting that is another.
+NOTICED: list[tuple[str, dict[str, Any] | str]] = [
+    *((f"{model} default", part) for model in MODELS for part in _parts(model)),
     *(("smollm3 default", {"no_rope_layers": layers}) for layers in ([1, 1], [0, 1], [0, 0])),
     *((f"{model} default", {"num_experts_per_tok": n}) for model in MOE for n in (1, 3)),
     *((case, {"norm_topk_prob": not _config(case)["norm_topk_prob"]}) for case in (f"{m} default" for m in MOE)),
@@ -126,9 +104,14 @@ NOTICED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "changes"), NOTICED, ids=str)
-def test_a_setting_that_is_another_is_noticed(case: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    assert _error(_folder(case, tmp_path, **changes), case) > 100 * TOLERANCE
+@pytest.mark.parametrize(("case", "change"), NOTICED, ids=str)
+def test_what_is_left_out_or_another_is_noticed(case: str, change: dict[str, Any] | str, tmp_path: Path) -> None:
+    folder = _folder(case, tmp_path, **(change if isinstance(change, dict) else {}))
+    if isinstance(change, str):
+        make = mx.ones_like if change.endswith("norm.weight") else mx.zeros_like
+        weights = _weights(case)
+        change_tensors(folder / "model.safetensors", {x: make(weights[x]) for x in weights if x.endswith(change)})
+    assert relative_error(load_decoder(folder)(mx.array([IDS]))[0], _expected(case)) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("entry", FREQUENCIES, ids=lambda e: f"{e['config']['rope_parameters']['rope_type']}")
@@ -150,4 +133,4 @@ def test_dynamic_positions_depend_on_the_model_alone(case: str, load: Load) -> N
     for size in (5, 19):
         for reserved, bounds in ((size, [0, size]), (len(IDS), [0, 3, size]), (100, [*range(size + 1)])):
             layers = model.make_cache(reserved, kv_bits=0)
-            assert relative_error(_in_steps(model, bounds, layers), _expected(case)[:size]) < TOLERANCE
+            assert relative_error(in_steps(model, IDS, bounds, layers), _expected(case)[:size]) < TOLERANCE

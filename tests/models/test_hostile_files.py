@@ -259,7 +259,17 @@ BRIDGED: list[Harm] = [
     (TOKENIZER, Path.unlink, r"no such file|no tokenizer\.json"),
     ("config.json", _without_a_tokenizer, "architecture gpt_oss_2 is not supported"),  # what else is wrong comes first
 ]
-EVERY = {"native": NATIVE, "shards": SHARDS, "bridged": BRIDGED}
+EMBEDDING = "model.embed_tokens"
+MXFP4: list[Harm] = [
+    (WEIGHTS, lambda path, own=own: change_tensors(path, own), said)
+    for own, said in (
+        ({f"{EMBEDDING}.scales": mx.ones((1280, 2))}, "scales has dtype F32; expected U8"),
+        ({f"{EMBEDDING}.scales": mx.ones((1280, 1), mx.uint8)}, r"scales has shape \(1280, 1\); expected \(1280, 2\)"),
+        ({f"{EMBEDDING}.weight": mx.ones((1280, 5), mx.uint32)}, r"weight has shape \(1280, 5\); expected \(1280, 8\)"),
+        ({f"{EMBEDDING}.biases": mx.ones((1280, 2))}, f"unexpected tensor {EMBEDDING}.biases"),
+    )
+]
+EVERY = {"native": NATIVE, "shards": SHARDS, "mxfp4": MXFP4, "bridged": BRIDGED}
 HARMS = [(base, *harm) for base, harms in EVERY.items() for harm in harms]
 
 

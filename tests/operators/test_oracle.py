@@ -62,10 +62,3 @@ def test_quantization_by_hand() -> None:
     assert scale.tolist() == [[1.0, np.float32(1e-5)]]
     assert oracle.pack_nibbles(np.array([1, -1, 7, -7], np.int8)).tolist() == [0xF1, 0x97]
     assert oracle.unpack_nibbles(np.array([0xF1, 0x97], np.uint8)).tolist() == [1, -1, 7, -7]
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_rounding_is_mlx_rounding(dtype: str) -> None:
-    x = np.random.default_rng(5).standard_normal(4096).astype(np.float32) * 50
-    rounded = np.array(mx.array(x).astype(getattr(mx, dtype)).astype(mx.float32))
-    np.testing.assert_array_equal(oracle.cast(x, dtype).astype(np.float32), rounded)

@@ -1,8 +1,10 @@
 """Every refusal of PMX's operators: a ValueError that names argument, given and expected, and not a bit written."""
 
 import inspect
+import math
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -10,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.operator_cases import same_bits, to_numpy
-from support.pmx_errors import (
+from support.pmx_cases import (
     ATTENTION,
     BOTH,
     CACHE,
@@ -18,7 +20,6 @@ from support.pmx_errors import (
     MAX_ROWS,
     MAX_S,
     START,
-    VALUES,
     B,
     D,
     H,
@@ -36,6 +37,12 @@ ANY, QUANTIZED, BOOL = (0, 8, 4), (8, 4), (False, True)
 OWN_WORDS = ("expected", "does not divide")
 KEYS, INDEXES = ("current_key", "current_value"), ("seqstarts", "kvstarts", "cachestarts", "start_pos")
 LARGE = 2**63 - 1
+# Any argument with a value of each kind: refused in our own words, or it works.
+VALUES: list[Any] = [
+    *(mx.array(1), mx.array([0, 1]), mx.array(True), np.array(1), np.array([0, 1]), np.int64(1), np.True_),
+    *(1.0, 0.5, math.nan, math.inf, Decimal(1), True, False, -1, -(2**63), 2**31 - 1, 2**31, 2**32, 2**63, 2**64),
+    *(10**100, None, "", "1", b"1", [1], (), {}, object(), int),
+]
 # What others should be follows from these: the message may name one of the others.
 DECISIVE = ("cache_layout", "cache_mode", "page_size", "num_heads", "head_dim", "start_pos")
 

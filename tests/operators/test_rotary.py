@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.numbers import normal
 
 from kvant.operators.rotary import Rotary
 
@@ -16,7 +17,7 @@ on_a_cpu = pytest.mark.skipif(
 
 
 def _heads(head_dim: int, new_tokens: int = 1, batch: int = 2) -> mx.array:
-    return mx.random.normal((batch, HEADS, new_tokens, head_dim), key=mx.random.key(head_dim))
+    return normal(head_dim, batch, HEADS, new_tokens, head_dim)
 
 
 def _turned(heads: mx.array, theta: float, offset: int) -> Array:

@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 from support.bridged import write_mlx_lm
 from support.counts import count
+from support.part_runs import every_run
 from support.ranks import run_script
 
 from kvant.bridge.architectures import ALLOWED, NEEDS_METAL
@@ -23,109 +24,47 @@ SCRIPT = """
 import json
 import sys
 from pathlib import Path
-
+sys.path.insert(0, sys.argv[1])
 import kvant
 import mlx.core as mx
-import numpy as np
-from kvant.bridge.folder import check_bridged, load_bridged
+from kvant.bridge.folder import check_bridged
 from kvant.bridge.probe import Unused, leaves_of
 from kvant.ranks.bridged_stage import load_bridged_stage
 from kvant.ranks.group import connect
+from support.part_runs import every_run
 
-FEEDS = (13, 11, *[1] * 6)  # two chunks of the prompt, then steps
 SLACK = 2**16  # tables of angles, and the like
 ranks = connect("ring")
-rank, size = ranks.rank, ranks.size
-
 
 def disk_bytes():
     counted = Path("/proc/self/io")  # Linux alone
     return int(counted.read_text().split()[1]) if counted.exists() else 0
 
-
-def shared(number):  # rank 0's
-    return int(ranks.all_max(mx.array(number if rank == 0 else 0)).item())
-
-
-def life(model, cache, chosen):  # tokens and logits of a text, of one that goes on from earlier tokens, of a fork
-    logits = []
-
-    def keep(step, after=lambda: None):
-        logits.append(step)
-        mx.eval(step)
-        after()
-
-    def feed(fed):
-        start = 0
-        for count in FEEDS:
-            ids = mx.array([fed[start : start + count]])
-            start += count
-            if start < 24:
-                mx.eval(model.feed(ids, cache))
-                cache.commit()
-                continue
-            keep(model.next_logits(ids, cache), cache.commit)
-            fed.append(chosen(int(logits[-1].argmax().item())))
-        return fed
-
-    fed = feed([(7 + 31 * i) % 61 for i in range(24)])
-    if cache.can_trim_to(len(fed) - 4):
-        cache.trim_to(len(fed) - 4)
-    cache = cache.fork()
-    for ids in ([[5, 9]], [[3]]):
-        keep(model(mx.array(ids), cache=cache))
-    keep(model.every_logits(mx.array([[5, 9, 2, 7]]), cache))  # a draft, of which two tokens are accepted
-    cache.commit(2 if cache.takes_back else None)
-    keep(model.next_logits(mx.array([[3]]), cache))
-    cache.begin(mx.array([[1, 2]]))  # of a step that is given up nothing stays
-    cache.reset()
-    feed(fed[:24])
-    keep(model(mx.array([fed[:9]])))
-    return fed, [np.array(array) for array in logits]
-
-
-report = []
-for folder, layers, bits in json.loads(sys.argv[1]):
+for folder, layers, bits in json.loads(sys.argv[2]):
     folder = Path(folder)
-    cuts = [part * layers // size for part in range(size + 1)]
-    own = range(cuts[rank], cuts[rank + 1])
+    own = range(*(part * layers // ranks.size for part in (ranks.rank, ranks.rank + 1)))
     check_bridged(folder, whole=False)  # the class is imported
     mx.clear_cache()
     held, read, done = mx.get_active_memory(), disk_bytes(), []
     part = load_bridged_stage(folder, ranks, own, lambda *layer: done.append(layer))
     assert disk_bytes() - read < part.nbytes + SLACK, (folder.name, disk_bytes() - read, part.nbytes)
     assert done == [(n + 1, len(done)) for n in range(len(done))] and len(done) >= len(own), done
-    found = []
+    found, said = every_run(part, bits, pools=False), [part.nbytes, part.nbytes_read]
+    if ranks.rank == 0:
+        mx.save_safetensors(str(folder / "found.safetensors"), found)
     for width in bits:
         cache = part.make_cache(48, kv_bits=width)
         part.check_cache(cache)
-        found.append([*life(part, cache, shared), cache.nbytes])
+        said.append(cache.nbytes)
         own = [entry for number, entry in enumerate(cache.pool.entries) if number not in part.absent_caches]
         describes = sum(not isinstance(leaf, Unused) for leaf in leaves_of(own))
         lines = [line for line in cache.describe() if " layer" in line.split(":")[0]]
         assert sum(int(line.split()[0]) for line in lines) == describes
-    del cache
+    del cache, found
     mx.clear_cache()
     grown = mx.get_active_memory() - held
     assert grown < part.nbytes + SLACK, (folder.name, grown, part.nbytes)
-    weights = ranks.all_gather(mx.array([part.nbytes, part.nbytes_read, *(nbytes for *_, nbytes in found)])[None])
-    mx.eval(weights)
-    if rank == 0:
-        whole = load_bridged(folder)
-        expected = [whole.nbytes, whole.nbytes_read]
-        for width, (fed, given, _) in zip(bits, found):
-            cache = whole.make_cache(48, kv_bits=width)
-            tokens, right = life(whole, cache, int)
-            assert fed == tokens, (folder.name, width)
-            same = [np.array_equal(a, b, equal_nan=True) for a, b in zip(given, right, strict=True)]
-            assert all(same), (folder.name, width, same)
-            expected.append(cache.nbytes)
-        # A state of no layer, such as the last tokens' ids, is on every rank.
-        more = [24 * (size - 1)] * len(bits) if folder.name == "longcat_flash_ngram" else [0] * len(bits)
-        found = [a - b for a, b in zip(weights.sum(axis=0).tolist(), expected, strict=True)]
-        assert found == [0, 0, *more], (folder.name, weights.tolist(), expected)
-        report.append(folder.name)
-print(json.dumps(report))
+    print(json.dumps(said))
 """
 
 
@@ -152,9 +91,19 @@ def test_as_in_one_process(tmp_path: Path, size: int, names: tuple[str, ...]) ->
             assert names != FEW
             continue
         assert layers >= size
-        cases.append((str(folder), layers, count([(8, 4, 0)[number % 3]], [8, 4, 0])))
-    out = run_script(size, SCRIPT, json.dumps(cases), timeout=count(120, 1500))
-    assert json.loads(out[0]) == [Path(folder).name for folder, *_ in cases]
+        cases.append((folder, layers, count([(8, 4, 0)[number % 3]], [8, 4, 0])))
+    out = run_script(
+        size, SCRIPT, str(Path(__file__).parents[1]), json.dumps(cases, default=str), timeout=count(120, 1500)
+    )
+    for (folder, _, bits), *lines in zip(cases, *(text.splitlines() for text in out), strict=True):
+        whole, given = load_bridged(folder), mx.load(str(folder / "found.safetensors"))
+        for key, logits in every_run(whole, bits, pools=False).items():
+            assert mx.array_equal(given[key], logits, equal_nan=True), (folder.name, key)
+        # A state of no layer, such as the last tokens' ids, is on every rank.
+        more = 24 * (size - 1) if folder.name == "longcat_flash_ngram" else 0
+        caches = [whole.make_cache(48, kv_bits=width).nbytes + more for width in bits]
+        held = [sum(numbers) for numbers in zip(*map(json.loads, lines), strict=True)]
+        assert held == [whole.nbytes, whole.nbytes_read, *caches], folder.name
 
 
 @pytest.fixture(scope="module")

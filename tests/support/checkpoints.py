@@ -2,7 +2,7 @@
 
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -65,12 +65,8 @@ CONFIGS = {
 }
 
 
-def _mlx_lm_module(kind: str) -> Any:
+def mlx_lm_module(kind: str) -> Any:
     return importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
-
-
-def mlx_lm_args(kind: str) -> Any:
-    return _mlx_lm_module(kind).ModelArgs
 
 
 def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
@@ -81,7 +77,8 @@ def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
         count = config.get("num_experts", config.get("num_local_experts"))
         given = {"mlp_only_layers": [], "decoder_sparse_step": 1, "head_dim": head_dim}
         config = given | config | {"num_experts": count}
-    model: nn.Module = _mlx_lm_module(kind).Model(mlx_lm_args(kind).from_dict(config))
+    module = mlx_lm_module(kind)
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     return model
 
 
@@ -133,19 +130,44 @@ class _Float32Embedding(nn.QuantizedEmbedding):
         return super().__call__(x).astype(mx.float32)
 
 
+def format_of(bits: int, group_size: int, mode: str = "affine") -> dict[str, Any]:
+    """As mlx-lm's converter writes it."""
+    return {"group_size": group_size, "bits": bits} | ({} if mode == "affine" else {"mode": mode})
+
+
 def quantize_reference(
-    config: dict[str, Any], model: nn.Module, bits: int, group_size: int, mode: str = "affine"
+    config: dict[str, Any],
+    model: nn.Module,
+    bits: int,
+    group_size: int,
+    mode: str = "affine",
+    own: Mapping[str, Any] | None = None,
+    others: bool = True,
 ) -> dict[str, Any]:
-    """Quantize mlx-lm's model in place as mlx-lm does; return the config that says so."""
-    nn.quantize(model, group_size=group_size, bits=bits, mode=mode)
-    model.model.embed_tokens.__class__ = _Float32Embedding
+    """Quantize mlx-lm's model in place as mlx-lm does; return the config that says so.
+
+    own: by the ends of names, another format or False. others: whether what is not named is quantized.
+    """
+    said: dict[str, Any] = format_of(bits, group_size, mode)
+
+    def choose(path: str, module: nn.Module) -> Any:
+        if not hasattr(module, "to_quantized"):
+            return False
+        for end, chosen in (own or {}).items():
+            if path.endswith(end):
+                said[path] = chosen
+                return dict(chosen) if chosen else False
+        return others
+
+    nn.quantize(model, group_size=group_size, bits=bits, mode=mode, class_predicate=choose)
+    if isinstance(model.model.embed_tokens, nn.QuantizedEmbedding):
+        model.model.embed_tokens.__class__ = _Float32Embedding
     mx.eval(model.parameters())
-    said = {"group_size": group_size, "bits": bits}
-    return config | {"quantization": said if mode == "affine" else said | {"mode": mode}}
+    return config | {"quantization": said}
 
 
 def write_reference(folder: Path, config: dict[str, Any], *quantized: Any) -> tuple[Path, nn.Module]:
-    """mlx-lm's random model on disk; quantized if bits, a group size and perhaps a mode are given."""
+    """mlx-lm's random model on disk; quantized if arguments of :func:`quantize_reference` are given."""
     reference = reference_model(config)
     if quantized:
         config = quantize_reference(config, reference, *quantized)
@@ -208,10 +230,14 @@ def reference_logits(model: nn.Module, ids: list[int]) -> mx.array:
     return model(mx.array([ids]), cache=make_prompt_cache(model))[0]
 
 
-def check_three_ways(model: Decoder, expected: mx.array, ids: Sequence[int]) -> None:
+def in_steps(model: Decoder, ids: Sequence[int], bounds: Iterable[int], cache: Any) -> mx.array:
+    """(S, vocab) logits of steps that end at these bounds."""
+    return mx.concatenate([model(mx.array([ids[a:b]]), cache=cache)[0] for a, b in pairwise(bounds)])
+
+
+def check_three_ways(model: Decoder, expected: mx.array, ids: Sequence[int], **options: Any) -> None:
     """In one pass, in uneven chunks and token by token, through a cache without quantization: (S, vocab) logits."""
     assert relative_error(model(mx.array([ids]))[0], expected) < TOLERANCE
     for bounds in ([0, 7, 9, len(ids) - 1, len(ids)], range(len(ids) + 1)):
-        cache = model.make_cache(len(ids), kv_bits=0)
-        parts = [model(mx.array([ids[a:b]]), cache=cache)[0] for a, b in pairwise(bounds)]
-        assert relative_error(mx.concatenate(parts), expected) < TOLERANCE
+        cache = model.make_cache(len(ids), kv_bits=0, **options)
+        assert relative_error(in_steps(model, ids, bounds, cache), expected) < TOLERANCE

@@ -12,7 +12,7 @@ import pytest
 
 from kvant.engine.batch_drafts import DraftChoice
 from kvant.engine.drafts import MOST, Drafter, Drafts
-from support.checkpoints import qwen2_config, reference_model, save_checkpoint
+from support.checkpoints import qwen2_config, write_reference
 
 
 class KnownText(Drafter):
@@ -54,8 +54,7 @@ def draft_by_chance(monkeypatch: pytest.MonkeyPatch, seed: int, sizes: Sequence[
 def save_draft_model(folder: Path, tokenizer: Path, **changes: Any) -> Path:
     """A random model's folder, with the tokenizer of another folder."""
     sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
-    config = qwen2_config(**(sizes | changes))
-    save_checkpoint(folder, config, reference_model(config))
+    write_reference(folder, qwen2_config(**(sizes | changes)))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tokenizer / name, folder / name)
     return folder

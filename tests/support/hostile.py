@@ -18,7 +18,7 @@ import pytest
 import kvant
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import ModelError
-from support.checkpoints import qwen2_config, reference_model, save_checkpoint
+from support.checkpoints import qwen2_config, write_reference
 
 SETTINGS = ["config.json", "generation_config.json", "tokenizer_config.json"]
 OPENED = [*SETTINGS, "tokenizer.json", "model.safetensors", "chat_template.jinja", "special_tokens_map.json"]
@@ -28,8 +28,7 @@ MESSAGES = [{"role": "user", "content": "Hello!"}]
 
 def good_model(folder: Path) -> Path:
     """A tiny model with every file kvant opens."""
-    config = qwen2_config(vocab_size=1280, hidden_size=64, intermediate_size=64)
-    save_checkpoint(folder, config, reference_model(config))
+    write_reference(folder, qwen2_config(vocab_size=1280, hidden_size=64, intermediate_size=64))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(find_model(POCKET) / name, folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())

@@ -330,9 +330,9 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def instances(seed: int = 13) -> list[KernelCase]:
+def instances() -> list[KernelCase]:
     """Cases that together hold every pair of values of two options, but for groups that don't divide the head."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(13)
     names = list(OPTIONS)
 
     def pairs_of(values: Mapping[str, Any]) -> set[tuple[str, Any, str, Any]]:

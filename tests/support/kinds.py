@@ -8,7 +8,7 @@ import kvant
 from kvant.models import LanguageModel
 from kvant.text.tokenizer import Tokenizer
 from support.bridged import write_mlx_lm, write_words
-from support.checkpoints import mistral_config, qwen2_config, reference_model, save_checkpoint
+from support.checkpoints import mistral_config, qwen2_config, write_reference
 
 Loaded = tuple[LanguageModel, Tokenizer]
 # Each word is a token; w3 begins a question and w4 an answer, and w5 ends both.
@@ -25,8 +25,7 @@ def load_kind(name: str, folder: Path) -> Loaded:
     """One of KINDS, with random weights; its folder is written first."""
     if name in ("qwen2", "mistral"):
         made = {"qwen2": qwen2_config, "mistral": partial(mistral_config, sliding_window=WINDOW)}[name]
-        config = made(vocab_size=128)
-        save_checkpoint(folder, config, reference_model(config))
+        write_reference(folder, made(vocab_size=128))
     else:
         write_mlx_lm(folder, name)
     write_words(folder, 128)

@@ -1,4 +1,4 @@
-"""One fixed run of tokens through a model: a prefill in chunks and steps of one token, through a cache or a pool.
+"""One fixed run of tokens through a model: a prefill in chunks, steps of one token and what follows, or two in a pool.
 
 The model may be a rank's part of one. Every step is evaluated before the next.
 """
@@ -8,31 +8,46 @@ from itertools import accumulate, pairwise
 
 import mlx.core as mx
 
-from kvant.models import Decoder
+from kvant.models import LanguageModel
 
-CHUNKS = (6, 5, 1, 1)
-PLACES = [10, 11, 12]  # of the tokens whose logits are computed: the last of each chunk but the first
+# Of the second logits are read: one process normalizes all its rows, a pipeline one, and more than 8 round otherwise.
+CHUNKS = (13, 8, 1, 1)
 
 
 def run_ids(vocabulary: int) -> list[int]:
     return [(37 * i + 11) % vocabulary for i in range(sum(CHUNKS))]
 
 
-def cached_run(model: Decoder, bits: int) -> mx.array:
-    """Logits (3, vocab) of the tokens at :data:`PLACES`; of the first chunk nobody reads them."""
+def cached_run(model: LanguageModel, bits: int) -> mx.array:
+    """Logits (N, vocab): of each chunk's last token but the first's; of one that goes back, is forked, is emptied."""
     cache = model.make_cache(64, kv_bits=bits)
     ids, steps = mx.array([run_ids(model.config.vocab_size)]), []
-    for start, end in pairwise(accumulate(CHUNKS, initial=0)):
-        chunk = ids[:, start:end]
-        step = model.next_logits(chunk, cache) if start else model.feed(chunk, cache)
+
+    def keep(step: mx.array, commits: bool = True, accepted: int | None = None) -> None:
+        steps.append(step if step.ndim == 2 else step[0])
         mx.eval(step)
-        cache.commit()
-        if isinstance(step, mx.array):
-            steps.append(_last(step))
+        if commits:
+            cache.commit(accepted)
+
+    for start, end in pairwise(accumulate(CHUNKS, initial=0)):
+        if start:
+            keep(_last(model.next_logits(ids[:, start:end], cache)))
+        else:  # of the first chunk nobody reads them
+            mx.eval(model.feed(ids[:, :end], cache))
+            cache.commit()
+    if cache.can_trim_to(sum(CHUNKS) - 4):
+        cache.trim_to(sum(CHUNKS) - 4)
+    cache = cache.fork()
+    keep(model(mx.array([[5, 9]]), cache=cache), commits=False)
+    keep(model.every_logits(mx.array([[5, 9, 2, 7]]), cache), accepted=2 if cache.takes_back else None)  # of a draft
+    keep(_last(model.next_logits(mx.array([[3]]), cache)))
+    cache.begin(mx.array([[1, 2]]))  # of a step that is given up nothing stays
+    cache.reset()
+    keep(model(ids[:, :9], cache=cache), commits=False)
     return mx.concatenate(steps)
 
 
-def pooled_run(model: Decoder, bits: int) -> mx.array:
+def pooled_run(model: LanguageModel, bits: int) -> mx.array:
     """Logits (4, vocab) of two steps of two sequences of a pool, one a token longer than the other."""
     pool = model.make_pool(512, sequences=2, kv_bits=bits)
     sequences = [pool.sequence(64) for _ in range(2)]
@@ -49,7 +64,7 @@ def pooled_run(model: Decoder, bits: int) -> mx.array:
     return mx.concatenate(steps)
 
 
-def every_run(model: Decoder, widths: Sequence[int], pools: bool) -> dict[str, mx.array]:
+def every_run(model: LanguageModel, widths: Sequence[int], pools: bool) -> dict[str, mx.array]:
     """Logits through a cache of each width, and a pool; and without either, evaluated, as "whole"."""
     runs = {"cache": cached_run} | ({"pool": pooled_run} if pools else {})
     found = {f"{name} {bits}": run(model, bits) for name, run in runs.items() for bits in widths}

@@ -3,6 +3,7 @@
 B batch, N new tokens and T tokens of all sequences, H query heads, K kv heads, D head_dim, MaxT rows of a packed cache.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from kvant import operators
 from kvant.operators import dynamic_batching
 from support import oracle
+from support.numbers import normal
 from support.operator_cases import (
     FLOATS,
     QuantizedTally,
@@ -21,6 +23,7 @@ from support.operator_cases import (
     check_stored,
     poisoned,
     random_mask,
+    same_bits,
     to_mx,
     to_numpy,
 )
@@ -294,7 +297,14 @@ class Call:
             arrays |= {} if self.mask is None else {"attn_mask": to_mx(self.mask, case.mask_dtype)}
         name = "multi_head_cache_attention" if case.attends else "key_value_cache"
         operator = getattr(dynamic_batching if case.packed else operators, name)
-        return operator(**arrays, **case.options(), **self.more)
+        given = arrays | case.options() | self.more
+        alone = {name: x for name, x in given.items() if isinstance(x, mx.array) and name not in ("cache", "scale")}
+        before = {name: to_numpy(x).copy() for name, x in alone.items()}
+        result = operator(**given)
+        mx.eval(result)
+        for name, x in alone.items():
+            assert same_bits(to_numpy(x), before[name]), f"{name}, an input, changed"
+        return result
 
     def check_stored(self, tally: QuantizedTally) -> None:
         case = self.case
@@ -341,3 +351,38 @@ def check_cases(seeds: range) -> None:
         except Exception as error:
             raise AssertionError(f"{type(error).__name__} in {case}\n{error}") from error
     tally.check()
+
+
+# A good call, to change one thing of. Its sizes differ, so that a size in a message can mean one thing only.
+B, S, START, H, K, D, G, L = 2, 3, 4, 6, 2, 8, 4, 3
+MAX_B, MAX_S, MAX_ROWS = 5, 11, 29
+SEQSTARTS, KVSTARTS, START_POS = [0, 1, 5, 7], [0, 10, 14, 21], [9, 0, 5]
+N, T, PAGE = 7, 21, 4
+CACHESTARTS: tuple[Any, ...] = ([16, 12, 5], [[16, 3, 8], [12, -1, 99], [20, 24, -9]])  # of each cache_mode
+CACHE, ATTENTION = BOTH = ("key_value_cache", "multi_head_cache_attention")
+
+
+def good_call(
+    operator: str, packed: bool, quant_bit: int, layout: int, mode: int = 0
+) -> tuple[dict[str, Any], Callable[..., Any]]:
+    """Every argument by name, and the operator. The cache is full of values that no call writes: a change shows."""
+    tokens = (N,) if packed else (B, S)
+    outer = (
+        (MAX_ROWS, L, 2, K), (L, MAX_ROWS, 2, K), (L, 2, MAX_ROWS, K), (L, 2, K, MAX_ROWS)
+    )[layout] if packed else ((MAX_B, L, 2, MAX_S, K), (L, MAX_B, 2, K, MAX_S))[layout]  # fmt: skip
+    fill = {0: (D, mx.nan, mx.float32), 8: (D, -128, mx.int8), 4: (D // 2, 0x88, mx.uint8)}[quant_bit]
+    given: dict[str, Any] = {
+        "current_key": normal(1, *tokens, K, D),
+        "current_value": normal(1, *tokens, K, D),
+        "cache": mx.full((*outer, fill[0]), fill[1], fill[2]),
+        "scale": mx.full((*outer, D // G), mx.nan) if quant_bit else None,
+    }
+    given |= {"num_layer": L, "layer_idx": 1, "quant_bit": quant_bit, "quant_group": G, "cache_layout": layout}
+    given |= {"start_pos": START_POS if packed else START}
+    if packed:
+        given |= {"seqstarts": SEQSTARTS, "kvstarts": KVSTARTS, "cachestarts": CACHESTARTS[mode]}
+        given |= {"max_seqlen": 4, "max_kvlen": 10, "cache_mode": mode, "page_size": PAGE}
+    if operator == ATTENTION:
+        given |= {"query": normal(1, *tokens, H, D), "attn_mask": None, "is_causal": True}
+        given |= {"num_heads": H, "num_kv_heads": K, "head_dim": D} | ({"decoding_batches": 1} if packed else {})
+    return given, getattr(dynamic_batching if packed else operators, operator)

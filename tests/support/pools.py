@@ -12,7 +12,7 @@ from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.models import Decoder, load_decoder
 from kvant.models.bias import split_pairs
-from support.checkpoints import qwen2_config, reference_model, save_checkpoint
+from support.checkpoints import qwen2_config, write_reference
 from support.prefill import prefill as prefill_cache
 
 TEXT = [(7 * i * i + 3 * i) % 290 for i in range(1000)]
@@ -45,8 +45,7 @@ def next_logits(model: Decoder, ids: Sequence[int]) -> mx.array:
 def tiny_model(folder: Path, windows: Sequence[int | None] = (None,), **changes: Any) -> Decoder:
     """A random Qwen2 with the window of each layer, and biases of which some rotary pairs are split off."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
-    config = qwen2_config(num_hidden_layers=len(windows), **sizes | changes)
-    model = load_decoder(save_checkpoint(folder, config, reference_model(config)))
+    model = load_decoder(write_reference(folder, qwen2_config(num_hidden_layers=len(windows), **sizes | changes))[0])
     layers = []
     for layer, window in zip(model.layers, windows, strict=True):
         bias = split_pairs(model.config, layer.self_attn.qkv_bias.whole, (0, 3, 5))

@@ -43,11 +43,11 @@ class BiasSplit:
         return self.key_bias.nbytes + self.rotation.nbytes + self.value_bias.nbytes
 
 
-def rotation_table(rotary: Rotary, pairs: Sequence[int], end: int, start: int = 0) -> mx.array:
-    """Cosine and sine of each position's angle times the factor, computed in float64: (2, P, end - start) float32."""
+def rotation_table(rotary: Rotary, pairs: Sequence[int], end: int) -> mx.array:
+    """Cosine and sine of each position's angle times the factor, computed in float64: (2, P, end) float32."""
     with mx.stream(mx.cpu):  # the only back end with float64
         frequency = mx.array([rotary.frequencies[p] for p in pairs], mx.float64)
-        angle = frequency[:, None] * mx.arange(start, end).astype(mx.float64)  # (P, end - start)
+        angle = frequency[:, None] * mx.arange(end).astype(mx.float64)  # (P, end)
         table = mx.stack([mx.cos(angle), mx.sin(angle)]) * mx.array(rotary.factor, mx.float64)
         return table.astype(mx.float32)
 

@@ -82,10 +82,6 @@ def _buffer(p: Parameter, call: KernelCall, inputs: Sequence[mx.array], unreadab
     x = inputs[p.index]
     if p.kind == "shape":
         data = np.array(x.shape, np.int32).tobytes()
-    elif p.kind == "strides":  # of what MLX passes by default: rows made contiguous
-        data = (np.cumprod([1, *x.shape[:0:-1]])[::-1]).astype(np.int64).tobytes()
-    elif p.kind == "ndim":
-        data = np.array(x.ndim, np.int32).tobytes()
     else:
         flat = mx.contiguous(x, stream=mx.cpu).reshape(-1)
         data = np.array(flat.view(mx.uint16) if x.dtype == mx.bfloat16 else flat).tobytes()

@@ -26,7 +26,7 @@ class HostError(Exception):
 class Parameter:
     """One of the kernel's function. index: among the call's inputs or outputs; -1: a thread's attribute."""
 
-    kind: Literal["input", "shape", "strides", "ndim", "output", "attribute"]
+    kind: Literal["input", "shape", "output", "attribute"]
     name: str
     index: int
     type: str
@@ -61,8 +61,9 @@ def kernel_call(kernel: Callable[..., Any], inputs: list[mx.array], **launch: An
     given, outputs = (tuple((tuple(shape), dtype) for _, shape, dtype in record[x]) for x in ("inputs", "outputs"))
     expected: list[tuple[Any, int]] = []
     for i, ((shape, _), infos) in enumerate(zip(given, shape_infos, strict=True)):
-        asked = [kind for kind, wanted in zip(("shape", "strides", "ndim"), infos, strict=True) if wanted and shape]
-        expected += [(kind, i) for kind in ("input", *asked)]
+        if any(infos[1:]):
+            raise ValueError(f"{name}: of an input a kernel gets its shape, no strides and no number of dimensions")
+        expected += [("input", i), *([("shape", i)] if infos[0] and shape else [])]
     expected += [("output", i) for i in range(len(outputs))]
     template = re.search(re.escape(f"decltype({name}") + r"(<[^;]*>)\)", text)
     parameters = _parameters(name, text, expected)

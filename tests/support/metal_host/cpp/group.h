@@ -9,9 +9,7 @@ namespace metal_host {
 
 struct Exchange {  // as in simd.h, which the kernel includes
   uint64_t values[SIMD];
-  uint64_t result;
   uint32_t lanes, lane;
-  bool reduced;
 };
 
 inline Exchange exchanges[MAX_THREADS / SIMD][2];  // a thread may be one operation ahead of its neighbours
@@ -84,7 +82,6 @@ inline void at_barrier(uint32_t flags, int line) {
   barrier_flags = waiting_at_barrier ? barrier_flags & flags : flags;
   if (++waiting_at_barrier < num_threads) return leave();
   waiting_at_barrier = 0;
-  if (barrier_flags & 1) epochs[DEVICE]++;
   if (barrier_flags & 2) epochs[SHARED]++;
   release(0, num_threads);
 }
@@ -102,13 +99,6 @@ inline bool all_in_simd(const char* operation, int line) {
   return true;
 }
 
-inline void at_simd_barrier(uint32_t flags, int line) {
-  uint32_t simdgroup = uint32_t(current) / SIMD;
-  if (!all_in_simd("simdgroup_barrier", line)) return leave();
-  if (flags & 1) simd_epochs[DEVICE][simdgroup]++;
-  if (flags & 2) simd_epochs[SHARED][simdgroup]++;
-}
-
 inline Exchange* exchange(uint64_t value, const char* operation, int line) {
   Fiber& self = fibers[current];
   uint32_t simdgroup = uint32_t(current) / SIMD, lane = uint32_t(current) % SIMD;
@@ -116,7 +106,6 @@ inline Exchange* exchange(uint64_t value, const char* operation, int line) {
   e->values[lane] = value;
   if (all_in_simd(operation, line)) {
     e->lanes = lanes_of(simdgroup);
-    e->reduced = false;
   } else {
     leave();
   }

@@ -15,13 +15,13 @@ constexpr uint32_t THREADGROUP_MEMORY = 32 * 1024;  // what Metal grants
 constexpr uint32_t ARENA_BYTES = 4 * THREADGROUP_MEMORY;
 constexpr uint32_t ARENA_GAP = 64;
 constexpr uint32_t SIMD = 32;
-enum { NOBODY = -1, MANY = -2, SEVERAL_SIMDGROUPS = -3, BEFORE_THE_LAUNCH = -4 };
+enum { NOBODY = -1, MANY = -2, BEFORE_THE_LAUNCH = -3 };
 enum Space { DEVICE, SHARED, SPACES };
 
-// When: the barriers passed so far by the threadgroup and by the simdgroup, never set back.
+// When: the barriers passed so far by the threadgroup, never set back.
 struct Access {
   int32_t thread;
-  uint32_t simdgroup, epoch, simd_epoch;
+  uint32_t epoch;
 };
 struct Cell {
   Access write, read;
@@ -43,8 +43,7 @@ inline Cell* arena_cells;
 inline uint32_t arena_used, shared_bytes;
 
 inline uint32_t epochs[SPACES], group_start[SPACES];
-inline uint32_t simd_epochs[SPACES][MAX_THREADS];  // by simdgroup
-inline int32_t current = NOBODY;                   // the running thread, by its index in the threadgroup
+inline int32_t current = NOBODY;  // the running thread, by its index in the threadgroup
 inline uint32_t group_position[3], group_size[3];
 inline const char* kernel_name = "";
 
@@ -109,13 +108,11 @@ inline Region* region_at(uintptr_t address) {
 // Did `before` happen in an earlier stretch between barriers, as seen by the running thread?
 inline bool ordered(const Access& before, const Access& now, Space space) {
   if (before.epoch < group_start[space]) return space == SHARED;  // another threadgroup: nothing orders the two
-  if (before.epoch < now.epoch) return true;
-  return before.simdgroup == now.simdgroup && before.thread != SEVERAL_SIMDGROUPS && before.simd_epoch < now.simd_epoch;
+  return before.epoch < now.epoch;
 }
 
 inline void record(Region& r, uintptr_t address, size_t size, bool write, void* pc) {
-  uint32_t simdgroup = uint32_t(current) / SIMD;
-  Access now = {current, simdgroup, epochs[r.space], simd_epochs[r.space][simdgroup]};
+  Access now = {current, epochs[r.space]};
   size_t first = address - uintptr_t(r.base);
   char other[64];
   for (size_t i = first; i < first + size; i++) {
@@ -139,8 +136,7 @@ inline void record(Region& r, uintptr_t address, size_t size, bool write, void* 
     } else if (!same_time) {
       read = now;
     } else if (read.thread != current || read.epoch < group_start[r.space]) {
-      read = {read.thread >= 0 || read.thread == MANY ? (read.simdgroup == simdgroup ? MANY : SEVERAL_SIMDGROUPS) : read.thread,
-              simdgroup, now.epoch, now.simd_epoch};
+      read = {MANY, now.epoch};
     }
   }
 }

@@ -11,7 +11,6 @@ using namespace metal_host;
 extern "C" {
 #define SEEN __attribute__((visibility("default"), used))
 SEEN void metal_host_barrier(uint flags, int line) { at_barrier(flags, line); }
-SEEN void metal_host_simdgroup_barrier(uint flags, int line) { at_simd_barrier(flags, line); }
 SEEN Exchange* metal_host_exchange(uint64_t value, const char* operation, int line) { return exchange(value, operation, line); }
 SEEN void metal_host_bad_lane(const char* operation, uint lane, int line) {
   fail("Divergence", nullptr, "%s, line %d, asks lane %u, which the simdgroup has not", operation, line, lane);
@@ -149,7 +148,7 @@ int main() {
       r.cells = writable || masked ? (Cell*)malloc(r.bytes * sizeof(Cell)) : nullptr;
       for (size_t b = 0; r.cells && b < r.bytes; b++) {
         bool readable = given && (!masked || getchar() == 0);
-        r.cells[b] = {{readable ? BEFORE_THE_LAUNCH : NOBODY, 0, 0, 0}, {NOBODY, 0, 0, 0}};
+        r.cells[b] = {{readable ? BEFORE_THE_LAUNCH : NOBODY, 0}, {NOBODY, 0}};
       }
     }
     memset(epochs, 0, sizeof epochs);
