@@ -9,17 +9,17 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.request import Request, urlopen
 
 import pytest
 from support.checkpoints import qwen2_config, reference_model, save_checkpoint
 from support.command import COMMAND, are_gone, call, children, run
 from support.counts import count
+from support.interfaces import COMPLETIONS
 from support.ranks import run_ranks
+from support.server import started
 
 import kvant
 from kvant.cli import session
-from kvant.cli.launch import free_ports
 from kvant.cli.options import RunOptions
 from kvant.cli.parts import Arranged
 from kvant.sample_utils import make_sampler
@@ -70,27 +70,16 @@ def test_a_conversation() -> None:
     assert len(alone.stdout.splitlines()) >= 3
 
 
-def test_a_server() -> None:
-    url = f"http://127.0.0.1:{(port := free_ports(1))}"
-    words = ["serve", "--port", str(port), "-q", "--parallel", "tensor", "--draft", "prompt"]
-    with subprocess.Popen([*COMMAND, "launch", "-n", "2", "--", *words], stdin=subprocess.DEVNULL) as server:
-        try:
-            while server.poll() is None:
-                with suppress(OSError), urlopen(f"{url}/health", timeout=60):
-                    break
-                time.sleep(0.1)
-            for seed in (1, 2):
-                body = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 1, "seed": seed, "top_p": 1}
-                data = json.dumps(body | {"model": "pocket", "top_k": 0}).encode()
-                asked = Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
-                with urlopen(asked, timeout=60) as answer:
-                    text = json.load(answer)["choices"][0]["text"]
-                sampler = make_sampler(temp=1.0, seed=seed)
-                assert text == kvant.generate(*kvant.load("pocket"), body["prompt"], max_tokens=20, sampler=sampler)
-            server.terminate()
-            assert server.wait(20) in (0, 143)
-        finally:
-            server.kill()
+def test_a_server(tmp_path: Path) -> None:
+    words = ["serve", "--port", "0", "--parallel", "tensor", "--draft", "prompt"]
+    with started(tmp_path, command=[*COMMAND, "launch", "-n", "2", "--", *words]) as (server, client, _):
+        for seed in (1, 2):
+            body = COMPLETIONS.body("Once upon a time", 20, temperature=1, seed=seed, top_p=1, top_k=0)
+            text = client.post(COMPLETIONS.path, json=body).json()["choices"][0]["text"]
+            sampler = make_sampler(temp=1.0, seed=seed)
+            assert text == kvant.generate(*kvant.load("pocket"), body["prompt"], max_tokens=20, sampler=sampler)
+        server.terminate()
+        assert server.wait(20) in (0, 143)
 
 
 def test_the_doctor() -> None:
