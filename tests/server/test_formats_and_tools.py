@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 import pytest
-from support.interfaces import CHAT, pieces
+from support.interfaces import CHAT, COMPLETIONS, pieces, text_of
 from support.schemas import problem
 from support.server import Running
 
@@ -57,15 +57,17 @@ def test_every_answer_under_a_schema_parses(server: Running) -> None:
     ("fields", "pattern"),
     [
         ({"response_format": {"type": "json_object"}, "logit_bias": {"95": 100}}, r"\{.*\}"),
+        ({"structured_outputs": {"json": NUMBER}}, "[0-9]{1,2}"),
         ({"structured_outputs": {"regex": "[0-9]{3}-[a-c]!"}}, r"[0-9]{3}-[a-c]!"),
         ({"structured_outputs": {"choice": ["a/b.c", "(d) #\u00e9"]}}, r"a/b\.c|\(d\) #\u00e9"),
         ({"structured_outputs": {"grammar": 'start: "fox " ("and " "bear")?'}}, "fox (and bear)?"),
     ],
 )
 def test_other_formats(server: Running, fields: dict[str, Any], pattern: str) -> None:
-    choice = ask(server, **fields)["choices"][0]
-    assert re.fullmatch(pattern, choice["message"]["content"], re.S)
-    assert choice["finish_reason"] == "stop"
+    for to in (CHAT, COMPLETIONS) if "structured_outputs" in fields else (CHAT,):
+        answer = to.ask(server, tokens=80, temperature=1, seed=1, **fields)
+        assert re.fullmatch(pattern, text_of(answer), re.S)
+        assert answer["choices"][0]["finish_reason"] == "stop"
 
 
 def test_formats_that_cannot_be_had(server: Running) -> None:

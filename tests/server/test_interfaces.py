@@ -145,18 +145,6 @@ def test_a_call_and_its_result(server: Running, to: Interface) -> None:
 
 
 @each
-def test_an_answer_under_a_schema(server: Running, to: Interface) -> None:
-    form: Any = {"type": "json_schema", "schema": SCHEMA}
-    fields: Any = {
-        CHAT: {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
-        COMPLETIONS: {"structured_outputs": {"json": SCHEMA}},
-        MESSAGES: {"output_config": {"format": form}},
-        RESPONSES: {"text": {"format": form | {"name": "n"}}},
-    }[to]
-    assert text_of(to.ask(server, **fields)) in ('{"city":"Rome"}', '{"city":"Oslo"}')
-
-
-@each
 def test_an_answer_that_fails(server: Running, monkeypatch: pytest.MonkeyPatch, to: Interface) -> None:
     """Before its first byte it is a status; afterwards an event that clients raise."""
     monkeypatch.setattr(endpoint, "answer", failing)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.command import call
 from support.drafts import draft_by_chance
-from support.interfaces import CHAT, COMPLETIONS, INTERFACES, Interface, counts_of, text_of
+from support.interfaces import CHAT, COMPLETIONS, INTERFACES, counts_of
 from support.prefill import prefill
 from support.server import Running, running, start
 
@@ -24,16 +24,6 @@ ASKED: Any = (TEXT, 40)
 def _counts(server: Running) -> tuple[int, int]:
     engine = server.client.get("/props").json()["engine"]
     return engine["drafted_tokens"], engine["accepted_tokens"]
-
-
-@pytest.mark.parametrize("to", INTERFACES, ids=str)
-def test_a_field_of_every_body(server: Running, to: Interface) -> None:
-    """A deterministic server below shows that each is read."""
-    before = _counts(server)
-    plain = text_of(to.ask(server, *ASKED))
-    to.ask(server, *ASKED, draft="none")
-    assert _counts(server) == before
-    assert text_of(to.ask(server, *ASKED, draft="prompt")) == plain
 
 
 @pytest.mark.parametrize("draft", ["prompt", "model"])

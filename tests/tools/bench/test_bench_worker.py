@@ -82,7 +82,7 @@ def test_a_process_that_ends_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BenchError) as failure, Worker("tried", {"WHY": "out of memory"}) as worker:
         worker.ask()
     assert str(failure.value) == "engine tried: its process ended with exit code 1: out of memory"
-    monkeypatch.setattr(runner, "WORKER_COMMAND", [sys.executable, "-c", "import time; time.sleep(600)"])
+    monkeypatch.setattr(runner, "WORKER_COMMAND", [sys.executable, "-c", "import time; time.sleep(30)"])
     monkeypatch.setattr(runner, "CLOSE_S", 0.1)
     with Worker("tried", {}) as worker:
         pass
