@@ -43,10 +43,6 @@ sys.stdout.write(json.dumps(dict(own=own, ring=ring, words=sys.argv[4:], folder=
 """
 
 
-def each(commands: list[list[str]]) -> list[subprocess.CompletedProcess[str]]:
-    return run_ranks([[*KVANT, *command] for command in commands])
-
-
 @pytest.mark.parametrize(("ranks", "parallel", "bits"), [(count(3, 4), "pipeline", "8"), (2, "tensor", "0")])
 def test_the_same_tokens_as_one_process(ranks: int, parallel: str, bits: str) -> None:
     words = ["generate", *STORY, "--json", "--kv-bits", bits]
@@ -89,36 +85,29 @@ def test_the_doctor() -> None:
     assert (found["healthy"], found["problems"]) == (True, [])
 
 
-def test_what_differs_is_named(tmp_path: Path) -> None:
-    config = qwen2_config()
-    for seed in (0, 1):
-        folder = tmp_path / str(seed)
-        save_checkpoint(folder, config, reference_model(config, seed))
-        (folder / "tokenizer.json").write_text("{}")
-    question = ["generate", "Hi", "--model"]
-    for commands, named in [
-        ([[*question, str(tmp_path / "0")], [*question, str(tmp_path / "1")]], "rank 1: the model's digest is "),
-        ([[*question, "pocket"], [*question, "pocket", "--kv-bits", "4"]], "rank 1: --kv-bits is 4; rank 0 has 8"),
-        ([[*question, "pocket"], ["chat"]], "rank 1: the command is chat; rank 0 has generate"),
-    ]:
-        first, other = each(commands)
-        assert first.returncode == other.returncode == 1
-        assert named in first.stderr
-        assert first.stderr.count("\n") == 1
-        assert (other.stdout, other.stderr) == ("", "")
+ASK = ["generate", "Hi", "--model"]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("code", "said", "commands"),
     [
-        (["models"], "'models' is started as 2 ranks"),
-        (["generate", "Hi", "--prompt-cache-file", "file"], "--prompt-cache-file is given"),
-        (["generate"], "standard input reaches no rank"),
+        (1, "rank 1: the model's digest is ", [[*ASK, "./0"], [*ASK, "./1"]]),
+        (1, "rank 1: --kv-bits is 4; rank 0 has 8", [[*ASK, "pocket"], [*ASK, "pocket", "--kv-bits", "4"]]),
+        (1, "rank 1: the command is chat; rank 0 has generate", [[*ASK, "pocket"], ["chat"]]),
+        (2, "'models' is started as 2 ranks", [["models"]] * 2),
+        (2, "--prompt-cache-file is given", [["generate", "Hi", "--prompt-cache-file", "file"]] * 2),
+        (2, "standard input reaches no rank", [["generate"]] * 2),
     ],
 )
-def test_what_ranks_refuse(words: list[str], said: str) -> None:
-    first, other = each([words] * 2)
-    assert (first.returncode, other.returncode, other.stdout, other.stderr) == (2, 2, "", "")
+def test_what_ranks_refuse(
+    code: int, said: str, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for seed in (0, 1):
+        save_checkpoint(tmp_path / str(seed), qwen2_config(), reference_model(qwen2_config(), seed))
+        (tmp_path / str(seed) / "tokenizer.json").write_text("{}")
+    first, other = run_ranks([[*KVANT, *command] for command in commands])
+    assert (first.returncode, other.returncode, other.stdout, other.stderr) == (code, code, "", "")
     assert first.stderr.startswith("kvant: error: ")
     assert said in first.stderr
     assert first.stderr.count("\n") == 1
