@@ -9,17 +9,17 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.request import Request, urlopen
 
 import pytest
 from support.checkpoints import qwen2_config, reference_model, save_checkpoint
 from support.command import COMMAND, are_gone, call, children, run
 from support.counts import count
+from support.interfaces import COMPLETIONS
 from support.ranks import run_ranks
+from support.server import started
 
 import kvant
 from kvant.cli import session
-from kvant.cli.launch import free_ports
 from kvant.cli.options import RunOptions
 from kvant.cli.parts import Arranged
 from kvant.sample_utils import make_sampler
@@ -41,10 +41,6 @@ ring = json.load(open(os.environ["MLX_HOSTFILE"]))
 sys.stdout.write(json.dumps(dict(own=own, ring=ring, words=sys.argv[4:], folder=os.getcwd())) + chr(10))
 ' "$@"
 """
-
-
-def each(commands: list[list[str]]) -> list[subprocess.CompletedProcess[str]]:
-    return run_ranks([[*KVANT, *command] for command in commands])
 
 
 @pytest.mark.parametrize(("ranks", "parallel", "bits"), [(count(3, 4), "pipeline", "8"), (2, "tensor", "0")])
@@ -70,27 +66,16 @@ def test_a_conversation() -> None:
     assert len(alone.stdout.splitlines()) >= 3
 
 
-def test_a_server() -> None:
-    url = f"http://127.0.0.1:{(port := free_ports(1))}"
-    words = ["serve", "--port", str(port), "-q", "--parallel", "tensor", "--draft", "prompt"]
-    with subprocess.Popen([*COMMAND, "launch", "-n", "2", "--", *words], stdin=subprocess.DEVNULL) as server:
-        try:
-            while server.poll() is None:
-                with suppress(OSError), urlopen(f"{url}/health", timeout=60):
-                    break
-                time.sleep(0.1)
-            for seed in (1, 2):
-                body = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 1, "seed": seed, "top_p": 1}
-                data = json.dumps(body | {"model": "pocket", "top_k": 0}).encode()
-                asked = Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
-                with urlopen(asked, timeout=60) as answer:
-                    text = json.load(answer)["choices"][0]["text"]
-                sampler = make_sampler(temp=1.0, seed=seed)
-                assert text == kvant.generate(*kvant.load("pocket"), body["prompt"], max_tokens=20, sampler=sampler)
-            server.terminate()
-            assert server.wait(20) in (0, 143)
-        finally:
-            server.kill()
+def test_a_server(tmp_path: Path) -> None:
+    words = ["serve", "--port", "0", "--parallel", "tensor", "--draft", "prompt"]
+    with started(tmp_path, command=[*COMMAND, "launch", "-n", "2", "--", *words]) as (server, client, _):
+        for seed in (1, 2):
+            body = COMPLETIONS.body("Once upon a time", 20, temperature=1, seed=seed, top_p=1, top_k=0)
+            text = client.post(COMPLETIONS.path, json=body).json()["choices"][0]["text"]
+            sampler = make_sampler(temp=1.0, seed=seed)
+            assert text == kvant.generate(*kvant.load("pocket"), body["prompt"], max_tokens=20, sampler=sampler)
+        server.terminate()
+        assert server.wait(20) in (0, 143)
 
 
 def test_the_doctor() -> None:
@@ -100,36 +85,29 @@ def test_the_doctor() -> None:
     assert (found["healthy"], found["problems"]) == (True, [])
 
 
-def test_what_differs_is_named(tmp_path: Path) -> None:
-    config = qwen2_config()
-    for seed in (0, 1):
-        folder = tmp_path / str(seed)
-        save_checkpoint(folder, config, reference_model(config, seed))
-        (folder / "tokenizer.json").write_text("{}")
-    question = ["generate", "Hi", "--model"]
-    for commands, named in [
-        ([[*question, str(tmp_path / "0")], [*question, str(tmp_path / "1")]], "rank 1: the model's digest is "),
-        ([[*question, "pocket"], [*question, "pocket", "--kv-bits", "4"]], "rank 1: --kv-bits is 4; rank 0 has 8"),
-        ([[*question, "pocket"], ["chat"]], "rank 1: the command is chat; rank 0 has generate"),
-    ]:
-        first, other = each(commands)
-        assert first.returncode == other.returncode == 1
-        assert named in first.stderr
-        assert first.stderr.count("\n") == 1
-        assert (other.stdout, other.stderr) == ("", "")
+ASK = ["generate", "Hi", "--model"]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("code", "said", "commands"),
     [
-        (["models"], "'models' is started as 2 ranks"),
-        (["generate", "Hi", "--prompt-cache-file", "file"], "--prompt-cache-file is given"),
-        (["generate"], "standard input reaches no rank"),
+        (1, "rank 1: the model's digest is ", [[*ASK, "./0"], [*ASK, "./1"]]),
+        (1, "rank 1: --kv-bits is 4; rank 0 has 8", [[*ASK, "pocket"], [*ASK, "pocket", "--kv-bits", "4"]]),
+        (1, "rank 1: the command is chat; rank 0 has generate", [[*ASK, "pocket"], ["chat"]]),
+        (2, "'models' is started as 2 ranks", [["models"]] * 2),
+        (2, "--prompt-cache-file is given", [["generate", "Hi", "--prompt-cache-file", "file"]] * 2),
+        (2, "standard input reaches no rank", [["generate"]] * 2),
     ],
 )
-def test_what_ranks_refuse(words: list[str], said: str) -> None:
-    first, other = each([words] * 2)
-    assert (first.returncode, other.returncode, other.stdout, other.stderr) == (2, 2, "", "")
+def test_what_ranks_refuse(
+    code: int, said: str, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for seed in (0, 1):
+        save_checkpoint(tmp_path / str(seed), qwen2_config(), reference_model(qwen2_config(), seed))
+        (tmp_path / str(seed) / "tokenizer.json").write_text("{}")
+    first, other = run_ranks([[*KVANT, *command] for command in commands])
+    assert (first.returncode, other.returncode, other.stdout, other.stderr) == (code, code, "", "")
     assert first.stderr.startswith("kvant: error: ")
     assert said in first.stderr
     assert first.stderr.count("\n") == 1

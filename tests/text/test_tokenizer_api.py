@@ -1,5 +1,7 @@
-"""The tokenizer in use: mlx-lm's functions take it, its ends of text can be set."""
+"""The tokenizer in use: mlx-lm's functions take it, its ends of text can be set, two of them are compared."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from support.hostile import MESSAGES, change, good_model
 from support.tokenizers_made import write_tokenizer
 
 import kvant
+from kvant.engine.model_drafts import check_folders, compare
 from kvant.errors import ModelError, PromptError
 from kvant.models import Decoder
 from kvant.text.tokenizer import Tokenizer, load_tokenizer
@@ -32,14 +35,6 @@ def texts(model: Any, tokenizer: Any, prompt: list[int], stream: Any, max_tokens
     return [(r.token, r.text) for r in stream(model, tokenizer, prompt, max_tokens=max_tokens)]
 
 
-def test_mlx_lms_functions_take_it(fresh: tuple[Decoder, Tokenizer], pocket_mlx_lm: nn.Module) -> None:
-    model, tokenizer = fresh
-    prompt = tokenizer.apply_chat_template(STORY, add_generation_prompt=True)
-    expected = kvant.generate(model, tokenizer, prompt, max_tokens=40)
-    assert "fox" in expected
-    assert mlx_lm.generate(pocket_mlx_lm, tokenizer, prompt, max_tokens=40) == expected
-
-
 @pytest.mark.parametrize("detokenizer", [NaiveStreamingDetokenizer, BPEStreamingDetokenizer])
 def test_mlx_lms_wrapper(fresh: tuple[Decoder, Tokenizer], pocket_mlx_lm: nn.Module, detokenizer: Any) -> None:
     model, tokenizer = fresh
@@ -52,7 +47,9 @@ def test_mlx_lms_wrapper(fresh: tuple[Decoder, Tokenizer], pocket_mlx_lm: nn.Mod
     given = texts(pocket_mlx_lm, wrapped, prompt, mlx_lm.stream_generate)
     whole = "".join(text for _, text in given)
     assert whole == tokenizer.decode([token for token, _ in given])
+    assert "fox" in whole
     assert whole == kvant.generate(model, tokenizer, prompt, max_tokens=40)
+    assert whole == mlx_lm.generate(pocket_mlx_lm, tokenizer, prompt, max_tokens=40)  # which wraps it itself
 
 
 @pytest.mark.parametrize(
@@ -145,3 +142,80 @@ def test_a_folder_without_tokenizer_json(tmp_path: Path) -> None:
     (write_tokenizer(tmp_path, "llama2") / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"no tokenizer\.json; .*AutoTokenizer"):
         load_tokenizer(tmp_path)
+
+
+Change = Callable[[dict[str, Any]], object]
+FLAGS: dict[str, Any] = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+MORE = {"id": 12, "content": "<more>", "special": False, **FLAGS}
+
+
+def write_raw(folder: Path, raw: dict[str, Any], *, indent: int | None = None) -> Path:
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(raw, indent=indent), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder
+
+
+def raw_tokenizer() -> dict[str, Any]:
+    vocabulary = {letter: place for place, letter in enumerate("abcdefgh")} | {"ab": 8, "cd": 9, "abcd": 10}
+    by_bytes = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": ["a b", "c d", "ab cd"], "continuing_subword_prefix": None}
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": 11, "content": "<end>", "special": True, **FLAGS}],
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {**by_bytes, "add_prefix_space": False},
+        "post_processor": None,
+        "decoder": {**by_bytes, "add_prefix_space": True},
+        "model": {**model, "ignore_merges": False},
+    }
+
+
+def written_otherwise(raw: dict[str, Any]) -> None:
+    """Another way to write it, and what ids and text do not depend on."""
+    model = raw["model"]
+    model["merges"] = [merge.split() for merge in model["merges"]]
+    model["vocab"] = dict(reversed(model["vocab"].items()))
+    model["continuing_subword_prefix"] = ""
+    raw["normalizer"] = {"type": "Sequence", "normalizers": [raw["normalizer"]]}
+    raw["pre_tokenizer"]["trim_offsets"] = False
+    raw["decoder"]["use_regex"] = False
+    raw["added_tokens"][0]["special"] = False
+    raw["post_processor"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+
+
+DIFFERENT: dict[str, Change] = {
+    "token 6 is 'h' there and 'g' here": lambda raw: raw["model"]["vocab"].update(g=7, h=6),
+    "token 11 is '<stop>' there and '<end>' here": lambda raw: raw["added_tokens"][0].update(content="<stop>"),
+    "token 12 is '<more>' there and missing here": lambda raw: raw["added_tokens"].append(MORE),
+    "its merges are not the same": lambda raw: raw["model"]["merges"].reverse(),
+    "its model is another": lambda raw: raw["model"].update(ignore_merges=True),
+    "its added tokens are not the same": lambda raw: raw["added_tokens"][0].update(lstrip=True),
+    "its normalizer is another": lambda raw: raw.update(normalizer=None),
+    "its pre-tokenizer is another": lambda raw: raw["pre_tokenizer"].update(use_regex=False),
+    "its decoder is another": lambda raw: raw.update(decoder={"type": "Fuse"}),
+}
+
+
+def test_the_same_content(tmp_path: Path) -> None:
+    changed = raw_tokenizer()
+    written_otherwise(changed)
+    folders = write_raw(tmp_path / "a", raw_tokenizer()), write_raw(tmp_path / "b", changed, indent=1)
+    check_folders(*folders)
+    (folders[0] / "tokenizer_config.json").unlink()  # files alike are not loaded
+    check_folders(folders[0], write_raw(tmp_path / "c", raw_tokenizer()))
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """The model's."""
+    return load_tokenizer(write_raw(tmp_path_factory.mktemp("here") / "model", raw_tokenizer()))
+
+
+@pytest.mark.parametrize("said", DIFFERENT)
+def test_the_first_difference(here: Tokenizer, tmp_path: Path, said: str) -> None:
+    changed = raw_tokenizer()
+    DIFFERENT[said](changed)
+    with pytest.raises(ModelError) as refused:
+        compare(load_tokenizer(write_raw(tmp_path / "there", changed)), here)
+    assert str(refused.value) == f"the draft model's tokenizer differs: {said}"

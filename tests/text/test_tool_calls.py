@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from mlx_lm.tool_parsers import json_tools, mistral, qwen3_coder
-from support.chat_templates import TEMPLATES, TOKENIZERS
 from support.counts import count
 from support.tokenizers_made import write_tokenizer
 from transformers import AutoTokenizer
@@ -18,6 +17,12 @@ from kvant.text.call_form import schemas
 from kvant.text.tokenizer import Tokenizer, load_tokenizer
 from kvant.text.tool_forms import Hermes, Mistral, MistralArgs, QwenCoder, tool_format
 
+# Chat templates that write messages, tools and calls as the published families do, and little else.
+TEMPLATES = {
+    path.stem: path.read_text("utf-8") for path in (Path(__file__).parents[1] / "data/chat_templates").iterdir()
+}
+# The tokenizer of support.tokenizers_made, where its name is another.
+TOKENIZERS = {"qwen3_coder": "qwen3", "mistral_args": "mistral"}
 FORMS = {name: name for name in ("qwen3_coder", "llama3", "mistral", "mistral_args")}
 FORMS |= {"qwen2": "hermes", "qwen3": "hermes"}
 VALUES = {

@@ -2,6 +2,7 @@
 
 import io
 import re
+from pathlib import Path
 
 import pyte
 import pytest
@@ -15,79 +16,8 @@ from kvant.cli.chat import screen as module
 from kvant.cli.chat.markdown import Renderer
 from kvant.cli.chat.screen import Screen
 
-ANSWER = """# The *den* of a fox
-
-A fox lives in a **den**, which it digs in `soft` ground, and its
-[den](http://fox.example/den) has <b>several</b> ways out.
-Second line.
-
-1. It digs
-2. It carries:
-   - leaves
-   - grass
-
-     and moss
-3. It sleeps
-7. It wakes
-
----
-
-```python
-def dig(fox):
-    \"\"\"It digs
-    a den.\"\"\"
-
-    return "a line of code that is longer than the margin of any narrow terminal", [fox] * 1000
-```
-
-| who | how many |
-|-----|---------:|
-| fox | 2 |
-| cub | 15 |
-
-> An old saying
-> about foxes
-
-[note]: http://fox.example/hidden
-
-Pictures: ![a fox](http://fox.example/fox.png)
-"""
-SHOWN_AT_60 = """The den of a fox
-
-A fox lives in a den, which it digs in soft ground, and its
-den (http://fox.example/den) has <b>several</b> ways out.
-Second line.
-
- 1. It digs
- 2. It carries:
-     • leaves
-     • grass
-       and moss
- 3. It sleeps
- 4. It wakes
-
-───────────────────────────────────────────────────────────
-
-```python
-def dig(fox):
-    \"\"\"It digs
-    a den.\"\"\"
-
-    return "a line of code that is longer than the margin of
- any narrow terminal", [fox] * 1000
-```
-
- who  how many
- ─────────────
- fox         2
- cub        15
-
-▌ An old saying about foxes
-
-[note]: http://fox.example/hidden
-
-Pictures: a fox (http://fox.example/fox.png)
-"""
+DATA = Path(__file__).parents[2] / "data/screen"
+ANSWER, SHOWN_AT_60 = ((DATA / name).read_text("utf-8") for name in ("answer.md", "shown_at_60.txt"))
 # What may be written beside text: styles, the cursor up, erase below, home and erase all.
 ALLOWED = re.compile(r"\x1b\[[0-9;]*m|\x1b\[\d+A|\x1b\[J|\x1b\[H\x1b\[2J|\r|\n|\t")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")

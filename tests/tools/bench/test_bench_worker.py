@@ -1,6 +1,7 @@
 """The process of one engine: its times and answers, and when it ends. And the engines by name."""
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from support.completions import Reply
 
 from kvant.engine.load import find_model
 from kvant.errors import BenchError
+from kvant.tools.bench import runner
 from kvant.tools.bench.adapters import MLXLM, Kvant
 from kvant.tools.bench.engines import EngineSpec, engine_specs
 from kvant.tools.bench.runner import Worker
@@ -72,6 +74,19 @@ def test_failures_are_a_line_and_not_the_end(worker: Worker, tmp_path: Path, poc
     with pytest.raises(BenchError):
         load(worker, EngineSpec("mlx-lm", 0), tmp_path)
     assert "weight_bytes" in load(worker, KVANT, pocket_folder)
+
+
+def test_a_process_that_ends_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = "import os, sys; sys.stdin.readline(); sys.exit('noise\\n' + os.environ['WHY'])"
+    monkeypatch.setattr(runner, "WORKER_COMMAND", [sys.executable, "-c", ends])
+    with pytest.raises(BenchError) as failure, Worker("tried", {"WHY": "out of memory"}) as worker:
+        worker.ask()
+    assert str(failure.value) == "engine tried: its process ended with exit code 1: out of memory"
+    monkeypatch.setattr(runner, "WORKER_COMMAND", [sys.executable, "-c", "import time; time.sleep(30)"])
+    monkeypatch.setattr(runner, "CLOSE_S", 0.1)
+    with Worker("tried", {}) as worker:
+        pass
+    assert worker._process.returncode == -signal.SIGKILL
 
 
 def test_a_librarys_print_is_no_answer() -> None:

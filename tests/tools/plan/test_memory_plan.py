@@ -280,13 +280,6 @@ def test_it_is_what_a_pool_reserves(kind: str, tmp_path: Path) -> None:
             assert made.sequence == more - whole or given is not settings
 
 
-def test_of_a_model_that_has_none(tmp_path: Path) -> None:
-    load_kind("llama4", tmp_path / "model")
-    checkpoint = read_folder(tmp_path / "model")
-    with pytest.raises(ModelError, match="attends in chunks, which a pool has no pages for; one sequence at a time"):
-        plan(checkpoint, max_kv_size=64, settings=Settings(sequences=2), device="cpu")
-
-
 def test_the_caches_beside_a_pool_are_counted(pocket: tuple[Decoder, Any], pocket_folder: Path) -> None:
     checkpoint = Checkpoint.from_folder(pocket_folder)
     settings = Settings(sequences=2, cache=CacheOptions(bias_split=False))
