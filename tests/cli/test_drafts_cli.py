@@ -11,13 +11,13 @@ import pytest
 from support.command import QUESTION, call, refusal
 from support.drafts import draft_by_chance, save_draft_model
 from support.kinds import load_kind
+from support.runs import Run
 
 from kvant.cache import CacheOptions
 from kvant.cache.pool import Pool
 from kvant.cli.options import RunOptions
 from kvant.cli.session import open_session
 from kvant.engine.model_drafts import ModelDrafts, PooledDrafts
-from kvant.engine.run import Run
 from kvant.tools.plan import DraftModel, Settings, plan, read_folder, split_pairs
 
 TWICE = "Say it twice: a red ball, a red ball, a red ball, a red ball."

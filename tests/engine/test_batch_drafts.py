@@ -14,9 +14,9 @@ from support.pools import check_pages, tiny_model
 
 from kvant.cache.pool import Pool
 from kvant.cache.pool_sequence import PoolSequence
+from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Request, Token
-from kvant.engine.run import CacheScheduler
 from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder
 from kvant.sample_utils import make_sampler

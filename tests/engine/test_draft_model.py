@@ -17,9 +17,9 @@ from support.pools import check_pages
 from kvant import batch_generate
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
+from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.model_drafts import ModelDrafter, ModelDrafts, PooledDrafts
 from kvant.engine.request import Request
-from kvant.engine.run import CacheScheduler
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import ModelError
 from kvant.models import Decoder, LanguageModel

@@ -10,13 +10,13 @@ from support.counts import count
 from support.drafts import draft_by_chance
 from support.kinds import Loaded
 from support.openblas import has_small_products
+from support.runs import Run
 from support.schemas import problem
 
 from kvant import batch_generate, stream_generate
 from kvant.engine.drafts import Drafts
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Request
-from kvant.engine.run import Run
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import ArgumentError
 from kvant.models import Decoder, LanguageModel

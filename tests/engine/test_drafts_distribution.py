@@ -12,10 +12,10 @@ import pytest
 from support.counts import count
 from support.drafts import KnownDrafts, draft_by_chance
 from support.kinds import Loaded
+from support.runs import Run
 
 from kvant.engine import row_sampling
 from kvant.engine.row_sampling import Row, sample_rows
-from kvant.engine.run import Run
 from kvant.models import LanguageModel
 from kvant.sample_utils import make_sampler
 

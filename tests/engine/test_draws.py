@@ -13,11 +13,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.counts import count
+from support.runs import Run
 
 from kvant import stream_generate
-from kvant.engine.draw import splitmix64
 from kvant.engine.row_sampling import Row, sample_rows
-from kvant.engine.run import Run
+from kvant.engine.sampler import splitmix64
 from kvant.models import Decoder
 from kvant.sample_utils import make_logits_processors, make_sampler
 

@@ -15,9 +15,9 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from support.counts import count as scaled
 from support.grammars import spelled
 from support.numbers import peak_bytes
+from support.runs import Run
 
 from kvant import batch_generate, generate, stream_generate
-from kvant.engine.run import Run
 from kvant.errors import ContextError, PromptError
 from kvant.models import Decoder, load_decoder
 from kvant.text.stream import TextStream

@@ -8,9 +8,9 @@ import pytest
 from support.attend_stand_in import WORDS, FailingKernel
 from support.drafts import KnownDrafts
 from support.metal_host import host_pytest_skip
+from support.runs import Run
 
 from kvant import batch_generate, generate
-from kvant.engine.run import Run
 from kvant.errors import KernelError
 from kvant.models import Decoder
 from kvant.operators import fused_attention

@@ -11,9 +11,9 @@ from mlx.utils import tree_flatten
 from support.checkpoints import llama_config, mlx_lm_args, mlx_lm_model, reference_model, save_checkpoint, tensor_shapes
 from support.counts import count
 from support.hostile import one_line, said
+from support.runs import Run
 
 from kvant.engine.generate import stream_generate
-from kvant.engine.run import Run
 from kvant.errors import ModelError
 from kvant.models import Decoder, ModelConfig, load_decoder
 from kvant.models.architectures import ARCHITECTURES

@@ -10,10 +10,10 @@ import mlx.core as mx
 from kvant.cache.pool import Pool
 from kvant.engine.batch_engine import BatchEngine
 from kvant.engine.request import Request, Token
-from kvant.engine.run import Run
 from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder
 from kvant.sample_utils import make_logits_processors, make_sampler
+from support.runs import Run
 
 PAGES = 40
 

@@ -20,10 +20,10 @@ from kvant.cli.progress import LateProgress
 from kvant.cli.sampling import describe_sampling, drawn_seed, in_force, model_sampling
 from kvant.cli.terminal import say
 from kvant.engine.drafts import Drafts, drafts_of
-from kvant.engine.draw import Sampler
 from kvant.engine.load import find_adapter, find_model, load_folder, load_model
 from kvant.engine.model_drafts import DEFAULT_DRAFT_TOKENS, ModelDrafts, check_folders
 from kvant.engine.processors import LogitsProcessor
+from kvant.engine.sampler import Sampler
 from kvant.engine.sampling import SamplingOptions
 from kvant.machine import Machine, default_device, this_machine
 from kvant.models import LanguageModel

@@ -9,8 +9,8 @@ from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
 from kvant.engine.decoding import BatchDecoder, Step, pick
 from kvant.engine.drafts import DraftCounts, Drafter
-from kvant.engine.filters import rows_of
 from kvant.engine.row_sampling import Picked
+from kvant.engine.sampler import rows_of
 from kvant.engine.work import Answer
 
 START, LAST = 2, 6  # levels: at level n a draft needs a match of 2^n tokens; at the last one nothing is drafted

@@ -8,12 +8,20 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
-from kvant.engine.drafts import DraftCounts
-from kvant.engine.draw import Sampler, for_a_run, for_answer, greedy
-from kvant.engine.limits import cache_options, check_count, check_stops, pool_reservation, reservation
+from kvant.engine.drafts import DraftCounts, check_drafts
 from kvant.engine.model_drafts import ModelDrafts, asked_drafts
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.request import CHUNK, PREFILL_STEP_SIZE, Request, check_drafts
+from kvant.engine.request import (
+    CHUNK,
+    PREFILL_STEP_SIZE,
+    Request,
+    cache_options,
+    check_count,
+    check_stops,
+    pool_reservation,
+    reservation,
+)
+from kvant.engine.sampler import Sampler, for_a_run, for_answer, greedy
 from kvant.engine.scheduler import Scheduler
 from kvant.engine.stream import Wanted, responses
 from kvant.errors import ArgumentError, ContextError, PromptError

@@ -13,13 +13,12 @@ from typing import Any, Literal, get_args
 
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.snapshot import read_header
+from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.drafts import Drafts
-from kvant.engine.draw import Sampler
-from kvant.engine.limits import check_stops, limit_in_words
 from kvant.engine.model_drafts import ModelDrafts, PooledDrafts, asked_drafts
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.request import PREFILL_STEP_SIZE, PromptProgress, Request
-from kvant.engine.run import CacheScheduler
+from kvant.engine.request import PREFILL_STEP_SIZE, PromptProgress, Request, check_stops, limit_in_words
+from kvant.engine.sampler import Sampler
 from kvant.engine.stream import GenerationResponse, Wanted, responses
 from kvant.errors import ContextError, PromptError, SnapshotError
 from kvant.files import unique_keys

@@ -9,8 +9,8 @@ import mlx.core as mx
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
-from kvant.engine.filters import rows_of
 from kvant.engine.row_sampling import Picked, Sampled, pick_rows
+from kvant.engine.sampler import rows_of
 from kvant.engine.work import Answer
 from kvant.errors import GrammarError, KernelError, one_line
 from kvant.models import LanguageModel

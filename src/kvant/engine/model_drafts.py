@@ -14,8 +14,8 @@ from kvant.cache import ModelCache
 from kvant.cache.options import DEFAULT_KV_GROUP_SIZE, DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool, PoolSequence
-from kvant.engine.drafts import MOST, Drafter, Drafts, drafts_of
-from kvant.engine.request import CHUNK, check_drafts
+from kvant.engine.drafts import MOST, Drafter, Drafts, check_drafts, drafts_of
+from kvant.engine.request import CHUNK
 from kvant.errors import ArgumentError, ContextError, ModelError, one_line
 from kvant.models import LanguageModel
 from kvant.models.identity import tokenizer_digest

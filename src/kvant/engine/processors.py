@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.engine.filters import with_rows
+from kvant.engine.sampler import with_rows
 from kvant.errors import ArgumentError
 from kvant.text.grammar import Grammar
 

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from kvant.engine.draw import Sampler, SeededSampler, draw_keys, draw_seeded, greedy
-from kvant.engine.filters import in_order, rows_of, with_rows
 from kvant.engine.processors import KINDS, Bias, Change, LogitsProcessor, Tokens, process_rows
+from kvant.engine.sampler import Sampler, SeededSampler, draw_keys, draw_seeded, greedy, in_order, rows_of, with_rows
 from kvant.errors import LogitsError
 from kvant.operators.exponential import logsumexp
 
@@ -20,7 +19,7 @@ BLOCK = 2**18  # logits that are drawn from at once on a CPU: more leave its cac
 class Row:
     """What a request brings to a step."""
 
-    sampler: Sampler  # of :func:`kvant.engine.draw.for_a_run`
+    sampler: Sampler  # of :func:`kvant.engine.sampler.for_a_run`
     processors: Sequence[Change]  # applied to the logits in order
     position: int  # tokens before the one to be sampled
     # these tokens, ids of the vocabulary; only looked at if there are processors. In an array they need not be known

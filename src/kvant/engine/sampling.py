@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from kvant.engine.draw import Sampler, SeededSampler, greedy
 from kvant.engine.processors import LogitsProcessor, make_processors
 from kvant.engine.row_sampling import check_options
+from kvant.engine.sampler import Sampler, SeededSampler, greedy
 from kvant.errors import ArgumentError, ModelError
 from kvant.fields import shown
 from kvant.files import read_optional

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,9 +12,8 @@ from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.engine.batch_drafts import BatchDrafter, is_drafted
 from kvant.engine.decoding import BatchDecoder, Step, kernel_failures, pick
-from kvant.engine.drafts import DraftCounts
-from kvant.engine.limits import check_count
-from kvant.engine.request import CHUNK, FinishReason, Request, Token, check_drafts
+from kvant.engine.drafts import DraftCounts, check_drafts
+from kvant.engine.request import CHUNK, FinishReason, Request, Token, check_count
 from kvant.engine.row_sampling import Picked
 from kvant.engine.work import Answer, Work, check_request
 from kvant.errors import ArgumentError, ContextError, QueueFullError
@@ -193,6 +192,19 @@ class Scheduler:
             raise
         ready, self._ready = self._ready, []
         return ready
+
+    def answer(self, requests: Sequence[Request]) -> Iterator[Token]:
+        """Submit requests now, and iterate over their tokens as they come; an error of one is raised."""
+        for request in requests:
+            self.submit(request)
+        return self._rest()
+
+    def _rest(self) -> Iterator[Token]:
+        while not self.idle:
+            for token in self.step():
+                if token.error is not None:
+                    raise token.error
+                yield token
 
     def _admit(self) -> None:
         """Reserve the pages of the first that waits, if it can run next."""

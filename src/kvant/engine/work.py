@@ -8,11 +8,10 @@ import mlx.core as mx
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.engine.drafts import Drafter
-from kvant.engine.draw import Sampler, SeededSampler, for_a_run, for_answer, greedy
-from kvant.engine.limits import check_count, limit_in_words
 from kvant.engine.processors import KINDS, Change
-from kvant.engine.request import CHUNK, FinishReason, Request
+from kvant.engine.request import CHUNK, FinishReason, Request, check_count, limit_in_words
 from kvant.engine.row_sampling import Row, check_options
+from kvant.engine.sampler import Sampler, SeededSampler, for_a_run, for_answer, greedy
 from kvant.errors import ContextError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
