@@ -3,7 +3,7 @@
 A sampler of :func:`make_sampler` works in kvant's loops and in mlx-lm's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -11,7 +11,7 @@ from kvant.engine import processors, sampler
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.sampler import Sampler, SeededSampler
 from kvant.engine.sampler import greedy as greedy_sampler
-from kvant.engine.sampling import CONTEXT_SIZE, XTC_THRESHOLD, check_ranges
+from kvant.engine.sampling import CONTEXT_SIZE, XTC_THRESHOLD, check_ranges, make_logits_processors
 from kvant.errors import ArgumentError
 
 __all__ = [
@@ -73,41 +73,6 @@ def make_sampler(
     special = tuple(xtc_special_tokens or ())
     return SeededSampler(
         temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, special, seed, follows_mlx=True
-    )
-
-
-def make_logits_processors(
-    logit_bias: Mapping[int, float] | None = None,
-    repetition_penalty: float | None = None,
-    repetition_context_size: int = CONTEXT_SIZE,
-    presence_penalty: float | None = None,
-    presence_context_size: int = CONTEXT_SIZE,
-    frequency_penalty: float | None = None,
-    frequency_context_size: int = CONTEXT_SIZE,
-) -> list[LogitsProcessor]:
-    """mlx-lm's functions of (tokens so far, logits) that return new logits. They are applied in this order.
-
-    None and 0 leave one out.
-
-    Raises:
-        ArgumentError: a value outside its range.
-    """
-    check_ranges(
-        repetition_penalty=repetition_penalty or None,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        repetition_context_size=repetition_context_size,
-        presence_context_size=presence_context_size,
-        frequency_context_size=frequency_context_size,
-    )
-    return processors.make_processors(
-        logit_bias,
-        repetition_penalty,
-        repetition_context_size,
-        presence_penalty,
-        presence_context_size,
-        frequency_penalty,
-        frequency_context_size,
     )
 
 

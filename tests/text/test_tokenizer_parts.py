@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvant.engine.model_drafts import check_folders, compare
+from kvant.engine.model_drafts import check_folders
 from kvant.errors import ModelError
-from kvant.text.tokenizer import Tokenizer, load_tokenizer
+from kvant.text.tokenizer import Tokenizer, check_same, load_tokenizer
 
 Change = Callable[[dict[str, Any]], object]
 FLAGS: dict[str, Any] = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -84,5 +84,5 @@ def test_the_first_difference(here: Tokenizer, tmp_path: Path, said: str) -> Non
     changed = _raw()
     DIFFERENT[said](changed)
     with pytest.raises(ModelError) as refused:
-        compare(load_tokenizer(_write(tmp_path / "there", changed)), here)
+        check_same(load_tokenizer(_write(tmp_path / "there", changed)), here)
     assert str(refused.value) == f"the draft model's tokenizer differs: {said}"

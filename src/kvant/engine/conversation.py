@@ -234,17 +234,12 @@ class Conversation:
                 keep_logprobs=True,
             )
 
-        def go_on(answer: list[int]) -> Callable[[], Request] | None:
+        def go_on(answer: list[int]) -> Request | None:
             try:
-                shorter = self._fit(prompts[-1].messages, answer)
+                prompts.append(self._fit(prompts[-1].messages, answer))
             except ContextError:
                 return None
-
-            def following() -> Request:
-                prompts.append(shorter)
-                return request(-1 if max_tokens == -1 else max_tokens - len(answer))
-
-            return following
+            return request(-1 if max_tokens == -1 else max_tokens - len(answer))
 
         first = request(max_tokens)
         self.reused_tokens = self._cache.keep_common(prompts[0].ids)

@@ -1,7 +1,7 @@
 """Drafts of a model: a pool of its own beside that of the other model, and a step of all sequences a drafted token."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import takewhile
 from pathlib import Path
@@ -21,7 +21,7 @@ from kvant.models import LanguageModel
 from kvant.models.identity import tokenizer_digest
 from kvant.models.language_model import context_limit
 from kvant.sizes import format_bytes
-from kvant.text.tokenizer import Tokenizer, load_tokenizer
+from kvant.text.tokenizer import Tokenizer, check_same, load_tokenizer
 
 DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 3, MOST
 MOST_BEHIND = 8  # tokens of a sequence that are fed with the step that drafts; more are fed before, in chunks
@@ -320,30 +320,11 @@ def check_draft_model(model: LanguageModel, tokenizer: Tokenizer, draft_model: L
         return
     if tokenizer_digest(theirs.folder) != theirs.tokenizer:
         raise ModelError(f"{theirs.folder}: tokenizer.json was changed after the draft model was loaded; {SAME}")
-    compare(load_tokenizer(theirs.folder), tokenizer)
+    check_same(load_tokenizer(theirs.folder), tokenizer)
     _same.setdefault(tokenizer, set()).add(theirs.tokenizer)
 
 
 def check_folders(folder: Path, draft_folder: Path) -> None:
     """:func:`check_draft_model` before anything is loaded."""
     if tokenizer_digest(folder) != tokenizer_digest(draft_folder):
-        compare(load_tokenizer(draft_folder), load_tokenizer(folder))
-
-
-def compare(theirs: Tokenizer, ours: Tokenizer) -> None:
-    """Refuse tokenizers that differ: ``theirs`` is the draft model's, ``ours`` the model's."""
-    parts = ours.parts()
-    differing = [name for name, digest in theirs.parts().items() if parts[name] != digest]
-    if not differing:
-        return
-    what = f"its {differing[0]} are not the same" if differing[0].endswith("s") else f"its {differing[0]} is another"
-    if differing[0] == "vocabulary":
-        what = _first_token(theirs.get_vocab(), ours.get_vocab())
-    raise ModelError(f"the draft model's tokenizer differs: {what}")
-
-
-def _first_token(theirs: Mapping[str, int], ours: Mapping[str, int]) -> str:
-    there, here = ({place: token for token, place in vocabulary.items()} for vocabulary in (theirs, ours))
-    first = min(place for place in there.keys() | here.keys() if there.get(place) != here.get(place))
-    there_is, here_is = (repr(found[first])[:80] if first in found else "missing" for found in (there, here))
-    return f"token {first} is {there_is} there and {here_is} here"
+        check_same(load_tokenizer(draft_folder), load_tokenizer(folder))

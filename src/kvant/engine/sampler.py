@@ -244,15 +244,6 @@ def rows_of(array: mx.array, rows: Sequence[int]) -> mx.array:
     return array[mx.array(list(rows))]
 
 
-def with_rows(array: mx.array, rows: Sequence[int], values: mx.array) -> mx.array:
-    """The array with other values in some rows, in ascending order."""
-    if len(rows) == len(array):
-        return values
-    place = {row: number for number, row in enumerate(rows)}
-    parts = [values[place[row]][None] if row in place else array[row : row + 1] for row in range(len(array))]
-    return mx.concatenate(parts)  # which copies whole rows; an assignment goes number by number
-
-
 def in_order(rows: Sequence[Sequence[int]], parts: Sequence[mx.array]) -> mx.array:
     """The array whose rows are those of the parts, of which each has some."""
     if len(parts) == 1:

@@ -204,11 +204,9 @@ class Answer:
     def waits(self) -> bool:
         """Whether its token has to be known before the next one is sampled.
 
-        Of several answers a caller's functions are called apart, so that an error is nobody else's, and kvant's own
-        processors look tokens up in Python.
+        Of several answers a caller's functions are called apart, so that an error is nobody else's.
         """
-        alone = self.sequence.pool.alone
-        return self.matcher is not None or (not alone and bool(self.sees_tokens or self.work.processors))
+        return self.matcher is not None or (self.work.calls_out and not self.sequence.pool.alone)
 
 
 def check_request(
@@ -270,7 +268,7 @@ def check_request(
         grammar=grammar,
         stop_tokens=stop_tokens,
         calls_out=not (sampler is greedy or isinstance(sampler, SeededSampler))
-        or any(type(processor) not in KINDS for processor in processors),
+        or any(not isinstance(processor, KINDS) for processor in processors),
         cache=cache,
         held=held,
         limit=limit,
