@@ -75,11 +75,10 @@ def _draft(
     """
     model, draft_model = models
     scheduler, pool = scheduler_of(model, bits, **options)
-    vocab_size = model.config.vocab_size
-    drafts = ModelDrafts(model=draft_model, vocab_size=vocab_size, num_draft_tokens=7).beside(pool)
+    drafts = ModelDrafts(model=draft_model, num_draft_tokens=7).beside(pool)
     plain: dict[Request, list[int]] = {}
     for number, request in enumerate(requests):
-        answer = alone(model, replace(request, answers=1), bits)
+        answer = alone(model, request, bits)
         known = KnownDrafts(text=[*request.prompt, *answer, 1, 2, 3], seed=number)
         plain[replace(request, drafts=None if number % 4 == 0 else known if kind == "known" else drafts)] = answer
     cancelled = [*plain][len(plain) - gone :]

@@ -42,7 +42,7 @@ def _drafts(kind: str, model: LanguageModel, small: Any, text: list[int]) -> Dra
     if kind == "known":
         return KnownDrafts(text=text, seed=3)
     draft_model = model if kind == "own" else small
-    return ModelDrafts(model=draft_model, vocab_size=model.config.vocab_size, num_draft_tokens=7)
+    return ModelDrafts(model=draft_model, num_draft_tokens=7)
 
 
 def _handed_out(cache: ModelCache) -> list[int]:

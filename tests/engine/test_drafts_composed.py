@@ -115,9 +115,9 @@ def test_refused(pocket: Pocket, answer: Any, options: dict[str, Any], words: st
 def test_refused_by_the_model(pocket: Pocket, loaded: Loaded) -> None:
     """States cannot go back; side by side, nor with determinism; ranks have no part of a draft model."""
     (states, _), (model, _) = loaded, pocket
-    own = ModelDrafts(model=model, vocab_size=model.config.vocab_size)
+    own = ModelDrafts(model=model)
     for target, drafts, words in (
-        (model, ModelDrafts(model=states, vocab_size=128), "draft_model has falcon_h1's layers; .* its states cannot"),
+        (model, ModelDrafts(model=states), "draft_model has falcon_h1's layers; .* its states cannot"),
         (states, own, "draft_model is given; .* convolution layers have states"),
         (states, Drafts(), "draft is 'prompt'; .* linear or convolution layers have states"),
     ):

@@ -1,4 +1,4 @@
-"""One request on a cache, for whoever wants tokens without text."""
+"""One request on a cache, for tests that want tokens without text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +40,8 @@ class Run:
         self.finish_reason: FinishReason | None = None
         self._drafts = None if drafts is None else drafts.beside(scheduler.cache)
         ids = scheduler.ids + list(prompt) if prompt else ()
-        scheduler.submit(Request(ids, max_tokens, drafts=self._drafts, keep_logprobs=True, **options))
+        request = Request(ids, max_tokens, drafts=self._drafts, keep_logprobs=True, **options)
+        self._tokens = scheduler.answer([request])
 
     @property
     def drafts(self) -> DraftCounts | None:
@@ -52,12 +53,9 @@ class Run:
 
     def __next__(self) -> tuple[int, mx.array]:
         """The next token and its log-probabilities (vocab,)."""
-        while not self.finish_reason and not self.scheduler.idle:
-            for token in self.scheduler.step():
-                if token.error is not None:
-                    raise token.error
-                self.finish_reason, self.from_draft = token.finish_reason, token.from_draft
-                if token.token is not None and token.logprobs is not None:
-                    self.generated.append(token.token)
-                    return token.token, token.logprobs
+        for token in self._tokens:
+            self.finish_reason, self.from_draft = token.finish_reason, token.from_draft
+            if token.token is not None and token.logprobs is not None:
+                self.generated.append(token.token)
+                return token.token, token.logprobs
         raise StopIteration

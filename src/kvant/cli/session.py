@@ -21,7 +21,7 @@ from kvant.cli.sampling import describe_sampling, drawn_seed, in_force, model_sa
 from kvant.cli.terminal import say
 from kvant.engine.drafts import Drafts, drafts_of
 from kvant.engine.load import find_adapter, find_model, load_folder, load_model
-from kvant.engine.model_drafts import DEFAULT_DRAFT_TOKENS, ModelDrafts, check_folders
+from kvant.engine.model_drafts import ModelDrafts, check_folders
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.sampler import Sampler
 from kvant.engine.sampling import SamplingOptions
@@ -136,13 +136,8 @@ def asked_drafts(session: Session, run: RunOptions) -> Drafts | None:
     """Where drafts come from; those of the session's draft model have no cache yet. None: there are none."""
     if session.draft_model is None:
         return drafts_of(run.draft)
-    settings = session.settings
-    return ModelDrafts(
-        model=session.draft_model,
-        vocab_size=session.model.config.vocab_size,
-        num_draft_tokens=run.num_draft_tokens or DEFAULT_DRAFT_TOKENS,
-        options=settings.cache,
-    )
+    options = session.settings.cache
+    return ModelDrafts(model=session.draft_model, num_draft_tokens=run.num_draft_tokens, options=options)
 
 
 def drafts_beside(

@@ -234,12 +234,17 @@ class Conversation:
                 keep_logprobs=True,
             )
 
-        def go_on(answer: list[int]) -> Request | None:
+        def go_on(answer: list[int]) -> Callable[[], Request] | None:
             try:
-                prompts.append(self._fit(prompts[-1].messages, answer))
+                shorter = self._fit(prompts[-1].messages, answer)
             except ContextError:
                 return None
-            return request(-1 if max_tokens == -1 else max_tokens - len(answer))
+
+            def following() -> Request:
+                prompts.append(shorter)
+                return request(-1 if max_tokens == -1 else max_tokens - len(answer))
+
+            return following
 
         first = request(max_tokens)
         self.reused_tokens = self._cache.keep_common(prompts[0].ids)
@@ -253,7 +258,7 @@ class Conversation:
         if not isinstance(drafts, ModelDrafts):
             return drafts
         known = self._drafts
-        if known is None or known.model is not drafts.model or known.num_draft_tokens != drafts.num_draft_tokens:
+        if known is None or known.model is not drafts.model or known.most != drafts.most:
             self._drafts = None  # frees its cache
             self._drafts = known = drafts.beside(pool)
         return known
@@ -333,16 +338,8 @@ def questions(messages: Sequence[Message]) -> list[int]:
 def newest_turns(messages: Sequence[Message], make: Callable[[list[Message]], Prompt], limit: int) -> Prompt:
     """The prompt of the newest turns, where all of them do not fit; what comes before the first turn stays.
 
-    Half of what the last question leaves free is kept free. Every turn would forget something otherwise, and feed
-    all others again.
-
-    Args:
-        messages: they end with a question.
-        make: messages to their prompt.
-        limit: tokens that fit.
-
-    Returns:
-        the prompt; of the last question alone where no more fits, and longer than ``limit`` where that does not fit.
+    Half of what the last question leaves free of ``limit`` tokens is kept free. Every turn would forget something
+    otherwise, and feed all others again. Where no more fits it is the last question alone, however long that is.
     """
     starts = questions(messages)
     head = messages[: starts[0]]

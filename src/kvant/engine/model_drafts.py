@@ -38,14 +38,13 @@ class ModelDrafts(Drafts):
     side_by_side: ClassVar[bool] = False
 
     model: LanguageModel  # drafts; its tokenizer was compared
-    vocab_size: int  # of the model that is drafted for. No id is proposed that it does not have
-    num_draft_tokens: int = DEFAULT_DRAFT_TOKENS  # a step, at most
+    num_draft_tokens: int | None = None  # a step, at most; None: 3
     options: CacheOptions = DEFAULT_OPTIONS  # of its cache, whose bits and groups are those of the model's
 
     @property
     def most(self) -> int:
         """Tokens that are drafted a step, at most."""
-        return self.num_draft_tokens
+        return self.num_draft_tokens or DEFAULT_DRAFT_TOKENS
 
     def beside(self, pool: Pool | ModelCache) -> "PooledDrafts":
         """These drafts for the sequences of a pool: as many are reserved for the draft model, in the same format.
@@ -158,10 +157,8 @@ class PooledDrafts(ModelDrafts):
             batch.commit([len(row) for row in fed], ids=fed)
             for each, guess in zip(left, guesses, strict=True):
                 rows[each] = [guess]
-                if guess < self.vocab_size:
-                    found[each].append(guess)
-            known = [each for each in left if rows[each][0] < self.vocab_size]
-            left = [each for each in known if len(found[each]) < counts[each] and each.room]
+                found[each].append(guess)
+            left = [each for each in left if len(found[each]) < counts[each] and each.room]
             widest = 1
         for each, draft in found.items():
             if draft:
@@ -284,11 +281,7 @@ def asked_drafts(
         raise ArgumentError("draft_model", f"is a {type(draft_model).__name__}; expected a model of kvant.load")
     chosen = cast(LanguageModel, draft_model)
     check_draft_model(model, tokenizer, chosen)
-    return ModelDrafts(
-        model=chosen,
-        vocab_size=model.config.vocab_size,
-        num_draft_tokens=DEFAULT_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens,
-    )
+    return ModelDrafts(model=chosen, num_draft_tokens=num_draft_tokens)
 
 
 def check_draft_tokens(num_draft_tokens: int | None, *, has_model: bool) -> None:

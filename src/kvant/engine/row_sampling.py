@@ -101,16 +101,10 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
 
 
 def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.array]:
-    """One step of sampling for all rows: bit for bit what it is for each alone.
+    """One step of sampling for B rows: bit for bit what it is for each alone.
 
-    Options are checked already, against the vocabulary.
-
-    Args:
-        logits: (R, vocab) with R >= B; those behind the B rows are ignored.
-        rows: B requests.
-
-    Returns:
-        The tokens (B,) and their log-probabilities (B, vocab), not evaluated.
+    Logits (R, vocab), of which those behind the B rows are ignored -> tokens (B,) and log-probabilities (B, vocab), not
+    evaluated. Options are checked already, against the vocabulary.
     """
     samplers = [row.sampler if _is_ours(row.sampler) else _checked(row.sampler, (1,)) for row in rows]
     logits = (logits if len(logits) == len(rows) else logits[: len(rows)]).astype(mx.float32)

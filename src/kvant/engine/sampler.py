@@ -129,12 +129,9 @@ def draw_seeded(logprobs: mx.array, samplers: Sequence[SeededSampler], keys: mx.
 
 
 def filtered(logprobs: mx.array, samplers: Sequence[SeededSampler], coins: mx.array) -> mx.array:
-    """What the rows' tokens are drawn from: the logits (B, vocab) after filters and temperature.
+    """The logits (B, vocab) after each row's filters and temperature, of log-probabilities (B, vocab).
 
-    Args:
-        logprobs: (B, vocab).
-        samplers: of each row; those with the same filters take their rows at once.
-        coins: XTC's, from 0 to 1: (B, 1), or one for all.
+    Samplers with the same filters take their rows at once. XTC's coins, from 0 to 1, are (B, 1), or one for all.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for row, sampler in enumerate(samplers):
@@ -204,11 +201,8 @@ def leave_out_top_choices(
 ) -> mx.array:
     """XTC: with a probability, every token above the threshold but the least likely of them is left out.
 
-    By p-e-w, https://github.com/oobabooga/text-generation-webui/pull/6335.
-
-    Args:
-        special_tokens: token ids that are never left out.
-        coin: a number from 0 to 1 for all rows or, (B, 1), one for each. XTC applies up to ``probability``.
+    By p-e-w, https://github.com/oobabooga/text-generation-webui/pull/6335. Special tokens are never left out. XTC
+    applies where the coin, from 0 to 1, one for all rows or (B, 1), is at most the probability.
     """
     probs = mx.softmax(logprobs, axis=-1)
     least = mx.where(probs > threshold, probs, math.inf).min(axis=-1, keepdims=True)

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
-from kvant.engine.batch_drafts import BatchDrafter, is_drafted
+from kvant.engine.batch_drafts import BatchDrafter
 from kvant.engine.decoding import BatchDecoder, Step, kernel_failures, pick
 from kvant.engine.drafts import DraftCounts, check_drafts
 from kvant.engine.request import CHUNK, FinishReason, Request, Token, check_count
@@ -278,10 +278,9 @@ class Scheduler:
         self.steps += 1
         self._queued = following
         if step.drafts is not None:
-            found = self._drafter.commit(step, picked)
-            for answer, draft, own in zip(step.answers, step.drafts, found, strict=True):
-                for place, each in enumerate(own):
-                    self._take([each], [answer], from_draft=is_drafted(draft, place, each))
+            for answer, own in zip(step.answers, self._drafter.commit(step, picked), strict=True):
+                for each, is_drafted in own:
+                    self._take([each], [answer], from_draft=is_drafted)
         else:
             self._take(pick(step.logits, step.answers) if picked is None else picked, step.answers)
         if not self._running:

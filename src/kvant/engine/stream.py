@@ -68,9 +68,9 @@ class Wanted:
     request: Request
     stop: Sequence[str] = ()  # strings; a text ends before the first of them
     stop_sequences: Sequence[Sequence[int]] = ()  # token ids in a row; an answer ends with the first of them
-    # called with an answer's tokens when the context is full. It returns the request that goes on with it, which is
-    # submitted when a further token is asked for; None: there is none
-    following: Callable[[list[int]], Request | None] | None = None
+    # called with an answer's tokens when the context is full. It returns what makes the request that goes on with it,
+    # which is called when a further token is asked for; None: there is none
+    following: Callable[[list[int]], Callable[[], Request] | None] | None = None
 
 
 class _Answer:
@@ -79,7 +79,7 @@ class _Answer:
     def __init__(self, number: int, wanted: Wanted, tokenizer: Tokenizer) -> None:
         self.last: GenerationResponse | None = None  # where its text ended it; the scheduler has yet to say so
         self.after = 0  # tokens behind that, which came with it
-        self.following: Request | None = None  # what goes on with it after its last token
+        self.following: Callable[[], Request] | None = None  # what goes on with it after its last token
         self._number, self._wanted = number, wanted
         self._text = TextStream(tokenizer, wanted.stop)
         self._tokens: list[int] = []
@@ -178,8 +178,9 @@ def responses(
                         continue
                     yield made
                     if answer.following is not None:  # its context is full
-                        scheduler.submit(answer.following)
-                        answers[answer.following, 0] = answer
+                        request = answer.following()
+                        scheduler.submit(request)
+                        answers[request, 0] = answer
         finally:
             scheduler.close()
 

@@ -149,12 +149,7 @@ class Answer:
     _seen: mx.array | None = None  # the tokens that processors were given last
 
     def row(self, after: Sequence[int] | mx.array = (), *, mask: bytes | None = None) -> Row:
-        """How its next token is sampled.
-
-        Args:
-            after: tokens behind those that it has; in an array they need not be known yet.
-            mask: of its grammar.
-        """
+        """How the token behind its own and ``after`` is sampled; in an array these need not be known yet."""
         tokens: Sequence[int] | mx.array = self.tokens
         processors, position = self.work.processors, len(self.tokens) + len(after)
         if processors and isinstance(after, mx.array):

@@ -18,7 +18,7 @@ from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.drafts import DraftCounts, Drafts, drafts_of
 from kvant.engine.load import load_model
-from kvant.engine.model_drafts import DEFAULT_DRAFT_TOKENS, ModelDrafts
+from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Request, Token
 from kvant.engine.sampler import greedy
 from kvant.engine.scheduler import Scheduler
@@ -65,8 +65,7 @@ class Kvant:
         if self._draft_model is None:
             drafts = drafts_of(self._spec.draft)
         else:
-            count, vocab_size = self._spec.num_draft_tokens or DEFAULT_DRAFT_TOKENS, self._model.config.vocab_size
-            drafts = ModelDrafts(model=self._draft_model, vocab_size=vocab_size, num_draft_tokens=count)
+            drafts = ModelDrafts(model=self._draft_model, num_draft_tokens=self._spec.num_draft_tokens)
         scheduler = CacheScheduler(self._model, cache, prefill_step_size=self._prefill_step_size)
         beside = None if drafts is None else drafts.beside(cache)
         request = Request(prompt, max_tokens + ahead, drafts=beside, keep_logprobs=True)
