@@ -8,19 +8,12 @@ import mlx.core as mx
 from kvant.cache import KVCache
 from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.drafts import DraftCounts, Drafts
-from kvant.engine.request import PREFILL_STEP_SIZE, FinishReason, Request
+from kvant.engine.request import FinishReason, Request
 from kvant.models import LanguageModel
 
 
 class Run:
-    """One request on a cache. Iterating it generates.
-
-    Attributes:
-        scheduler: keeps the last token, or ends the run.
-        generated: token ids that were handed out.
-        from_draft: whether the last one was drafted.
-        finish_reason: None while there may be more.
-    """
+    """One request behind what a cache holds. Iterating it gives tokens, each with its log-probabilities (vocab,)."""
 
     def __init__(
         self,
@@ -29,30 +22,28 @@ class Run:
         cache: Sequence[KVCache],
         *,
         max_tokens: int = -1,
-        prefill_step_size: int = PREFILL_STEP_SIZE,
+        prefill_step_size: int = 512,
         drafts: Drafts | None = None,
         **options: Any,
     ) -> None:
-        """Check everything; nothing is fed yet. The arguments are those of :class:`Request`."""
-        self.scheduler = scheduler = CacheScheduler(model, cache, prefill_step_size=prefill_step_size)
-        self.generated: list[int] = []
-        self.from_draft = False
+        """Check everything; nothing is fed yet. The arguments are those of a Request."""
+        self.scheduler = CacheScheduler(model, cache, prefill_step_size=prefill_step_size)
+        self.generated: list[int] = []  # that were handed out
+        self.from_draft = False  # whether the last one was drafted
         self.finish_reason: FinishReason | None = None
-        self._drafts = None if drafts is None else drafts.beside(scheduler.cache)
-        ids = scheduler.ids + list(prompt) if prompt else ()
+        self._drafts = None if drafts is None else drafts.beside(self.scheduler.cache)
+        ids = self.scheduler.ids + list(prompt) if prompt else ()
         request = Request(ids, max_tokens, drafts=self._drafts, keep_logprobs=True, **options)
-        self._tokens = scheduler.answer([request])
+        self._tokens = self.scheduler.answer([request])
 
     @property
     def drafts(self) -> DraftCounts | None:
-        """What drafts did; None: there are none."""
         return None if self._drafts is None else self.scheduler.drafts
 
     def __iter__(self) -> "Run":
         return self
 
     def __next__(self) -> tuple[int, mx.array]:
-        """The next token and its log-probabilities (vocab,)."""
         for token in self._tokens:
             self.finish_reason, self.from_draft = token.finish_reason, token.from_draft
             if token.token is not None and token.logprobs is not None:
