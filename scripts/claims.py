@@ -35,8 +35,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from kvant.bridge.rope import rotate_by_matrices
+from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.load import POCKET, find_model
-from kvant.engine.run import Run
+from kvant.engine.request import Request
 from kvant.machine import environment
 from kvant.models import load_decoder
 from kvant.operators import multi_head_cache_attention
@@ -230,7 +231,8 @@ def append(rounds: int = 5, tokens: int = 100) -> None:
     model, _ = kvant.load(POCKET)
 
     def run(reserved: int) -> tuple[float, int]:
-        steps = iter(Run(model, list(range(3, 35)), model.make_cache(reserved), max_tokens=tokens + 8))
+        scheduler = CacheScheduler(model, model.make_cache(reserved))
+        steps = scheduler.answer([Request(range(3, 35), tokens + 8, keep_logprobs=True)])
         for _ in range(8):
             next(steps)
         mx.synchronize()

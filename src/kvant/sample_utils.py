@@ -3,15 +3,15 @@
 A sampler of :func:`make_sampler` works in kvant's loops and in mlx-lm's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 
-from kvant.engine import filters, processors
-from kvant.engine.draw import Sampler, SeededSampler
-from kvant.engine.draw import greedy as greedy_sampler
+from kvant.engine import processors, sampler
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.sampling import CONTEXT_SIZE, XTC_THRESHOLD, check_ranges
+from kvant.engine.sampler import Sampler, SeededSampler
+from kvant.engine.sampler import greedy as greedy_sampler
+from kvant.engine.sampling import CONTEXT_SIZE, XTC_THRESHOLD, check_ranges, make_logits_processors
 from kvant.errors import ArgumentError
 
 __all__ = [
@@ -76,60 +76,25 @@ def make_sampler(
     )
 
 
-def make_logits_processors(
-    logit_bias: Mapping[int, float] | None = None,
-    repetition_penalty: float | None = None,
-    repetition_context_size: int = CONTEXT_SIZE,
-    presence_penalty: float | None = None,
-    presence_context_size: int = CONTEXT_SIZE,
-    frequency_penalty: float | None = None,
-    frequency_context_size: int = CONTEXT_SIZE,
-) -> list[LogitsProcessor]:
-    """mlx-lm's functions of (tokens so far, logits) that return new logits. They are applied in this order.
-
-    None and 0 leave one out.
-
-    Raises:
-        ArgumentError: a value outside its range.
-    """
-    check_ranges(
-        repetition_penalty=repetition_penalty or None,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        repetition_context_size=repetition_context_size,
-        presence_context_size=presence_context_size,
-        frequency_context_size=frequency_context_size,
-    )
-    return processors.make_processors(
-        logit_bias,
-        repetition_penalty,
-        repetition_context_size,
-        presence_penalty,
-        presence_context_size,
-        frequency_penalty,
-        frequency_context_size,
-    )
-
-
 def apply_top_p(logprobs: mx.array, top_p: float) -> mx.array:
     """Log-probabilities (..., vocab) with -inf but for the likeliest tokens that together have ``top_p``."""
     check_ranges(top_p=top_p)
-    return filters.keep_top_p(logprobs, top_p)
+    return sampler.keep_top_p(logprobs, top_p)
 
 
 def apply_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int = 1) -> mx.array:
     """Log-probabilities (..., vocab) with -inf for tokens less likely than ``min_p`` times the likeliest one."""
     _check("min_p", min_p, 0 < min_p <= 1, "above 0, at most 1")
     check_ranges(min_tokens_to_keep=min_tokens_to_keep)
-    filters.check_at_most("min_tokens_to_keep", min_tokens_to_keep, logprobs.shape[-1])
-    return filters.keep_min_p(logprobs, min_p, min_tokens_to_keep)
+    sampler.check_at_most("min_tokens_to_keep", min_tokens_to_keep, logprobs.shape[-1])
+    return sampler.keep_min_p(logprobs, min_p, min_tokens_to_keep)
 
 
 def apply_top_k(logprobs: mx.array, top_k: int) -> mx.array:
     """Log-probabilities (..., vocab) with -inf but for the ``top_k`` likeliest tokens."""
     most = logprobs.shape[-1] - 1
     _check("top_k", top_k, type(top_k) is int and 0 < top_k <= most, f"1 to {most} with this vocabulary")
-    return filters.keep_top_k(logprobs, top_k)
+    return sampler.keep_top_k(logprobs, top_k)
 
 
 def apply_xtc(
@@ -140,9 +105,9 @@ def apply_xtc(
     The coin is of MLX's random state.
     """
     check_ranges(xtc_probability=xtc_probability, xtc_threshold=xtc_threshold)
-    filters.check_special(xtc_special_tokens, logits.shape[-1])
+    sampler.check_special(xtc_special_tokens, logits.shape[-1])
     coin = mx.random.uniform()
-    return filters.leave_out_top_choices(logits, xtc_probability, xtc_threshold, xtc_special_tokens, coin)
+    return sampler.leave_out_top_choices(logits, xtc_probability, xtc_threshold, xtc_special_tokens, coin)
 
 
 def categorical_sampling(logits: mx.array, temp: float) -> mx.array:

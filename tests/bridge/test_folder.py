@@ -12,12 +12,12 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model as load_mlx_lm
 from support.bridged import IDS, NAMES, copy_folder, write_mlx_lm
 from support.command import call
+from support.runs import Run
 
 from kvant.bridge.cache import BridgedCache
 from kvant.bridge.model import BridgedModel
 from kvant.cache import CacheOptions, ModelCache
 from kvant.engine.load import load_model
-from kvant.engine.run import Run
 from kvant.errors import ModelError
 from kvant.models import LanguageModel
 from kvant.tools.bench.adapters import MLXLM, Kvant

@@ -14,9 +14,9 @@ import pytest
 from support.bridged import KINDS, PROMPT, bridged
 from support.counts import count
 from support.numbers import relative_error
+from support.runs import Run
 
 from kvant.cache import Identity, ModelCache
-from kvant.engine.run import Run
 from kvant.errors import SnapshotError
 from kvant.models import load_decoder
 

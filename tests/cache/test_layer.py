@@ -10,9 +10,9 @@ import pytest
 from support import oracle
 from support.numbers import normal, peak_bytes, relative_error
 from support.pools import tiny_model
+from support.runs import Run
 
 from kvant.cache import FullKVCache, QuantizedKVCache
-from kvant.engine.run import Run
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.rotary import Rotary

@@ -11,9 +11,9 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from support.counts import count
 from support.interruption import Interruption
 from support.pools import TEXT, check_pages
+from support.runs import Run
 
 from kvant.cache import FullKVCache, ModelCache
-from kvant.engine.run import Run
 from kvant.errors import ContextError
 from kvant.models import Decoder
 

@@ -11,13 +11,13 @@ import pytest
 from support.command import QUESTION, call, refusal
 from support.drafts import draft_by_chance, save_draft_model
 from support.kinds import load_kind
+from support.runs import Run
 
 from kvant.cache import CacheOptions
 from kvant.cache.pool import Pool
 from kvant.cli.options import RunOptions
 from kvant.cli.session import open_session
 from kvant.engine.model_drafts import ModelDrafts, PooledDrafts
-from kvant.engine.run import Run
 from kvant.tools.plan import DraftModel, Settings, plan, read_folder, split_pairs
 
 TWICE = "Say it twice: a red ball, a red ball, a red ball, a red ball."
@@ -149,7 +149,7 @@ def test_the_plan(small: str, pocket_folder: Path) -> None:
     assert made.arrays >= alone.arrays + own.weights + own.cache
     loaded = kvant.load(small)[0]
     beside = kvant.load("pocket")[0].make_pool(4 * 512, sequences=4, max_seq_len=512)
-    reserved = ModelDrafts(model=loaded, vocab_size=1280).beside(beside).pool.nbytes
+    reserved = ModelDrafts(model=loaded).beside(beside).pool.nbytes
     guessed, known = (
         plan(model, max_kv_size=512, settings=replace(settings, sequences=4, draft_model=each), device="cpu")
         for each in (DraftModel(draft), DraftModel(draft, tuple(split_pairs(loaded))))

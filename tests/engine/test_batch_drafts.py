@@ -14,9 +14,9 @@ from support.pools import check_pages, tiny_model
 
 from kvant.cache.pool import Pool
 from kvant.cache.pool_sequence import PoolSequence
+from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Request, Token
-from kvant.engine.run import CacheScheduler
 from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder
 from kvant.sample_utils import make_sampler
@@ -75,11 +75,10 @@ def _draft(
     """
     model, draft_model = models
     scheduler, pool = scheduler_of(model, bits, **options)
-    vocab_size = model.config.vocab_size
-    drafts = ModelDrafts(model=draft_model, vocab_size=vocab_size, num_draft_tokens=7).beside(pool)
+    drafts = ModelDrafts(model=draft_model, num_draft_tokens=7).beside(pool)
     plain: dict[Request, list[int]] = {}
     for number, request in enumerate(requests):
-        answer = alone(model, replace(request, answers=1), bits)
+        answer = alone(model, request, bits)
         known = KnownDrafts(text=[*request.prompt, *answer, 1, 2, 3], seed=number)
         plain[replace(request, drafts=None if number % 4 == 0 else known if kind == "known" else drafts)] = answer
     cancelled = [*plain][len(plain) - gone :]

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from support.drafts import KnownDrafts
+from support.runs import Run
 
 from kvant.engine.batch_drafts import LOSS, BatchDrafter, DraftChoice
 from kvant.engine.decoding import Step
 from kvant.engine.drafts import Drafter, SuffixDrafter
-from kvant.engine.run import Run
 from kvant.models import Decoder
 
 

@@ -10,12 +10,12 @@ from support.counts import count
 from support.drafts import KnownDrafts, draft_by_chance
 from support.interruption import Interruption
 from support.kinds import Loaded
+from support.runs import Run
 
 from kvant import stream_generate
 from kvant.cache import ModelCache
 from kvant.engine.drafts import Drafts
 from kvant.engine.model_drafts import ModelDrafts
-from kvant.engine.run import Run
 from kvant.models import Decoder, LanguageModel
 from kvant.sample_utils import make_logits_processors, make_sampler
 
@@ -42,7 +42,7 @@ def _drafts(kind: str, model: LanguageModel, small: Any, text: list[int]) -> Dra
     if kind == "known":
         return KnownDrafts(text=text, seed=3)
     draft_model = model if kind == "own" else small
-    return ModelDrafts(model=draft_model, vocab_size=model.config.vocab_size, num_draft_tokens=7)
+    return ModelDrafts(model=draft_model, num_draft_tokens=7)
 
 
 def _handed_out(cache: ModelCache) -> list[int]:

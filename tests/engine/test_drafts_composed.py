@@ -10,13 +10,13 @@ from support.counts import count
 from support.drafts import draft_by_chance
 from support.kinds import Loaded
 from support.openblas import has_small_products
+from support.runs import Run
 from support.schemas import problem
 
 from kvant import batch_generate, stream_generate
 from kvant.engine.drafts import Drafts
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Request
-from kvant.engine.run import Run
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import ArgumentError
 from kvant.models import Decoder, LanguageModel
@@ -115,9 +115,9 @@ def test_refused(pocket: Pocket, answer: Any, options: dict[str, Any], words: st
 def test_refused_by_the_model(pocket: Pocket, loaded: Loaded) -> None:
     """States cannot go back; side by side, nor with determinism; ranks have no part of a draft model."""
     (states, _), (model, _) = loaded, pocket
-    own = ModelDrafts(model=model, vocab_size=model.config.vocab_size)
+    own = ModelDrafts(model=model)
     for target, drafts, words in (
-        (model, ModelDrafts(model=states, vocab_size=128), "draft_model has falcon_h1's layers; .* its states cannot"),
+        (model, ModelDrafts(model=states), "draft_model has falcon_h1's layers; .* its states cannot"),
         (states, own, "draft_model is given; .* convolution layers have states"),
         (states, Drafts(), "draft is 'prompt'; .* linear or convolution layers have states"),
     ):

@@ -15,9 +15,9 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from support.counts import count as scaled
 from support.grammars import spelled
 from support.numbers import peak_bytes
+from support.runs import Run
 
 from kvant import batch_generate, generate, stream_generate
-from kvant.engine.run import Run
 from kvant.errors import ContextError, PromptError
 from kvant.models import Decoder, load_decoder
 from kvant.text.stream import TextStream
@@ -140,18 +140,13 @@ def test_a_cache_is_freed_with_its_last_user(pocket: Pocket, prompt: list[int]) 
     assert mx.get_active_memory() - before < 2**18
 
 
-def test_caches_that_do_not_fit_are_refused_at_the_call(
+def test_a_cache_that_does_not_fit_is_refused_at_the_call(
     pocket: Pocket, make_checkpoint: Callable[..., tuple[Path, Any]]
 ) -> None:
     model, tokenizer = pocket
     narrow = load_decoder(make_checkpoint(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)[0])
-    for cache, message in (
-        (model.make_cache(64)[:2], "the cache has 2 layers"),
-        ([*model.make_cache(64)[:2], *model.make_cache(64)[2:]], "expected all layers of one cache, in order"),
-        (narrow.make_cache(64), r"a head_dim of \(2, 32\); expected \(2, 64\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            stream_generate(model, tokenizer, [1, 2], prompt_cache=cache)
+    with pytest.raises(ValueError, match=r"a head_dim of \(2, 32\); expected \(2, 64\)"):
+        stream_generate(model, tokenizer, [1, 2], prompt_cache=narrow.make_cache(64))
 
 
 def test_the_models_context_bounds_any_cache(pocket: Pocket) -> None:

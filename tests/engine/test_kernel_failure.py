@@ -9,9 +9,9 @@ from support.attend_stand_in import WORDS, FailingKernel
 from support.drafts import KnownDrafts
 from support.fused_path import begin_process
 from support.metal_host import host_pytest_skip
+from support.runs import Run
 
 from kvant import batch_generate, generate
-from kvant.engine.run import Run
 from kvant.errors import KernelError
 from kvant.models import Decoder
 from kvant.operators import fused_attention

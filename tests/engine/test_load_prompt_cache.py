@@ -9,11 +9,11 @@ from typing import Any
 import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 import pytest
+from support.runs import Run
 from support.tiny_models import build
 
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.model import BridgedModel
-from kvant.engine.run import Run
 from kvant.errors import ContextError, SnapshotError
 from kvant.models import Decoder, load_decoder
 

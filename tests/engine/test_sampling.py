@@ -12,9 +12,19 @@ import numpy as np
 import pytest
 from support.counts import count
 
-from kvant.engine.draw import SeededSampler, draw_keys, draw_seeded, filtered, for_a_run, greedy
-from kvant.engine.filters import keep_min_p, keep_top_k, keep_top_p, leave_out_top_choices
 from kvant.engine.row_sampling import Row, check_options, sample_rows
+from kvant.engine.sampler import (
+    SeededSampler,
+    draw_keys,
+    draw_seeded,
+    filtered,
+    for_a_run,
+    greedy,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    leave_out_top_choices,
+)
 from kvant.operators.exponential import logsumexp
 from kvant.sample_utils import make_logits_processors, make_sampler
 

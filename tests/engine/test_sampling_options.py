@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from kvant.cli.chat import chat
 from kvant.cli.generate import generate
-from kvant.engine.draw import SeededSampler, greedy
+from kvant.engine.sampler import SeededSampler, greedy
 from kvant.engine.sampling import SamplingOptions, read_model_sampling
 from kvant.errors import ModelError
 from kvant.sample_utils import make_logits_processors, make_sampler

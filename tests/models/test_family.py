@@ -17,9 +17,9 @@ from support.checkpoints import (
 )
 from support.counts import count
 from support.hostile import one_line, said
+from support.runs import Run
 
 from kvant.engine.generate import stream_generate
-from kvant.engine.run import Run
 from kvant.errors import ModelError
 from kvant.models import Decoder, ModelConfig, load_decoder
 from kvant.models.architectures import ARCHITECTURES

@@ -126,7 +126,6 @@ def test_bits_shape_the_cache_that_is_reserved(pocket: Pocket, monkeypatch: pyte
 
 
 REFUSED_BY_GENERATE: list[tuple[dict[str, Any], str]] = [
-    ({"draft_model": "pocket"}, "draft_model is a str; expected a model of kvant.load"),
     ({"input_embeddings": mx.zeros((2, 4))}, "input_embeddings is a array; expected None"),
     ({"stream": mx.default_stream(mx.cpu)}, "stream is a Stream; expected None"),
     ({"kv_bits": 6}, "kv_bits is 6; expected 8, 4, or 0"),
@@ -135,8 +134,6 @@ REFUSED_BY_GENERATE: list[tuple[dict[str, Any], str]] = [
     ({"kv_group_size": 48}, "48"),
     ({"max_kv_size": 0}, "max_kv_size is 0; expected at least 1"),
     ({"max_kv_size": 3}, r"the prompt has \d+ tokens; max_kv_size is 3"),
-    *(({"num_draft_tokens": count}, f"num_draft_tokens is {count}; expected 1 to 7") for count in (0, 8, True, 2.0)),
-    ({"num_draft_tokens": 3}, "num_draft_tokens is 3, which has no effect without draft_model"),
 ]
 
 

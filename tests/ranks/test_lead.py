@@ -14,11 +14,11 @@ import mlx.core as mx
 import pytest
 from support.drafts import KnownDrafts, draft_by_chance
 from support.pools import tiny_model
+from support.runs import Run
 
 from kvant.cache import ModelCache
-from kvant.engine.draw import Sampler
 from kvant.engine.request import Request
-from kvant.engine.run import Run
+from kvant.engine.sampler import Sampler
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import ContextError, RanksError, SnapshotError
 from kvant.models import Decoder

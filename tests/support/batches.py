@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -9,8 +10,8 @@ import mlx.core as mx
 
 from kvant.cache.pool import Pool
 from kvant.engine.batch_engine import BatchEngine
+from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.request import Request, Token
-from kvant.engine.run import Run
 from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder
 from kvant.sample_utils import make_logits_processors, make_sampler
@@ -59,10 +60,9 @@ def ids_of(tokens: Sequence[Token], answer: int = 0) -> list[int]:
 
 
 def alone(model: Decoder, request: Request, bits: int = 0, reserved: int = 1024) -> list[int]:
-    names = ("max_tokens", "sampler", "logits_processors", "stop_tokens")
-    options = {name: getattr(request, name) for name in names}
     cache = model.make_cache(reserved, kv_bits=bits)
-    return [token for token, _ in Run(model, list(request.prompt), cache, **options)]
+    single = replace(request, answers=1, cache=None, keep_cache=False, drafts=None)
+    return ids_of([*CacheScheduler(model, cache).answer([single])])
 
 
 def asked(engine: BatchEngine, request: Request) -> Iterator[Token]:

@@ -16,9 +16,9 @@ import mlx.core as mx
 
 from kvant.cache import CacheOptions
 from kvant.cache.pages import PAGE_SIZE
+from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.load import load_model
 from kvant.engine.request import Request
-from kvant.engine.run import Run
 from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder, LanguageModel
 from kvant.sample_utils import make_sampler
@@ -32,8 +32,8 @@ CORES = 2  # dequantized parts are made side by side, one on each core: their nu
 def _fill_cache(model: LanguageModel, tokens: int, settings: Settings) -> int:
     cache = model.make_cache(tokens, **settings.cache.fields)
     prompt = [7 * i % model.config.vocab_size for i in range(tokens - DECODED + 1)]
-    run = Run(model, prompt, cache, prefill_step_size=settings.prefill_step_size, max_tokens=DECODED)
-    assert len(list(run)) == DECODED
+    scheduler = CacheScheduler(model, cache, prefill_step_size=settings.prefill_step_size)
+    assert len(list(scheduler.answer([Request(prompt, DECODED, keep_logprobs=True)]))) == DECODED
     assert cache[0].offset == tokens
     return cache.nbytes
 

@@ -15,10 +15,10 @@ from support.hostile import MESSAGES, change, good_model
 from support.tokenizers_made import write_tokenizer
 
 import kvant
-from kvant.engine.model_drafts import check_folders, compare
+from kvant.engine.model_drafts import check_folders
 from kvant.errors import ModelError, PromptError
 from kvant.models import Decoder
-from kvant.text.tokenizer import Tokenizer, load_tokenizer
+from kvant.text.tokenizer import Tokenizer, check_same, load_tokenizer
 
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
 
@@ -217,5 +217,5 @@ def test_the_first_difference(here: Tokenizer, tmp_path: Path, said: str) -> Non
     changed = raw_tokenizer()
     DIFFERENT[said](changed)
     with pytest.raises(ModelError) as refused:
-        compare(load_tokenizer(write_raw(tmp_path / "there", changed)), here)
+        check_same(load_tokenizer(write_raw(tmp_path / "there", changed)), here)
     assert str(refused.value) == f"the draft model's tokenizer differs: {said}"

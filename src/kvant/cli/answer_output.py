@@ -15,7 +15,7 @@ from kvant.cli.question import Question
 from kvant.cli.session import Session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.drafts import DraftCounts
-from kvant.engine.draw import SeededSampler
+from kvant.engine.sampler import SeededSampler
 from kvant.engine.stream import GenerationResponse
 from kvant.errors import printable
 from kvant.sizes import format_bytes

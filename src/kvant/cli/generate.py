@@ -21,9 +21,9 @@ from kvant.cli.question import Question, prepare
 from kvant.cli.sampling import drawn_seed
 from kvant.cli.session import Session, follow, load_session, open_session
 from kvant.cli.terminal import say
-from kvant.engine.draw import greedy
+from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.request import PromptProgress, Request
-from kvant.engine.run import CacheScheduler
+from kvant.engine.sampler import greedy
 from kvant.engine.sampling import SamplingOptions
 from kvant.engine.stream import GenerationResponse, Wanted, responses
 

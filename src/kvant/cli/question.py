@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from kvant.cli.options import BadValueError, RunOptions
 from kvant.cli.prompts_file import Line
 from kvant.cli.session import Session
-from kvant.engine.draw import Sampler, for_answer
 from kvant.engine.processors import LogitsProcessor
+from kvant.engine.sampler import Sampler, for_answer
 from kvant.errors import ArgumentError, ContextError, PromptError, library_errors
 from kvant.text.prompt import Message, encode_prompt, encode_rendered, render_chat
 

@@ -22,10 +22,10 @@ from kvant.cli.progress import LateProgress
 from kvant.cli.sampling import describe_sampling, drawn_seed, in_force, model_sampling
 from kvant.cli.terminal import say
 from kvant.engine.drafts import Drafts, drafts_of
-from kvant.engine.draw import Sampler
 from kvant.engine.load import find_adapter, find_model, load_folder, load_model
-from kvant.engine.model_drafts import DEFAULT_DRAFT_TOKENS, ModelDrafts, check_folders
+from kvant.engine.model_drafts import ModelDrafts, check_folders
 from kvant.engine.processors import LogitsProcessor
+from kvant.engine.sampler import Sampler
 from kvant.engine.sampling import SamplingOptions
 from kvant.machine import Machine, default_device, this_machine
 from kvant.models import LanguageModel
@@ -141,13 +141,8 @@ def asked_drafts(session: Session, run: RunOptions) -> Drafts | None:
     """Where drafts come from; those of the session's draft model have no cache yet. None: there are none."""
     if session.draft_model is None:
         return drafts_of(run.draft)
-    settings = session.settings
-    return ModelDrafts(
-        model=session.draft_model,
-        vocab_size=session.model.config.vocab_size,
-        num_draft_tokens=run.num_draft_tokens or DEFAULT_DRAFT_TOKENS,
-        options=settings.cache,
-    )
+    options = session.settings.cache
+    return ModelDrafts(model=session.draft_model, num_draft_tokens=run.num_draft_tokens, options=options)
 
 
 def drafts_beside(

@@ -9,8 +9,8 @@ from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
 from kvant.engine.decoding import BatchDecoder, Step, pick
 from kvant.engine.drafts import DraftCounts, Drafter
-from kvant.engine.filters import rows_of
 from kvant.engine.row_sampling import Picked
+from kvant.engine.sampler import rows_of
 from kvant.engine.work import Answer
 
 START, LAST = 2, 6  # levels: at level n a draft needs a match of 2^n tokens; at the last one nothing is drafted
@@ -18,7 +18,8 @@ LOSS = 2.0  # steps of one token that drafts may cost before they need a longer 
 RETRY = 128  # steps times 2^level, after which a match half as long is tried again
 SAMPLES = 9  # of the time of a step, of which the lower quartile counts
 
-Found = list[list[Picked | Exception]]  # the next tokens of every answer of a step; an error is the last
+# The next tokens of every answer of a step, and whether they were drafted; an error is the last.
+Found = list[list[tuple[Picked | Exception, bool]]]
 
 
 class DraftChoice:
@@ -40,11 +41,7 @@ class DraftChoice:
         self._plain, self._alone, self._drafted = (deque[float](maxlen=SAMPLES) for _ in range(3))
 
     def count(self, drafter: Drafter, most: int, *, longer: int = 0) -> int:
-        """Tokens to draft, at most ``most``.
-
-        Args:
-            longer: tokens that the match may grow by before.
-        """
+        """Tokens to draft, at most ``most``; the match may grow by ``longer`` tokens before."""
         if len(self._plain) < 2 or self._level == LAST:
             return 0
         if not drafter.is_free:
@@ -55,8 +52,7 @@ class DraftChoice:
     def stepped(self, seconds: float, *, ahead: bool) -> None:
         """A step of one token of each answer took so long.
 
-        Args:
-            ahead: it was begun while the one before it ran. If not, what might have been drafted cost time.
+        ``ahead``: it was begun while the one before it ran. If not, what might have been drafted cost time.
         """
         if ahead:
             self._plain.append(seconds)
@@ -134,7 +130,7 @@ class BatchDrafter:
                 self.paused()
                 return None
             for answer, draft in zip(own, made, strict=True):
-                # up to the first token that the model does not have: a prompt's file may hold such
+                # up to the first token that the model does not have: a prompt's file or a draft model may have others
                 drafts[answer] = [*takewhile(lambda token: 0 <= token < self._vocab_size, draft)]
                 if answer.drafter is not None and answer.drafter.ended is not None:
                     self.counts.off = answer.drafter.ended
@@ -166,12 +162,10 @@ class BatchDrafter:
             self._choice.stepped(self._seconds, ahead=step.is_ahead or self._pool.divided)
 
     def commit(self, step: Step, picked: Sequence[Picked | Exception] | None) -> Found:
-        """Commit what was drafted rightly in a step. Returns the next tokens of its answers.
+        """Commit what was drafted rightly in an evaluated step. Returns the next tokens of its answers.
 
-        Args:
-            step: its logits are evaluated.
-            picked: of :attr:`Step.sampled`; None: a position is sampled when the tokens before it are known, so that
-                whoever sees them sees none that was rejected.
+        ``picked``: of :attr:`Step.sampled`; None: a position is sampled when the tokens before it are known, so that
+        whoever sees them sees none that was rejected.
         """
         assert step.drafts is not None
         found = _found(step, step.drafts, picked)
@@ -180,21 +174,12 @@ class BatchDrafter:
         step.batch.commit(counts, ids=[ids[:count] for ids, count in zip(fed, counts, strict=True)])
         self.counts.tokens += sum(counts)
         self.counts.drafted += sum(map(len, step.drafts))
-        self.counts.accepted += sum(
-            is_drafted(draft, place, each)
-            for draft, own in zip(step.drafts, found, strict=True)
-            for place, each in enumerate(own)
-        )
+        self.counts.accepted += sum(is_drafted for own in found for _, is_drafted in own)
         self._choice.verified(sum(counts) / len(counts), self._seconds)
         return found
 
 
-def is_drafted(draft: Sequence[int], place: int, picked: Picked | Exception) -> bool:
-    """Whether the token at a place behind an answer's last one is the one that was drafted there."""
-    return isinstance(picked, Picked) and place < len(draft) and picked.token == draft[place]
-
-
-def _found(step: Step, drafts: Sequence[Sequence[int]], picked: Sequence[Picked | Exception] | None) -> Found:
+def _found(step: Step, drafts: Sequence[list[int]], picked: Sequence[Picked | Exception] | None) -> Found:
     """The tokens of each answer up to the first that was drafted wrongly."""
     answers, held = step.answers, [len(answer.tokens) for answer in step.answers]
     found: Found = [[] for _ in answers]
@@ -209,8 +194,9 @@ def _found(step: Step, drafts: Sequence[Sequence[int]], picked: Sequence[Picked 
                 sampled = [known[number][place] for number in left]
             numbers, left = left, []
             for number, each in zip(numbers, sampled, strict=True):
-                found[number].append(each)
-                if isinstance(each, Picked) and is_drafted(drafts[number], place, each):
+                is_drafted = isinstance(each, Picked) and drafts[number][place : place + 1] == [each.token]
+                found[number].append((each, is_drafted))
+                if isinstance(each, Picked) and is_drafted:
                     # The next position's logits are those of the text with this token.
                     answers[number].tokens.append(each.token)
                     if each.token not in answers[number].work.stop_tokens:

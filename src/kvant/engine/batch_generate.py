@@ -8,14 +8,22 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
-from kvant.engine.drafts import DraftCounts
-from kvant.engine.draw import Sampler, for_a_run, for_answer, greedy
-from kvant.engine.limits import cache_options, check_count, check_stops, pool_reservation, reservation
+from kvant.engine.drafts import DraftCounts, check_drafts
 from kvant.engine.model_drafts import ModelDrafts, asked_drafts
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.request import CHUNK, PREFILL_STEP_SIZE, Request, check_drafts
+from kvant.engine.request import (
+    CHUNK,
+    PREFILL_STEP_SIZE,
+    Request,
+    cache_options,
+    check_count,
+    check_stops,
+    pool_reservation,
+    reservation,
+)
+from kvant.engine.sampler import Sampler, for_a_run, for_answer, greedy
 from kvant.engine.scheduler import Scheduler
-from kvant.engine.stream import Wanted, responses
+from kvant.engine.stream import GenerationResponse, Wanted, responses
 from kvant.errors import ArgumentError, ContextError, PromptError
 from kvant.models import LanguageModel
 from kvant.sizes import format_bytes
@@ -204,8 +212,7 @@ def batch_generate(
         )
         wanted.append(Wanted(request, stops, [end for end in ends if len(end) > 1]))
     stats = BatchStats()
-    caches: list[ModelCache | None] = [None] * len(wanted)
-    texts, tokens, logprobs = [""] * len(wanted), [list[int]() for _ in wanted], [list[float]() for _ in wanted]
+    pieces: list[list[GenerationResponse]] = [[] for _ in wanted]
 
     def say(text: str, end: str = "\n") -> None:
         if verbose:
@@ -230,19 +237,13 @@ def batch_generate(
         scheduler = Scheduler(model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
         finished, started = 0, time.perf_counter()
         for piece in responses(scheduler, wanted, tokenizer):
-            number = piece.number
-            texts[number] += piece.text
-            caches[number] = piece.cache
-            if piece.finish_reason != "stop":  # mlx-lm does not count the token that ends a text
-                tokens[number].append(piece.token)
-                logprobs[number].append(piece.logprob)
-            stats.generation_tokens += 1
-            if piece.generation_tokens == 1:
-                stats.prompt_tokens += piece.prompt_tokens
+            pieces[piece.number].append(piece)
             if piece.finish_reason is not None:
                 finished += 1
                 say(f"Finished processing {finished}/{len(wanted)}", "\n" if finished == len(wanted) else " ...\r")
         stats.wall_time = time.perf_counter() - started
+        stats.prompt_tokens = sum(own[0].prompt_tokens for own in pieces)
+        stats.generation_tokens = sum(map(len, pieces))
         stats.prompt_time, stats.decode_time = scheduler.feeding_s, scheduler.decoding_s
         stats.generation_steps = scheduler.steps
         stats.peak_memory = mx.get_peak_memory() / 1e9
@@ -252,12 +253,14 @@ def batch_generate(
     if stats.drafts is not None:
         say(stats.drafts.describe().capitalize())
     say(f"Peak memory: {stats.peak_memory:.3f} GB")
+    # mlx-lm does not count the token that ends a text
+    counted = [[piece for piece in own if piece.finish_reason != "stop"] for own in pieces]
     return BatchResponse(
-        texts=texts,
+        texts=["".join(piece.text for piece in own) for own in pieces],
         stats=stats,
-        caches=caches if return_prompt_caches else None,
-        token_ids=tokens if return_token_ids else None,
-        logprobs=logprobs if return_logprobs else None,
+        caches=[own[-1].cache for own in pieces] if return_prompt_caches else None,
+        token_ids=[[piece.token for piece in own] for own in counted] if return_token_ids else None,
+        logprobs=[[piece.logprob for piece in own] for own in counted] if return_logprobs else None,
     )
 
 

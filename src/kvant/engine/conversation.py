@@ -13,13 +13,12 @@ from typing import Any, Literal, get_args
 
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.snapshot import read_header
+from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.drafts import Drafts
-from kvant.engine.draw import Sampler
-from kvant.engine.limits import check_stops, limit_in_words
 from kvant.engine.model_drafts import ModelDrafts, PooledDrafts, asked_drafts
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.request import PREFILL_STEP_SIZE, PromptProgress, Request
-from kvant.engine.run import CacheScheduler
+from kvant.engine.request import PREFILL_STEP_SIZE, PromptProgress, Request, check_stops, limit_in_words
+from kvant.engine.sampler import Sampler
 from kvant.engine.stream import GenerationResponse, Wanted, responses
 from kvant.errors import ContextError, PromptError, SnapshotError
 from kvant.files import unique_keys
@@ -259,7 +258,7 @@ class Conversation:
         if not isinstance(drafts, ModelDrafts):
             return drafts
         known = self._drafts
-        if known is None or known.model is not drafts.model or known.num_draft_tokens != drafts.num_draft_tokens:
+        if known is None or known.model is not drafts.model or known.most != drafts.most:
             self._drafts = None  # frees its cache
             self._drafts = known = drafts.beside(pool)
         return known
@@ -339,16 +338,8 @@ def questions(messages: Sequence[Message]) -> list[int]:
 def newest_turns(messages: Sequence[Message], make: Callable[[list[Message]], Prompt], limit: int) -> Prompt:
     """The prompt of the newest turns, where all of them do not fit; what comes before the first turn stays.
 
-    Half of what the last question leaves free is kept free. Every turn would forget something otherwise, and feed
-    all others again.
-
-    Args:
-        messages: they end with a question.
-        make: messages to their prompt.
-        limit: tokens that fit.
-
-    Returns:
-        the prompt; of the last question alone where no more fits, and longer than ``limit`` where that does not fit.
+    Half of what the last question leaves free of ``limit`` tokens is kept free. Every turn would forget something
+    otherwise, and feed all others again. Where no more fits it is the last question alone, however long that is.
     """
     starts = questions(messages)
     head = messages[: starts[0]]

@@ -9,8 +9,8 @@ import mlx.core as mx
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
-from kvant.engine.filters import rows_of
 from kvant.engine.row_sampling import Picked, Sampled, pick_rows
+from kvant.engine.sampler import rows_of
 from kvant.engine.work import Answer
 from kvant.errors import GrammarError, KernelError, one_line
 from kvant.models import LanguageModel
@@ -40,12 +40,7 @@ class BatchDecoder:
         self._model, self._pool, self._rows = model, pool, rows
 
     def begin(self, answers: Sequence[Answer], ids: mx.array, unread: Collection[Answer] = ()) -> Step:
-        """Begin a step.
-
-        Args:
-            ids: (B,), the last token of each answer.
-            unread: the answers whose last token is not known yet.
-        """
+        """Begin a step of ids (B,), the last token of each answer; those of the ``unread`` are not known yet."""
         rows = self._rows or len(answers)
         if padding := rows - len(answers):
             ids = mx.concatenate([ids, mx.zeros(padding, ids.dtype)])
@@ -71,13 +66,14 @@ class BatchDecoder:
         answers = [answer for answer in running if answer.left > (answer in places)]
         if not answers or any(answer.waits for answer in answers):
             return None
-        ids, unread = step.sampled.tokens, set(places)
-        if new := [answer for answer in answers if answer not in places]:
-            ids = mx.concatenate([ids, mx.array([answer.tokens[-1] for answer in new], ids.dtype)])
-            places |= {answer: row for row, answer in enumerate(new, len(places))}
-        if (order := [places[answer] for answer in answers]) != list(range(ids.shape[0])):
-            ids = ids[mx.array(order)]
-        return self.begin(answers, ids, unread)
+        ids = step.sampled.tokens
+        if answers != step.answers:
+            each = [
+                ids[places[one] : places[one] + 1] if one in places else mx.array(one.tokens[-1:], ids.dtype)
+                for one in answers
+            ]
+            ids = mx.concatenate(each)
+        return self.begin(answers, ids, places)
 
     def begin_drafted(self, answers: Sequence[Answer], drafts: list[list[int]]) -> Step:
         """Begin a step that verifies drafts: of the last token of each answer and a draft behind it."""

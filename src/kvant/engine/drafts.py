@@ -171,3 +171,22 @@ def drafts_of(draft: object) -> Drafts | None:
     if draft not in get_args(Source):
         raise ArgumentError("draft", f"is {draft!r}; expected {' or '.join(map(repr, get_args(Source)))}")
     return None if draft == "none" else Drafts()
+
+
+def check_drafts(drafts: Drafts | None, pool: Pool | ModelCache, *, deterministic: bool = False) -> None:
+    """Refuse drafts where a step of several tokens cannot be verified, or taken back in part."""
+    if drafts is None:
+        return
+    name, given = drafts.asked
+    if deterministic:
+        raise ArgumentError(
+            name, f"{given}; a step of more tokens rounds differently: it is refused with", "deterministic"
+        )
+    if pool.divided and name == "draft_model":
+        raise ArgumentError(name, f"{given}; several ranks draft from prompt and answer alone")
+    if not pool.takes_back:
+        refused = "side by side drafts are for models that kvant computes without mlx-lm"
+        if isinstance(pool, ModelCache):
+            kept = "linear or convolution layers have states that cannot"
+            refused = f"up to {MOST + 1} tokens of a step are taken back, this model's {kept}"
+        raise ArgumentError(name, f"{given}; {refused}")

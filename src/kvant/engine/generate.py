@@ -7,12 +7,19 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.cache import KVCache
-from kvant.engine.draw import Sampler
-from kvant.engine.limits import cache_options, check_given, check_stops, reservation
+from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.model_drafts import asked_drafts
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.request import PREFILL_STEP_SIZE, PromptProgress, Request
-from kvant.engine.run import CacheScheduler
+from kvant.engine.request import (
+    PREFILL_STEP_SIZE,
+    PromptProgress,
+    Request,
+    cache_options,
+    check_given,
+    check_stops,
+    reservation,
+)
+from kvant.engine.sampler import Sampler
 from kvant.engine.stream import GenerationResponse, Wanted, responses
 from kvant.errors import ArgumentError
 from kvant.models import LanguageModel

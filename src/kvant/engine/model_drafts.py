@@ -1,7 +1,7 @@
 """Drafts of a model: a pool of its own beside that of the other model, and a step of all sequences a drafted token."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import takewhile
 from pathlib import Path
@@ -14,14 +14,14 @@ from kvant.cache import ModelCache
 from kvant.cache.options import DEFAULT_KV_GROUP_SIZE, DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool, PoolSequence
-from kvant.engine.drafts import MOST, Drafter, Drafts, drafts_of
-from kvant.engine.request import CHUNK, check_drafts
+from kvant.engine.drafts import MOST, Drafter, Drafts, check_drafts, drafts_of
+from kvant.engine.request import CHUNK
 from kvant.errors import ArgumentError, ContextError, ModelError, one_line
 from kvant.models import LanguageModel
 from kvant.models.identity import tokenizer_digest
 from kvant.models.language_model import context_limit
 from kvant.sizes import format_bytes
-from kvant.text.tokenizer import Tokenizer, load_tokenizer
+from kvant.text.tokenizer import Tokenizer, check_same, load_tokenizer
 
 DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 3, MOST
 MOST_BEHIND = 8  # tokens of a sequence that are fed with the step that drafts; more are fed before, in chunks
@@ -38,14 +38,13 @@ class ModelDrafts(Drafts):
     side_by_side: ClassVar[bool] = False
 
     model: LanguageModel  # drafts; its tokenizer was compared
-    vocab_size: int  # of the model that is drafted for. No id is proposed that it does not have
-    num_draft_tokens: int = DEFAULT_DRAFT_TOKENS  # a step, at most
+    num_draft_tokens: int | None = None  # a step, at most; None: 3
     options: CacheOptions = DEFAULT_OPTIONS  # of its cache, whose bits and groups are those of the model's
 
     @property
     def most(self) -> int:
         """Tokens that are drafted a step, at most."""
-        return self.num_draft_tokens
+        return self.num_draft_tokens or DEFAULT_DRAFT_TOKENS
 
     def beside(self, pool: Pool | ModelCache) -> "PooledDrafts":
         """These drafts for the sequences of a pool: as many are reserved for the draft model, in the same format.
@@ -158,10 +157,8 @@ class PooledDrafts(ModelDrafts):
             batch.commit([len(row) for row in fed], ids=fed)
             for each, guess in zip(left, guesses, strict=True):
                 rows[each] = [guess]
-                if guess < self.vocab_size:
-                    found[each].append(guess)
-            known = [each for each in left if rows[each][0] < self.vocab_size]
-            left = [each for each in known if len(found[each]) < counts[each] and each.room]
+                found[each].append(guess)
+            left = [each for each in left if len(found[each]) < counts[each] and each.room]
             widest = 1
         for each, draft in found.items():
             if draft:
@@ -284,11 +281,7 @@ def asked_drafts(
         raise ArgumentError("draft_model", f"is a {type(draft_model).__name__}; expected a model of kvant.load")
     chosen = cast(LanguageModel, draft_model)
     check_draft_model(model, tokenizer, chosen)
-    return ModelDrafts(
-        model=chosen,
-        vocab_size=model.config.vocab_size,
-        num_draft_tokens=DEFAULT_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens,
-    )
+    return ModelDrafts(model=chosen, num_draft_tokens=num_draft_tokens)
 
 
 def check_draft_tokens(num_draft_tokens: int | None, *, has_model: bool) -> None:
@@ -320,30 +313,11 @@ def check_draft_model(model: LanguageModel, tokenizer: Tokenizer, draft_model: L
         return
     if tokenizer_digest(theirs.folder) != theirs.tokenizer:
         raise ModelError(f"{theirs.folder}: tokenizer.json was changed after the draft model was loaded; {SAME}")
-    compare(load_tokenizer(theirs.folder), tokenizer)
+    check_same(load_tokenizer(theirs.folder), tokenizer)
     _same.setdefault(tokenizer, set()).add(theirs.tokenizer)
 
 
 def check_folders(folder: Path, draft_folder: Path) -> None:
     """:func:`check_draft_model` before anything is loaded."""
     if tokenizer_digest(folder) != tokenizer_digest(draft_folder):
-        compare(load_tokenizer(draft_folder), load_tokenizer(folder))
-
-
-def compare(theirs: Tokenizer, ours: Tokenizer) -> None:
-    """Refuse tokenizers that differ: ``theirs`` is the draft model's, ``ours`` the model's."""
-    parts = ours.parts()
-    differing = [name for name, digest in theirs.parts().items() if parts[name] != digest]
-    if not differing:
-        return
-    what = f"its {differing[0]} are not the same" if differing[0].endswith("s") else f"its {differing[0]} is another"
-    if differing[0] == "vocabulary":
-        what = _first_token(theirs.get_vocab(), ours.get_vocab())
-    raise ModelError(f"the draft model's tokenizer differs: {what}")
-
-
-def _first_token(theirs: Mapping[str, int], ours: Mapping[str, int]) -> str:
-    there, here = ({place: token for token, place in vocabulary.items()} for vocabulary in (theirs, ours))
-    first = min(place for place in there.keys() | here.keys() if there.get(place) != here.get(place))
-    there_is, here_is = (repr(found[first])[:80] if first in found else "missing" for found in (there, here))
-    return f"token {first} is {there_is} there and {here_is} here"
+        check_same(load_tokenizer(draft_folder), load_tokenizer(folder))

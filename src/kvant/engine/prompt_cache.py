@@ -6,7 +6,7 @@ from typing import Any
 
 from kvant.cache import ModelCache
 from kvant.cache.prompt_file import PromptCacheFile
-from kvant.engine.limits import cache_options, check_count
+from kvant.engine.request import cache_options, check_count
 from kvant.models.caches import DEFAULT_RESERVATION
 from kvant.threads import check_process
 

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from kvant.engine.draw import Sampler, SeededSampler, draw_keys, draw_seeded, greedy
-from kvant.engine.filters import in_order, rows_of, with_rows
-from kvant.engine.processors import KINDS, Bias, Change, LogitsProcessor, Tokens, process_rows
+from kvant.engine.processors import KINDS, Bias, Change, LogitsProcessor, Tokens, as_ids
+from kvant.engine.sampler import Sampler, SeededSampler, draw_keys, draw_seeded, greedy, in_order, rows_of
 from kvant.errors import LogitsError
 from kvant.operators.exponential import logsumexp
 
@@ -20,7 +19,7 @@ BLOCK = 2**18  # logits that are drawn from at once on a CPU: more leave its cac
 class Row:
     """What a request brings to a step."""
 
-    sampler: Sampler  # of :func:`kvant.engine.draw.for_a_run`
+    sampler: Sampler  # of :func:`kvant.engine.sampler.for_a_run`
     processors: Sequence[Change]  # applied to the logits in order
     position: int  # tokens before the one to be sampled
     # these tokens, ids of the vocabulary; only looked at if there are processors. In an array they need not be known
@@ -102,34 +101,30 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
 
 
 def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.array]:
-    """One step of sampling for all rows: bit for bit what it is for each alone.
+    """One step of sampling for B rows: bit for bit what it is for each alone.
 
-    Options are checked already, against the vocabulary.
-
-    Args:
-        logits: (R, vocab) with R >= B; those behind the B rows are ignored.
-        rows: B requests.
-
-    Returns:
-        The tokens (B,) and their log-probabilities (B, vocab), not evaluated.
+    Logits (R, vocab), of which those behind the B rows are ignored -> tokens (B,) and log-probabilities (B, vocab), not
+    evaluated. Options are checked already, against the vocabulary.
     """
-    vocab_size = logits.shape[-1]
-    samplers: list[Sampler] = []
-    processors: list[Sequence[Change]] = []
-    for row in rows:
-        samplers.append(row.sampler if _is_ours(row.sampler) else _checked(row.sampler, (1,)))
-        processors.append([p if type(p) in KINDS else _checked(p, (1, vocab_size)) for p in row.processors])
+    samplers = [row.sampler if _is_ours(row.sampler) else _checked(row.sampler, (1,)) for row in rows]
     logits = (logits if len(logits) == len(rows) else logits[: len(rows)]).astype(mx.float32)
-    if processed := [number for number, own in enumerate(processors) if own]:
-        tokens = [rows[number].tokens for number in processed]
-        changed = process_rows(rows_of(logits, processed), tokens, [processors[number] for number in processed])
-        logits = with_rows(logits, processed, changed)
-    if masks := {number: row.mask for number, row in enumerate(rows) if row.mask is not None}:
-        masked = rows_of(logits, [*masks])
-        allowed = mx.array(memoryview(b"".join(masks.values()))).reshape(masked.shape)  # type: ignore[arg-type]
-        logits = with_rows(logits, [*masks], mx.where(allowed != 0, masked, -mx.inf))
+    if any(row.processors or row.mask is not None for row in rows):
+        logits = mx.concatenate([_processed(row, logits[number : number + 1]) for number, row in enumerate(rows)])
     logprobs = logits - logsumexp(logits)
     return _draw(logprobs, samplers, [row.position for row in rows]), logprobs
+
+
+def _processed(row: Row, logits: mx.array) -> mx.array:
+    """A row's logits (1, vocab) as its processors, and then its grammar, leave them."""
+    # Row by row, as in mlx-lm. All rows at once took 8 % less of 8 texts of pocket with three penalties (measured).
+    for processor in row.processors:
+        if isinstance(processor, KINDS):
+            logits = processor(row.tokens, logits)
+        else:
+            logits = _checked(processor, logits.shape)(as_ids(row.tokens), logits).astype(logits.dtype)
+    if row.mask is not None:
+        logits = mx.where(mx.array(memoryview(row.mask)) != 0, logits, -mx.inf)  # type: ignore[arg-type]
+    return logits
 
 
 def _draw(logprobs: mx.array, samplers: Sequence[Sampler], positions: Sequence[int]) -> mx.array:
@@ -159,7 +154,7 @@ def _no_token(sampler: Sampler, processors: Sequence[Change], logprob: float) ->
     if math.isfinite(logprob) or (logprob < 0 and not _is_ours(sampler)):
         return None
     called: list[Any] = [] if _is_ours(sampler) else [sampler]
-    called += [each for each in processors if type(each) not in KINDS]
+    called += [each for each in processors if not isinstance(each, KINDS)]
     names = ", ".join(repr(getattr(each, "__name__", type(each).__name__)) for each in called)
     blamed = f"{names} made them so, or " if called else ""
     return LogitsError(

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from kvant.engine.draw import Sampler, SeededSampler, greedy
-from kvant.engine.processors import LogitsProcessor, make_processors
+from kvant.engine.processors import Bias, Frequency, LogitsProcessor, Presence, Repetition
 from kvant.engine.row_sampling import check_options
+from kvant.engine.sampler import Sampler, SeededSampler, greedy
 from kvant.errors import ArgumentError, ModelError
 from kvant.fields import shown
 from kvant.files import read_optional
@@ -162,7 +162,7 @@ class SamplingOptions:
                 tuple(token for token in special_tokens if 0 <= token < vocab_size),
                 self.seed,
             )
-        made = make_processors(
+        made = make_logits_processors(
             self.logit_bias,
             self.repetition_penalty,
             self.repetition_context_size or CONTEXT_SIZE,
@@ -194,6 +194,42 @@ def check_ranges(**given: object) -> None:
         option = OPTIONS[name]
         if value is not None and not in_range(name, value):
             raise ArgumentError(name, f"is {value!r}; expected {option.metadata['expected']}")
+
+
+def make_logits_processors(
+    logit_bias: Mapping[int, float] | None = None,
+    repetition_penalty: float | None = None,
+    repetition_context_size: int = CONTEXT_SIZE,
+    presence_penalty: float | None = None,
+    presence_context_size: int = CONTEXT_SIZE,
+    frequency_penalty: float | None = None,
+    frequency_context_size: int = CONTEXT_SIZE,
+) -> list[LogitsProcessor]:
+    """mlx-lm's functions of (tokens so far, logits) that return new logits. They are applied in this order.
+
+    None and 0 leave one out.
+
+    Raises:
+        ArgumentError: a value outside its range.
+    """
+    check_ranges(
+        repetition_penalty=repetition_penalty or None,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_context_size=repetition_context_size,
+        presence_context_size=presence_context_size,
+        frequency_context_size=frequency_context_size,
+    )
+    made: list[LogitsProcessor] = []
+    if logit_bias:
+        made.append(Bias(tuple(logit_bias), tuple(logit_bias.values())))
+    if repetition_penalty and repetition_penalty != 1:
+        made.append(Repetition(repetition_penalty, repetition_context_size))
+    if presence_penalty:
+        made.append(Presence(presence_penalty, presence_context_size))
+    if frequency_penalty:
+        made.append(Frequency(frequency_penalty, frequency_context_size))
+    return made
 
 
 def in_range(name: str, value: object) -> bool:

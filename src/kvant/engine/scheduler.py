@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,11 +10,10 @@ import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
-from kvant.engine.batch_drafts import BatchDrafter, is_drafted
+from kvant.engine.batch_drafts import BatchDrafter
 from kvant.engine.decoding import BatchDecoder, Step, kernel_failures, pick
-from kvant.engine.drafts import DraftCounts
-from kvant.engine.limits import check_count
-from kvant.engine.request import CHUNK, FinishReason, Request, Token, check_drafts
+from kvant.engine.drafts import DraftCounts, check_drafts
+from kvant.engine.request import CHUNK, FinishReason, Request, Token, check_count
 from kvant.engine.row_sampling import Picked
 from kvant.engine.work import Answer, Work, check_request
 from kvant.errors import ArgumentError, ContextError, QueueFullError
@@ -194,6 +193,19 @@ class Scheduler:
         ready, self._ready = self._ready, []
         return ready
 
+    def answer(self, requests: Sequence[Request]) -> Iterator[Token]:
+        """Submit requests now, and iterate over their tokens as they come; an error of one is raised."""
+        for request in requests:
+            self.submit(request)
+        return self._rest()
+
+    def _rest(self) -> Iterator[Token]:
+        while not self.idle:
+            for token in self.step():
+                if token.error is not None:
+                    raise token.error
+                yield token
+
     def _admit(self) -> None:
         """Reserve the pages of the first that waits, if it can run next."""
         if self._prompt is not None or not self._waiting or self._pool.num_free == self._free_when_full:
@@ -266,10 +278,9 @@ class Scheduler:
         self.steps += 1
         self._queued = following
         if step.drafts is not None:
-            found = self._drafter.commit(step, picked)
-            for answer, draft, own in zip(step.answers, step.drafts, found, strict=True):
-                for place, each in enumerate(own):
-                    self._take([each], [answer], from_draft=is_drafted(draft, place, each))
+            for answer, own in zip(step.answers, self._drafter.commit(step, picked), strict=True):
+                for each, is_drafted in own:
+                    self._take([each], [answer], from_draft=is_drafted)
         else:
             self._take(pick(step.logits, step.answers) if picked is None else picked, step.answers)
         if not self._running:

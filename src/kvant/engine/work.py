@@ -8,11 +8,10 @@ import mlx.core as mx
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.engine.drafts import Drafter
-from kvant.engine.draw import Sampler, SeededSampler, for_a_run, for_answer, greedy
-from kvant.engine.limits import check_count, limit_in_words
 from kvant.engine.processors import KINDS, Change
-from kvant.engine.request import CHUNK, FinishReason, Request
+from kvant.engine.request import CHUNK, FinishReason, Request, check_count, limit_in_words
 from kvant.engine.row_sampling import Row, check_options
+from kvant.engine.sampler import Sampler, SeededSampler, for_a_run, for_answer, greedy
 from kvant.errors import ContextError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
@@ -150,12 +149,7 @@ class Answer:
     _seen: mx.array | None = None  # the tokens that processors were given last
 
     def row(self, after: Sequence[int] | mx.array = (), *, mask: bytes | None = None) -> Row:
-        """How its next token is sampled.
-
-        Args:
-            after: tokens behind those that it has; in an array they need not be known yet.
-            mask: of its grammar.
-        """
+        """How the token behind its own and ``after`` is sampled; in an array these need not be known yet."""
         tokens: Sequence[int] | mx.array = self.tokens
         processors, position = self.work.processors, len(self.tokens) + len(after)
         if processors and isinstance(after, mx.array):
@@ -205,11 +199,9 @@ class Answer:
     def waits(self) -> bool:
         """Whether its token has to be known before the next one is sampled.
 
-        Of several answers a caller's functions are called apart, so that an error is nobody else's, and kvant's own
-        processors look tokens up in Python.
+        Of several answers a caller's functions are called apart, so that an error is nobody else's.
         """
-        alone = self.sequence.pool.alone
-        return self.matcher is not None or (not alone and bool(self.sees_tokens or self.work.processors))
+        return self.matcher is not None or (self.work.calls_out and not self.sequence.pool.alone)
 
 
 def check_request(
@@ -271,7 +263,7 @@ def check_request(
         grammar=grammar,
         stop_tokens=stop_tokens,
         calls_out=not (sampler is greedy or isinstance(sampler, SeededSampler))
-        or any(type(processor) not in KINDS for processor in processors),
+        or any(not isinstance(processor, KINDS) for processor in processors),
         cache=cache,
         held=held,
         limit=limit,

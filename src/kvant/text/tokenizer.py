@@ -299,3 +299,22 @@ def _ids(given: Any) -> list[int]:
     if wrong := [token for token in ids if not 0 <= token < MAX_IDS]:
         raise ValueError(f"token id {str(wrong[0])[:80]}; expected 0 to {MAX_IDS - 1}")
     return ids
+
+
+def check_same(theirs: Tokenizer, ours: Tokenizer) -> None:
+    """Refuse a draft model's tokenizer that differs from the model's, ``ours``."""
+    parts = ours.parts()
+    differing = [name for name, digest in theirs.parts().items() if parts[name] != digest]
+    if not differing:
+        return
+    what = f"its {differing[0]} are not the same" if differing[0].endswith("s") else f"its {differing[0]} is another"
+    if differing[0] == "vocabulary":
+        what = _first_token(theirs.get_vocab(), ours.get_vocab())
+    raise ModelError(f"the draft model's tokenizer differs: {what}")
+
+
+def _first_token(theirs: Mapping[str, int], ours: Mapping[str, int]) -> str:
+    there, here = ({place: token for token, place in vocabulary.items()} for vocabulary in (theirs, ours))
+    first = min(place for place in there.keys() | here.keys() if there.get(place) != here.get(place))
+    there_is, here_is = (repr(found[first])[:80] if first in found else "missing" for found in (there, here))
+    return f"token {first} is {there_is} there and {here_is} here"

@@ -11,9 +11,9 @@ import pytest
 from support.metal_host import host_pytest_skip
 from support.operator_cases import QuantizedTally
 from support.pmx_cases import Call, plain_case
+from support.runs import Run
 
 from kvant.cache import QuantizedKVCache
-from kvant.engine.run import Run
 from kvant.models import Decoder
 from kvant.operators import dispatch
 from kvant.operators.kernels import launch

@@ -23,10 +23,10 @@ from support.checkpoints import (
 )
 from support.command import QUESTION, call
 from support.numbers import relative_error
+from support.runs import Run
 
 import kvant
 from kvant.engine.load import POCKET, find_model, load_model
-from kvant.engine.run import Run
 from kvant.errors import ConvertError, KvantError, ModelError
 from kvant.tools.convert.convert import convert_folder
 from kvant.tools.convert.weight_format import WeightFormat

@@ -13,8 +13,8 @@ from kvant.cli.progress import LateProgress
 from kvant.cli.session import Session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.conversation import Conversation, Overflow
-from kvant.engine.draw import for_answer
-from kvant.engine.request import check_drafts
+from kvant.engine.drafts import check_drafts
+from kvant.engine.sampler import for_answer
 from kvant.engine.sampling import SamplingOptions
 from kvant.engine.stream import GenerationResponse
 from kvant.errors import ContextError, PromptError

@@ -15,12 +15,12 @@ import mlx.core as mx
 from kvant.bridge.config import is_bridged
 from kvant.cache import ModelCache
 from kvant.cache.pages import PAGE_SIZE, pages_for
+from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.drafts import DraftCounts, Drafts, drafts_of
-from kvant.engine.draw import greedy
 from kvant.engine.load import load_model
-from kvant.engine.model_drafts import DEFAULT_DRAFT_TOKENS, ModelDrafts
-from kvant.engine.request import Request
-from kvant.engine.run import Run
+from kvant.engine.model_drafts import ModelDrafts
+from kvant.engine.request import Request, Token
+from kvant.engine.sampler import greedy
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import BenchError, CheckpointError
 from kvant.files import read_json
@@ -30,6 +30,12 @@ from kvant.tools.bench.engines import KVANT_GROUP, EngineSpec
 
 Tokens = Generator[int, None, None]
 StreamTokens = Generator[tuple[int, int], None, None]
+
+
+def _token(new: Token) -> int:
+    if new.token is None:
+        raise BenchError(f"a request ended: {new.finish_reason}")
+    return new.token
 
 
 class Kvant:
@@ -55,17 +61,17 @@ class Kvant:
         """Give greedy tokens, with a cache made when the first is asked for; ``ahead`` steps more are queued."""
         self._cache = None  # frees the last run's before the next is reserved
         cache = self._cache = self._model.make_cache(len(prompt) + max_tokens, **self._cache_options)
-        step_size = self._prefill_step_size
         drafts: Drafts | None
         if self._draft_model is None:
             drafts = drafts_of(self._spec.draft)
         else:
-            count, vocab_size = self._spec.num_draft_tokens or DEFAULT_DRAFT_TOKENS, self._model.config.vocab_size
-            drafts = ModelDrafts(model=self._draft_model, vocab_size=vocab_size, num_draft_tokens=count)
-        run = Run(self._model, prompt, cache, max_tokens=max_tokens + ahead, prefill_step_size=step_size, drafts=drafts)
-        for token, _ in islice(run, max_tokens):
-            self.drafts = run.drafts
-            yield token
+            drafts = ModelDrafts(model=self._draft_model, num_draft_tokens=self._spec.num_draft_tokens)
+        scheduler = CacheScheduler(self._model, cache, prefill_step_size=self._prefill_step_size)
+        beside = None if drafts is None else drafts.beside(cache)
+        request = Request(prompt, max_tokens + ahead, drafts=beside, keep_logprobs=True)
+        for new in islice(scheduler.answer([request]), max_tokens):
+            self.drafts = None if drafts is None else scheduler.drafts
+            yield _token(new)
 
     def streams(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> StreamTokens:
         """Give greedy tokens with the numbers of their prompts: through a pool, or one by one."""
@@ -79,13 +85,8 @@ class Kvant:
         pool = self._model.make_pool(tokens, **sizes, **self._cache_options)
         scheduler = Scheduler(self._model, pool, max_batch=len(prompts))
         numbers = {Request(prompt, max_tokens): number for number, prompt in enumerate(prompts)}
-        for request in numbers:
-            scheduler.submit(request)
-        while not scheduler.idle:
-            for new in scheduler.step():
-                if new.token is None:
-                    raise new.error or BenchError(f"a request ended: {new.finish_reason}")
-                yield numbers[new.request], new.token
+        for new in scheduler.answer([*numbers]):
+            yield numbers[new.request], _token(new)
 
     def cache_size(self) -> tuple[int, int]:
         """Bytes of the last run's cache, and the tokens it has room for."""

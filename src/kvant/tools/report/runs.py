@@ -10,7 +10,8 @@ from statistics import median
 import mlx.core as mx
 
 from kvant.cache import AttentionCache, ModelCache
-from kvant.engine.run import Run
+from kvant.engine.cache_scheduler import CacheScheduler
+from kvant.engine.request import Request
 from kvant.errors import KvantError, LogitsError
 from kvant.models import Decoder, LanguageModel
 from kvant.operators.bias_split import BiasSplit
@@ -195,9 +196,10 @@ def timing_room(model: LanguageModel) -> int:
 def _decode(model: LanguageModel, cache: ModelCache) -> list[float]:
     if cache.can_trim_to(cache.offset - STEPS - 1):
         cache.trim(STEPS + 1)
-    steps = Run(model, [0], cache, max_tokens=STEPS + 1)  # any token takes the same time
+    scheduler = CacheScheduler(model, cache)
+    request = Request([*scheduler.ids, 0], STEPS + 1, keep_logprobs=True)  # any token takes the same time
     times = []
     with suppress(LogitsError):
-        for _ in steps:
+        for _ in scheduler.answer([request]):
             times.append(time.perf_counter())  # noqa: PERF401, those before an error count
     return [(after - before) * 1e3 for before, after in pairwise(times)]

@@ -1,6 +1,8 @@
-"""Errors and interruptions of requests in a batch: whose they are, and what is left."""
+"""Errors and interruptions of answers: whose they are, and what is left; logits that are no numbers among them."""
 
 import math
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,11 +13,14 @@ from support.counts import count
 from support.drafts import draft_by_chance
 from support.interruption import Interruption
 
+from kvant import batch_generate, generate, stream_generate
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Request
 from kvant.engine.scheduler import Scheduler
+from kvant.errors import LogitsError
 from kvant.models import Decoder
 from kvant.sample_utils import make_sampler
+from kvant.text.grammar import Grammars
 
 Pocket = tuple[Decoder, Any]
 
@@ -24,9 +29,14 @@ def _fails(*arguments: mx.array) -> mx.array:
     raise ZeroDivisionError("mine")
 
 
+def _ends(*arguments: mx.array) -> mx.array:
+    raise StopIteration  # would be taken for the answer's end
+
+
 FAILING: dict[str, tuple[dict[str, Any], str]] = {
     "a sampler": ({"sampler": _fails}, "mine"),
     "a processor": ({"logits_processors": [_fails]}, "mine"),
+    "an iterator's end": ({"sampler": _ends}, "raised StopIteration"),
     "two tokens": ({"sampler": lambda logprobs: mx.array([3, 4])}, "expected"),
     "an unknown token": ({"sampler": lambda logprobs: mx.array([99_999])}, "the sampler picked token 99999"),
     "a negative token": ({"sampler": lambda logprobs: mx.array([-1])}, "the sampler picked token -1"),
@@ -103,7 +113,7 @@ def test_an_interruption_ends_all_and_the_scheduler_goes_on(
     def made() -> tuple[Scheduler, list[Request]]:
         draft_by_chance(monkeypatch, 4)
         scheduler, pool = scheduler_of(model, max_batch=4)
-        drafts = ModelDrafts(model=model, vocab_size=model.config.vocab_size).beside(pool) if drafting else None
+        drafts = ModelDrafts(model=model).beside(pool) if drafting else None
         pools[:] = [pool, drafts.pool] if drafts else [pool]
         options: list[tuple[list[int], int, int]] = [(heldout_ids[:140], 6, 2), ([5, 6], 9, 1)]
         return scheduler, [Request(ids, tokens, answers=answers, drafts=drafts) for ids, tokens, answers in options]
@@ -119,3 +129,71 @@ def test_an_interruption_ends_all_and_the_scheduler_goes_on(
         assert [pool.num_sequences for pool in pools] == [0] * len(pools), at
         told = run_all(scheduler, requests[1:])
         assert ids_of(told[requests[1]]) == alone(model, requests[1])
+
+
+PROMPT = [300, 301, 302, 300, 301, 302, 300, 301]
+SAMPLERS = {"greedy": None, "drawn": make_sampler(1.0, seed=1), "filtered": make_sampler(0.7, 0.9, top_k=5, seed=1)}
+
+
+@pytest.fixture(params=[math.nan, math.inf])
+def damaged(pocket: Pocket, request: pytest.FixtureRequest) -> Pocket:
+    """A model one of whose norms has such a number."""
+    model = copy(pocket[0])
+    *layers, last = model.layers
+    norms = {role: weight * request.param for role, weight in last.norms.items()}
+    model.layers = (*layers, replace(last, norms=norms))
+    return model, pocket[1]
+
+
+def no_numbers(tokens: mx.array, logits: mx.array) -> mx.array:
+    return logits * math.nan if tokens.size > len(PROMPT) else logits
+
+
+def none_possible(tokens: mx.array, logits: mx.array) -> mx.array:
+    return mx.full(logits.shape, -math.inf)
+
+
+@pytest.mark.parametrize("draft", ["none", "prompt"])
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_damaged_weights_are_one_error(damaged: Pocket, sampler: Any, draft: str) -> None:
+    for call, prompt in ((generate, PROMPT), (batch_generate, [PROMPT, [4]])):
+        with pytest.raises(LogitsError, match=r"NaN.*weights"):
+            call(*damaged, prompt, max_tokens=5, sampler=sampler, draft=draft)  # type: ignore[operator]
+
+
+def test_a_grammar_makes_no_answer_of_them(damaged: Pocket) -> None:
+    model, tokenizer = damaged
+    grammar = Grammars(tokenizer, len(tokenizer)).compile("json_schema", {})
+    request = Request(PROMPT, max_tokens=9, stop_tokens=tokenizer.eos_token_ids, logits_processors=[grammar])
+    (token,) = run_all(scheduler_of(model)[0], [request])[request]
+    assert isinstance(token.error, LogitsError)
+
+
+@pytest.mark.parametrize("draft", ["none", "prompt"])
+@pytest.mark.parametrize("processor", [no_numbers, none_possible])
+def test_a_processor_that_makes_them_is_named(pocket: Pocket, processor: Any, draft: str) -> None:
+    model, tokenizer = pocket
+    cache = model.make_cache(64)
+    options: dict[str, Any] = {"logits_processors": [processor], "max_tokens": 9, "draft": draft}
+    with pytest.raises(LogitsError, match=processor.__name__):
+        list(stream_generate(model, tokenizer, PROMPT, prompt_cache=cache, **options))
+    assert cache.offset == (len(PROMPT) if processor is no_numbers else 0)
+
+
+def test_a_prompt_cache_with_them(pocket: Pocket) -> None:
+    model, tokenizer = pocket
+    cache = model.make_cache(64)
+    generate(model, tokenizer, PROMPT, max_tokens=2, prompt_cache=cache)
+    cache[0].arrays[:] = [a * math.nan if mx.issubdtype(a.dtype, mx.floating) else a for a in cache[0].arrays]
+    with pytest.raises(LogitsError, match="cache"):
+        generate(model, tokenizer, [9], max_tokens=2, prompt_cache=cache)
+
+
+def _without_seven(tokens: mx.array, logits: mx.array) -> mx.array:
+    return mx.where(mx.arange(logits.shape[-1]) == 7, -math.inf, logits)
+
+
+def test_what_no_sampler_of_kvants_picks_may_be_picked(pocket: Pocket) -> None:
+    """A caller's sampler may pick a token that its processors made impossible."""
+    options: dict[str, Any] = {"sampler": lambda logprobs: mx.array([7]), "logits_processors": [_without_seven]}
+    assert [r.token for r in stream_generate(*pocket, PROMPT, max_tokens=3, **options)] == [7] * 3

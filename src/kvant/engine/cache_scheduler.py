@@ -2,15 +2,12 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 
 from kvant.cache import KVCache
 from kvant.engine.decoding import kernel_failures
-from kvant.engine.drafts import DraftCounts, Drafts
-from kvant.engine.limits import check_count
-from kvant.engine.request import PREFILL_STEP_SIZE, FinishReason, Request, Token
+from kvant.engine.request import PREFILL_STEP_SIZE, Request, Token, check_count
 from kvant.engine.scheduler import Scheduler
 from kvant.engine.work import Work
 from kvant.models import LanguageModel
@@ -136,54 +133,3 @@ class CacheScheduler(Scheduler):
         if go_back and cache.ahead:
             cache.go_back(self._kept)
         self._found = cache.step, cache.offset, cache.ahead
-
-
-class Run:
-    """One request on a cache, for whoever wants tokens without text. Iterating it generates.
-
-    Attributes:
-        scheduler: keeps the last token, or ends the run.
-        generated: token ids that were handed out.
-        from_draft: whether the last one was drafted.
-        finish_reason: None while there may be more.
-    """
-
-    def __init__(
-        self,
-        model: LanguageModel,
-        prompt: Sequence[int],
-        cache: Sequence[KVCache],
-        *,
-        max_tokens: int = -1,
-        prefill_step_size: int = PREFILL_STEP_SIZE,
-        drafts: Drafts | None = None,
-        **options: Any,
-    ) -> None:
-        """Check everything; nothing is fed yet. The arguments are those of :class:`Request`."""
-        self.scheduler = scheduler = CacheScheduler(model, cache, prefill_step_size=prefill_step_size)
-        self.generated: list[int] = []
-        self.from_draft = False
-        self.finish_reason: FinishReason | None = None
-        self._drafts = None if drafts is None else drafts.beside(scheduler.cache)
-        ids = scheduler.ids + list(prompt) if prompt else ()
-        scheduler.submit(Request(ids, max_tokens, drafts=self._drafts, keep_logprobs=True, **options))
-
-    @property
-    def drafts(self) -> DraftCounts | None:
-        """What drafts did; None: there are none."""
-        return None if self._drafts is None else self.scheduler.drafts
-
-    def __iter__(self) -> "Run":
-        return self
-
-    def __next__(self) -> tuple[int, mx.array]:
-        """The next token and its log-probabilities (vocab,)."""
-        while not self.finish_reason and not self.scheduler.idle:
-            for token in self.scheduler.step():
-                if token.error is not None:
-                    raise token.error
-                self.finish_reason, self.from_draft = token.finish_reason, token.from_draft
-                if token.token is not None and token.logprobs is not None:
-                    self.generated.append(token.token)
-                    return token.token, token.logprobs
-        raise StopIteration
