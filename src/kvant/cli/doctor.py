@@ -69,6 +69,7 @@ def doctor(
         if bench is not None:
             from kvant.tools.doctor.bench import figures, measure_machine
 
+            del record["record"]  # it names a folder of the user's
             record |= measure_machine(partial(terminal.say, quiet=quiet))
             bench.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             parts = chain(parts, (f"{name}: {figure}" for name, figure in figures(record)))

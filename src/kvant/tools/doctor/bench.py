@@ -95,6 +95,12 @@ def figures(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         for each in model["memory"]:
             name = f"peak of {model['model']} with {each['tokens']:,} tokens, divided by its plan"
             found.append((name, f"{each['peak'] / each['planned']:.2f}"))
+    if record.get("start"):
+        start = record["start"]
+        kinds = (
+            f"{kind} {start[f'{kind}_instances']} instances, {start[f'{kind}_ms']:.0f} ms" for kind in ("cold", "warm")
+        )
+        found.append((f"start of the kernel, {start['use']}", ", ".join(kinds)))
     if record["command_ms"]:
         first, *later = record["command_ms"]
         found.append(("the whole command, one token of pocket", f"{first:.0f} ms, then {median(later):.0f} ms"))

@@ -4,20 +4,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import mlx.core as mx
 
-from kvant.cache.pages import pages_for
 from kvant.errors import one_line
 from kvant.operators import kernel_record
 from kvant.operators.kernel_record import RIGHT
 from kvant.operators.kernels.attend import HEAD_DIMS
 from kvant.operators.kernels.launch import Backend
-from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
-from kvant.operators.paged_kernel import step_pages
 from kvant.operators.probe import Call, KernelUse, Trial, num_instances, probe_calls, probe_failure
-from kvant.operators.quantization import quantized_dtype
+from kvant.tools.doctor.attention import kvant_step
 from kvant.tools.statistics import median_ms
 
 # Query and kv heads, head_dim and bits, of a cache of TOKENS.
@@ -113,17 +109,12 @@ def _try(H: int, K: int, D: int, bits: int, backend: Backend) -> KernelResult:
 
 def _step_ms(H: int, K: int, D: int, bits: int, backend: Backend | None) -> float:
     """Of a step's attention through a full cache of zeros."""
-    shape, width = (2, K, TOKENS), D // 2 if bits == 4 else D
-    arrays = [mx.zeros((*shape, width), quantized_dtype(bits) if bits else mx.float16)]
-    arrays += [mx.zeros((*shape, D // 32), mx.float16)] if bits else []
-    query, key = mx.ones((1, H, 1, D), mx.float16), mx.ones((1, K, 1, D), mx.float16)
-    pages = step_pages([range(pages_for(TOKENS))], [0], [TOKENS - 1], TOKENS, None)
-    rows = PagedRows([(TOKENS - 1, TOKENS)], [[(0, TOKENS)]], [0], None, pages)
-    form: dict[str, Any] = {"quant_bit": bits, "quant_group": 32, "backend": backend}
-    mx.eval(arrays, query, key)
+    step = kvant_step((H, K, D), TOKENS, mx.float16, bits=bits, backend=backend)
+    query = mx.ones((1, H, 1, D), mx.float16)
+    mx.eval(query)
 
-    def step() -> None:
-        mx.eval(append_and_attend_paged(query, key, key, arrays, rows, **form)[0])
+    def run() -> None:
+        mx.eval(step(query))
         mx.synchronize()
 
-    return median_ms(step, REPEATS)
+    return median_ms(run, REPEATS)
