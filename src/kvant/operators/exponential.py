@@ -5,6 +5,7 @@ Measured on a 2-core AMD EPYC with MLX 0.32.4: 18 ns a number for ``mx.exp``, 23
 
 import math
 import platform
+from functools import partial
 
 import mlx.core as mx
 
@@ -19,10 +20,17 @@ def by_powers(x: mx.array) -> bool:
 
 
 def silu_times(gate: mx.array, up: mx.array) -> mx.array:
-    """silu(gate) * up, of arrays of one shape; silu(x) = x / (1 + exp(-x))."""
+    """silu(gate) * up, of arrays of one shape; silu(x) = x / (1 + exp(-x)). On a GPU one launch."""
+    if mx.default_device().type == mx.gpu:
+        return _swiglu(gate, up)
     if not by_powers(gate):
         return gate * mx.sigmoid(gate) * up
     return gate / (1.0 + mx.power(math.exp(-1), gate)) * up
+
+
+@partial(mx.compile, shapeless=True)
+def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    return gate * mx.sigmoid(gate) * up
 
 
 def softmax_parts(scores: mx.array) -> tuple[mx.array, mx.array | None]:

@@ -1,15 +1,26 @@
-"""How many launches the fused path queues for a token, counted in the graph MLX traces."""
+"""How many launches a token takes: of the fused path, and of a whole step beside mlx-lm's. Counted in MLX's graph."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models import qwen2
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model as load_mlx_lm
 
+import kvant
+from kvant.models import load_decoder
+from kvant.operators import exponential
 from kvant.operators.kernels import launch as launch_module
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
 from kvant.operators.paged_kernel import step_pages
+from kvant.tools.bench.shapes import Shape, write_random
 
 # Launches of an operation whose arrays are row contiguous, by MLX 0.32's sources under mlx/backend/. In a write the old
 # array is donated, which costs none: nothing else holds a cache's arrays. An operation that is not here fails the test.
@@ -18,8 +29,10 @@ LAUNCHES = {
     "Concatenate": 2,  # metal/slicing.cpp: a copy of each of two arrays
     **dict.fromkeys(("CustomKernel", "ScatterAxis", "SliceUpdate", "AsType"), 1),
     **dict.fromkeys(("Add", "Arange", "Gather", "Less", "Remainder", "Select", "Subtract"), 1),
+    **dict.fromkeys(("AddMM", "Matmul", "QuantizedMatmul", "Multiply", "Sigmoid", "BitwiseBinary"), 1),
     # They hand on the same bytes (gpu/primitives.cpp, common/common.cpp).
     **dict.fromkeys(("Broadcast", "ExpandDims", "Reshape", "Flatten", "Slice", "Squeeze", "Transpose", "View"), 0),
+    **dict.fromkeys(("Split", "Unflatten"), 0),
 }
 H, K, D, ROWS = 14, 2, 64, 1024
 
@@ -36,16 +49,23 @@ def _traced(function: Callable[..., Any], *arrays: mx.array) -> list[str]:
     for record in (record for record in records if record["type"] == "primitive"):
         name, arguments = record["name"], record["arguments"]
         inputs = [(array, shape) for array, shape, _ in record["inputs"]]
-        output, output_shape, _ = record["outputs"][0]
-        if name == "Transpose" or (name == "Broadcast" and math.prod(output_shape) > math.prod(inputs[0][1])):
-            apart.add(output)
+        (first, shape), (_, output_shape, _) = inputs[0], record["outputs"][0]
+        outputs = [array for array, *_ in record["outputs"]]
+        if name == "Transpose":
+            moved = [axis for axis in arguments[0] if shape[axis] > 1]
+            apart.update(outputs if moved != sorted(moved) else ())
+        elif name in ("Slice", "Split"):
+            cut = next((axis for axis, size in enumerate(output_shape) if size != shape[axis]), 0)
+            apart.update(outputs if math.prod(output_shape[:cut]) > 1 else ())
+        elif name == "Broadcast":
+            apart.update(outputs if math.prod(output_shape) > math.prod(shape) else ())
         if name == "CustomKernel":
             launches += ["copied" for array, _ in inputs if array in apart]
-        if name == "Flatten" and inputs[0][0] in apart:
-            merged = inputs[0][1][arguments[0] : arguments[1] + 1]
+        if name in ("Flatten", "Reshape") and first in apart:
+            merged = shape[arguments[0] : arguments[1] + 1] if name == "Flatten" else shape
             launches += ["copied"] if sum(size > 1 for size in merged) > 1 else []
-        elif LAUNCHES[name] == 0 and inputs[0][0] in apart:
-            apart.add(output)
+        elif LAUNCHES[name] == 0 and first in apart:
+            apart.update(outputs)
         launches += [name] * LAUNCHES[name]
     return launches
 
@@ -108,3 +128,74 @@ def test_mlx_gets_the_text_without_comments(name: str, monkeypatch: pytest.Monke
     text = given["header"] + given["source"]
     assert "KVANT_UNROLL\nfor (" in text
     assert not any(mark in text for mark in ("//", "/*", "\n\n", "\n "))
+
+
+SHAPE = Shape("launches", "qwen2", 896, 2, 14, 2, 64, 256, 512, True, large_key_bias=True)  # a layer as of 0.5B
+
+
+def _one_launch(name: str) -> Callable[..., mx.array]:
+    """A function of MLX that is one launch on a GPU, and several operations where there is none."""
+
+    def call(x: mx.array, *others: Any, **_: Any) -> mx.array:
+        arrays = [x, *(other for other in others if isinstance(other, mx.array) and name != "rms_norm")]
+        names = [f"x{i}" for i in range(len(arrays))]
+        kernel = mx.fast.metal_kernel(
+            name=name, input_names=names, output_names=["y"], source=f"y[0] = x0[0]; // {name}"
+        )
+        shape = (*x.shape[:-1], arrays[-1].shape[-1])
+        one: dict[str, Any] = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
+        return kernel(inputs=arrays, output_shapes=[shape], output_dtypes=[x.dtype], **one)[0]
+
+    return call
+
+
+@pytest.fixture(scope="module", params=[0, 4], ids=["bfloat16", "4-bit weights"])
+def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[Path]]:
+    """The bits of the weights, and models of one layer and of two."""
+    folders = [tmp_path_factory.mktemp("launches") for _ in range(2)]
+    for layers, folder in enumerate(folders, start=1):
+        write_random(replace(SHAPE, num_hidden_layers=layers), folder, bits=request.param, group_size=32)
+    return request.param, folders
+
+
+def test_a_layer_takes_fewer_launches_than_mlx_lm_s(
+    weights: tuple[int, list[Path]], gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token through kvant's layer, through mlx-lm's with kvant's cache, and with its own, which is not quantized.
+
+    Nothing of a token is copied, and nothing is made float32. mlx-lm's attention to 1,024 tokens and more takes one
+    launch more than is counted here.
+    """
+    bits, folders = weights
+    found: dict[str, list[Counter[str]]] = {"kvant": [], "bridged": [], "mlx-lm": []}
+    made = [(load_decoder(folder), load_mlx_lm(folder)[0]) for folder in folders]
+    caches = [
+        (own.make_cache(64), kvant.make_prompt_cache(theirs, 64), make_prompt_cache(theirs)) for own, theirs in made
+    ]
+    for (_, theirs), (*_, full) in zip(made, caches, strict=True):
+        theirs(mx.arange(9)[None], cache=full)  # its arrays are there
+        mx.eval([layer.state for layer in full])
+    for name in ("rms_norm", "rope", "scaled_dot_product_attention"):
+        monkeypatch.setattr(mx.fast, name, _one_launch(name))
+    for module in (exponential, qwen2):  # compiled by both
+        monkeypatch.setattr(module, "_swiglu" if module is exponential else "swiglu", _one_launch("swiglu"))
+    for (own, theirs), (cache, bridged, full) in zip(made, caches, strict=True):
+
+        def step(token: mx.array, own: Any = own, cache: Any = cache) -> mx.array:
+            hidden: mx.array = own.hidden_states(token, None, cache)
+            cache.commit(ids=[[5]])
+            return own.logits(hidden)
+
+        ways = {
+            "kvant": step,
+            "bridged": partial(theirs, cache=bridged),
+            "mlx-lm": partial(theirs, cache=full),
+        }
+        for name, way in ways.items():
+            found[name].append(Counter(_traced(way, mx.array([[5]]))))
+    a_layer = {name: two - one for name, (one, two) in found.items()}
+    del a_layer["mlx-lm"]["copied"]  # of what stands in for its attention, which takes rows that are apart
+    assert not {"copied", "AsType"} & {name for own in a_layer.values() for name in own}
+    more = 3 if bits else 0  # mlx-lm adds the biases of queries, keys and values as it multiplies, if they are floats
+    totals = {name: own.total() for name, own in a_layer.items()}
+    assert totals == {"kvant": 16, "bridged": 19 + more, "mlx-lm": 17 + more}
