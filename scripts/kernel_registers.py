@@ -1,12 +1,15 @@
 """Prints what the fused kernel's CUDA text takes, compiled by nvcc for sm_90: registers, spills, stack, shared memory.
 
 python scripts/kernel_registers.py
+python scripts/kernel_registers.py --metal FOLDER    writes Metal's text of each instance there instead, to be read
 
 The first pass twice: with as many queries a simdgroup as on CUDA, and as on Metal, whose threads have 128 registers.
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import kvant.blas  # noqa: F401  # isort: skip  (before MLX: it loads a faster one)
@@ -38,7 +41,6 @@ class Shape:
     softcap: float = 0.0
     alibi: bool = False
     mask: bool = False
-    queries: int = 0  # of a simdgroup, at most; 0: the default
 
 
 SHAPES = {
@@ -50,7 +52,6 @@ SHAPES = {
     "Qwen3-4B 32/8/128, int8": Shape(32, 8, 128, 8),
     "Qwen3-4B 32/8/128, int4": Shape(32, 8, 128, 4),
     "Qwen3-4B 32/8/128, bfloat16": Shape(32, 8, 128, 0),
-    "Qwen3-4B 32/8/128, int8, 2 queries": Shape(32, 8, 128, 8, queries=2),
     "Qwen3-4B 32/8/128, int8, pages": Shape(32, 8, 128, 8, paged=True),
     "Qwen3-4B 32/8/128, int8, 8 new tokens": Shape(32, 8, 128, 8, S=8),
     "gpt-oss-20b 64/8/64, int8, window, sinks": Shape(64, 8, 64, 8, window=128, sinks=True),
@@ -63,7 +64,7 @@ SHAPES = {
 }
 
 
-def run(shape: Shape, backend: launch.Backend, tokens: int = TOKENS) -> None:
+def run(shape: Shape, backend: launch.Backend, tokens: int = TOKENS) -> list[mx.array]:
     """One call of attention and one of the append, with bfloat16 queries and a cache of `tokens` rows."""
     H, K, S, D, pairs = shape.H, shape.K, shape.S, shape.D, shape.pairs
     width = D + shape.Dv
@@ -71,7 +72,7 @@ def run(shape: Shape, backend: launch.Backend, tokens: int = TOKENS) -> None:
     lead = [1 if shape.Dv else 2, K, tokens] if shape.paged else [1, 1, 1 if shape.Dv else 2, K, tokens]
     group = GROUP if D % GROUP == 0 else 16
     split = BiasSplit(mx.zeros((K, 2, pairs)), tuple(range(pairs)), mx.zeros((2, pairs, tokens)), mx.zeros((K, D)))
-    attend_fused(
+    output = attend_fused(
         mx.zeros((1, H, S, D), mx.bfloat16),
         mx.zeros((*lead, stored), dtype),
         mx.zeros((*lead, width // group), mx.float16) if shape.bits else None,
@@ -87,26 +88,41 @@ def run(shape: Shape, backend: launch.Backend, tokens: int = TOKENS) -> None:
         softcap=shape.softcap,
         is_alibi=shape.alibi,
         mask=mx.zeros((S, tokens)) if shape.mask else None,
-        queries=shape.queries or attend.QUERIES[backend],
         backend=backend,
     )
-    if shape.bits:
-        new = (mx.zeros((1, K, S, of), mx.bfloat16) for of in (D, shape.Dv or D))
-        attend.quantize_tokens(*new, quant_bit=shape.bits, quant_group=group, scale_dtype=mx.float16, backend=backend)
+    if not shape.bits:
+        return [output]
+    new = (mx.zeros((1, K, S, of), mx.bfloat16) for of in (D, shape.Dv or D))
+    form: dict[str, Any] = {"quant_bit": shape.bits, "quant_group": group, "scale_dtype": mx.float16}
+    return [output, *attend.quantize_tokens(*new, **form, backend=backend)]
 
 
 def texts(shape: Shape, registers: launch.Backend = "cuda") -> dict[str, str]:
     """The CUDA text of a shape's kernels, by the functions' names. registers: for whose queries are distributed."""
     found: dict[str, str] = {}
-    with patch.object(mx.fast, "cuda_kernel", recording(found)):
+    own = patch.dict(attend.QUERIES, cuda=attend.QUERIES[registers])
+    with own, patch.object(mx.fast, "cuda_kernel", recording(found)):
         launch._kernel.cache_clear()  # kernels already made put their text elsewhere
-        run(replace(shape, queries=shape.queries or attend.QUERIES[registers]), "cuda")
+        run(shape, "cuda")
         launch._kernel.cache_clear()
     return found
 
 
+def metal_texts(shape: Shape) -> dict[str, str]:
+    """Metal's text of a shape's kernels as MLX generates it, by the functions' names."""
+    records: list[dict[str, Any]] = []
+    mx.export_function(records.append, lambda _: run(shape, "metal"), mx.array(0))
+    kernels = (record["arguments"] for record in records if record.get("name") == "CustomKernel")
+    return {name: text for name, text, *_ in kernels}
+
+
 def main() -> int:
     """A line a kernel; 1 where one has anything in memory."""
+    if len(sys.argv) == 3 and sys.argv[1] == "--metal":
+        for shape in SHAPES.values():
+            for function, text in metal_texts(shape).items():
+                (Path(sys.argv[2]) / f"{function}.metal").write_text(text, encoding="utf-8")
+        return 0
     in_memory = False
     for name, shape in SHAPES.items():
         for registers in ("cuda", "metal"):

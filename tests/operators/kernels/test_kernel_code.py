@@ -84,3 +84,23 @@ def test_nvcc_keeps_everything_in_registers(shape: Shape) -> None:
         assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), kernel
         assert kernel.registers <= 255
         assert kernel.shared_bytes <= 48 * 1024
+
+
+ROWS = 64 * 131072  # of a pool: 64 sequences of 131,072 tokens
+
+
+@pytest.mark.parametrize("name", ["attend", "combine", "append"])
+def test_what_counts_over_heads_and_sequences_has_64_bits(name: str) -> None:
+    """With 8 heads of 128 they are 8.6e9 elements. Only a row of one head is counted with 32 bits, in words."""
+    text = launch._code(f"{name}.h")
+    wide = {
+        "attend": ("first_key", "first_value", "first_out", "out"),
+        "combine": ("first_split",),
+        "append": ("source", "stored"),
+    }
+    for index in wide[name]:
+        assert f"const size_t {index} = " in text
+    assert "out[size_t(query) * DIM" in text or name != "combine"
+    assert "mask[size_t(" in text or name != "attend"
+    # Keys and values of the widest heads side by side, half precision; of 8 bits half of that.
+    assert (ROWS - 1) * (2 * max(HEAD_DIMS) * 16 // 32) + 2 * max(HEAD_DIMS) * 16 // 32 - 1 < 2**32

@@ -47,7 +47,6 @@ def attend(
     pairs: tuple[int, ...] = (),
     rotation: mx.array | None = None,
     value_bias: mx.array | None = None,
-    queries: int | None = None,
     backend: Backend,
 ) -> mx.array:
     """Attention of S new tokens that the cache already holds. Unchecked: see :func:`unsupported_reason`.
@@ -71,7 +70,6 @@ def attend(
         first: (B,) integers, with ``pages``: the position of a sequence's first row.
         rows: that the longest sequence has, the new ones included; None: not known, as many as there can be.
         key_bias, pairs, rotation, value_bias: the fields of a :class:`kvant.operators.bias_split.BiasSplit`.
-        queries: of a simdgroup, at most; None: ``QUERIES``.
 
     Returns:
         (B, H, S, Dv) in the query's dtype; zeros for a query whose every token is masked. A sequence's numbers do not
@@ -81,9 +79,7 @@ def attend(
     Dv = value_dim or D
     K = cache.shape[-3]
     most = cache.shape[-2] if pages is None else pages.shape[1] * PAGE_SIZE
-    query_tiles, query_groups, simdgroups, own_queries = threadgroup_shape(
-        H // K * S, len(pairs), backend, max(D, Dv), queries
-    )
+    query_tiles, query_groups, simdgroups, queries = threadgroup_shape(H // K * S, len(pairs), backend, max(D, Dv))
     wanted = num_splits(K * query_tiles)
     splits = min(wanted, -(-min(most, rows or most) // SPLIT_ROWS))
     splits = max(splits, -(-SMALL // (B * H * S)))  # the second pass reads no small array, which is another kernel
@@ -120,7 +116,7 @@ def attend(
             "C": cache.dtype,
             "BITS": quant_bit,
             "GROUP": quant_group if quant_bit else 8,
-            "QUERIES": own_queries,
+            "QUERIES": queries,
             "PAGE": 0 if pages is None else PAGE_SIZE,
             "BIAS": BIAS_WEIGHTS if pairs else 0,
             "ALIBI": bool(slopes),
@@ -204,13 +200,8 @@ def num_splits(heads: int) -> int:
     return max(1, THREADGROUPS // heads)
 
 
-def threadgroup_shape(
-    queries: int, pairs: int, backend: Backend, width: int, most_of_simdgroup: int | None = None
-) -> tuple[int, int, int, int]:
+def threadgroup_shape(queries: int, pairs: int, backend: Backend, width: int) -> tuple[int, int, int, int]:
     """How the queries of a kv head (query heads times new tokens) are distributed. ``width``: of a key or value.
-
-    Args:
-        most_of_simdgroup: queries; None: the backend's default.
 
     Returns:
         query_tiles: threadgroups that read the same tokens, each for its own queries; 1 for up to 32 queries on Metal.
@@ -218,8 +209,7 @@ def threadgroup_shape(
         simdgroups: of a query group; each reads its own tokens.
         queries: of a query group, a power of two.
     """
-    each = most_of_simdgroup or QUERIES[backend]
-    each = each if width <= 256 else each // 2  # a lane has 16 elements of 512
+    each = QUERIES[backend] if width <= 256 else QUERIES[backend] // 2  # a lane has 16 elements of 512
     most = each * MAX_QUERY_GROUPS
     if pairs:
         most = min(most, BIAS_WEIGHTS // (2 * pairs) // each * each)
