@@ -269,7 +269,7 @@ def _state(url: str) -> tuple[int, int, bool]:
     connection.request("GET", "/metrics")
     lines = connection.getresponse().read().decode().splitlines()
     connection.close()
-    figures = dict(line.split(" ") for line in lines if line[0] != "#")
+    figures = dict(line.rsplit(" ", 1) for line in lines if line[0] != "#")
     return health["running"], health["waiting"], figures["kvant_pages"] == figures["kvant_pages_free"]
 
 

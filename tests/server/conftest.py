@@ -16,6 +16,13 @@ def server(pocket: Any) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
+def strict(pocket: Any) -> Iterator[Running]:
+    """One that refuses what others leave out."""
+    with served(*pocket, sequences=4, max_kv_size=512, strict=True) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
 def exact(pocket: Any) -> Iterator[Running]:
     """One whose cache is not quantized: mlx-lm's numbers are its own."""
     with served(*pocket, sequences=4, max_kv_size=512, cache=CacheOptions(kv_bits=0)) as found:

@@ -21,11 +21,13 @@ from kvant.server.answering import AnswerText, read_prompt
 from kvant.server.body import decode
 from kvant.server.errors import ApiError
 from kvant.server.generation import Call, Text
+from kvant.server.left_out import LeftOut
 from kvant.server.openai import ChatBody, chat_generation
 from kvant.server.settings import Settings
 from kvant.server.turns import ThinkingBudget
 from kvant.text.answer_parts import AnswerParts
 from kvant.text.detokenizer import WindowDetokenizer
+from kvant.text.prompt import system_place
 from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_forms import Mistral, tool_format
 
@@ -46,13 +48,18 @@ def service_of(pocket: Pocket, template: str, form: Any = None, **settings: Any)
     tokenizer.chat_template = template
     found = Settings(**settings)
     return SimpleNamespace(
-        model=pocket[0], tokenizer=tokenizer, tool_format=form, settings=found, check_length=lambda text: None
+        model=pocket[0],
+        tokenizer=tokenizer,
+        tool_format=form,
+        settings=found,
+        check_length=lambda text: None,
+        system_place=system_place(tokenizer),
     )
 
 
 def prompt_of(service: Any, messages: Any = ASKED, **fields: Any) -> str:
     body = json.dumps({"model": "m", "messages": messages, **fields}).encode()
-    return str(read_prompt(service, chat_generation(decode(body, ChatBody), service)).text)
+    return str(read_prompt(service, chat_generation(decode(body, ChatBody), service, LeftOut())).text)
 
 
 def test_messages_reach_the_template_whole(pocket: Pocket) -> None:
@@ -94,8 +101,36 @@ def test_variables_of_the_template(pocket: Pocket) -> None:
         prompt_of(service, reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"})
     switch = service_of(pocket, "{{ 'off' if enable_thinking is false else 'on' }}")
     assert prompt_of(switch, reasoning_effort="none") == "off"
-    with pytest.raises(ApiError, match="knows no reasoning_effort"):
-        prompt_of(switch, reasoning_effort="high")
+    assert prompt_of(switch, reasoning_effort="high", chat_template_kwargs={"colour": "red"}) == "on"  # left out
+
+
+FIRST = "{% if not loop.first %}{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+LOOP = (
+    "{%% for m in messages %%}{%% if m.role == 'system' %%}%s{%% endif %%}<{{ m.role }}>{{ m.content }}{%% endfor %%}"
+)
+PLACES = {
+    "anywhere": (LOOP % "", "<system>a<user>b<assistant>c<system>d<user>e<system>f"),
+    "first": (LOOP % FIRST, "<system>a<user>b<assistant>c<user>d|e|f"),
+    "nowhere": (LOOP % "{{ raise_exception('no system') }}", "<user>a|b<assistant>c<user>d|e|f"),
+    "left out": (
+        "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+        "<user>a|b<assistant>c<user>d|e|f",
+    ),
+}
+
+
+@pytest.mark.parametrize(("template", "rendered"), PLACES.values(), ids=PLACES)
+def test_system_messages_go_where_the_template_takes_them(pocket: Pocket, template: str, rendered: str) -> None:
+    said = (("system", "a"), ("user", "b"), ("assistant", "c"), ("system", "d"), ("user", "e"), ("developer", "f"))
+    service = service_of(pocket, template)
+    assert prompt_of(service, [{"role": role, "content": text} for role, text in said]) == rendered.replace("|", "\n")
+    alone = [
+        {"role": "assistant", "content": "c"},
+        {"role": "system", "content": "a"},
+        {"role": "system", "content": "b"},
+    ]
+    expected = "<assistant>c<system>a\nb" if service.system_place == "anywhere" else "<assistant>c<user>a\nb"
+    assert prompt_of(service, alone) == expected  # neighbours are one
 
 
 def test_a_template_that_fails(pocket: Pocket) -> None:

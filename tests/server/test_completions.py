@@ -1,5 +1,6 @@
 """OpenAI's completions over HTTP: the numbers and shapes that mlx-lm and OpenAI's API have."""
 
+import json
 from functools import partial
 from typing import Any
 
@@ -109,7 +110,6 @@ CALLS = "messages[0].tool_calls"
 REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": []}, "messages", "at least one message"),
     ({"messages": IMAGE}, "messages[0].content[0].type", "'image_url'"),
-    ({"messages": BOTH}, "messages[0].content[0].image_url", "image_url"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "has no content"),
     ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role", "robot"),
     ({"messages": [{"role": "user", "content": "", "tool_calls": [CALLED]}]}, "messages[0]", "of an assistant"),
@@ -132,18 +132,14 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stop": ["a"] * 17}, "stop", "has 17 texts; expected at most 16"),
     ({"top_logprobs": 3}, "top_logprobs", "no effect without logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "is 21; expected 0 to 20"),
-    ({"stream_options": {"include_usage": True}}, "stream_options", "no effect without stream"),
-    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "true"),
-    ({"store": True}, "store", "keeps no answers"),
     ({"modalities": ["audio"]}, "modalities[0]", "audio"),
     ({"functions": []}, "functions", "Expected `null`"),
-    ({"reasoning_effort": "low"}, "reasoning_effort", "knows no reasoning_effort"),
     ({"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs", "kvant sets itself"),
-    ({"chat_template_kwargs": {"thinking": 1}}, "chat_template_kwargs", "does not mention"),
     ({"tool_choice": "required"}, "tool_choice", "no effect without tools"),
     ({"tools": [TOOL, TOOL]}, "tools[1].function.name", "another tool has"),
     ({"tools": [{**TOOL, "function": {"name": "a b"}}]}, "tools[0].function.name", "'a b'; expected 1 to 64 letters"),
-    ({"tools": [{"type": "custom"}]}, "tools[0].type", "custom"),
+    ({"tools": [{"function": {"name": "a"}}]}, "tools[0].type", "has no type; expected function"),
+    ({"draft": "suffix"}, "draft", '"model" or "none" or "prompt"'),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "one of tools"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
     ({"structured_outputs": {}}, "structured_outputs", "has nothing; expected one of"),
@@ -162,9 +158,42 @@ REFUSED_PROMPTS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": ["fox", ""]}, "prompt", "the prompt is empty"),
     ({"prompt": [1280]}, "prompt", "token id 1280; the model knows 0 to 1279"),
     ({"prompt": ["fox", "a " * 600]}, "prompt", "512 are reserved"),
-    ({"messages": []}, "messages", "unknown field"),
-    ({"stream_options": {}}, "stream_options", "no effect without stream"),
 ]
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "messages[0].content[0].image_url": {"messages": BOTH},
+    "stream_options": {"stream_options": {"include_usage": True}},
+    "store True, service_tier flex": {"store": True, "service_tier": "flex"},
+    "reasoning_effort low": {"reasoning_effort": "low"},
+    "chat_template_kwargs.thinking": {"chat_template_kwargs": {"thinking": 1}},
+    "tools[0] custom": {"tools": [{"type": "custom", "custom": {"name": "a"}}, TOOL]},
+    "verbosity low, num_ctx, keep_alive": {"verbosity": "low", "num_ctx": 9, "keep_alive": "5m"},
+    "web_search_options, thinking": {"web_search_options": {}, "thinking": {"type": "enabled"}},
+}
+
+
+@pytest.mark.parametrize(("said", "fields"), LEFT_OUT.items())
+def test_what_is_left_out_and_said(server: Running, strict: Running, said: str, fields: dict[str, Any]) -> None:
+    answered = server.client.post(CHAT.path, json=CHAT.body(tokens=2) | fields)
+    assert (answered.status_code, answered.headers["x-kvant-ignored"]) == (200, said), answered.text
+    refused = strict.client.post(CHAT.path, json=CHAT.body(tokens=2) | fields)
+    param = said.partition(",")[0].partition(" ")[0]
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert param in refused.json()["error"]["message"]
+    assert "leave it out" in refused.json()["error"]["message"]
+
+
+def test_fields_of_others(server: Running) -> None:
+    """-1 is no limit; a schema may stand beside json_object; a stream may count as it goes."""
+    schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], "additionalProperties": False}
+    asked = CHAT.body(tokens=-1, response_format={"type": "json_object", "schema": schema})
+    assert json.loads(text_of(server.client.post(CHAT.path, json=asked).json())) == {"a": 7}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = sse_events(server, CHAT.path, CHAT.body(stream_options=options))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[0] == 0
+    assert counts[len(counts) // 2] > 0
+    assert counts[-1] == 24
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from kvant.server.anthropic import MessagesBody, messages_generation, shows_thin
 from kvant.server.body import decode
 from kvant.server.errors import ApiError
 from kvant.server.generation import Format, Generation, Tool
+from kvant.server.left_out import LeftOut
 from kvant.server.responses import ResponsesBody, responses_generation
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -24,21 +25,29 @@ THINKS = {"type": "enabled", "budget_tokens": 1024}
 CACHED = {"cache_control": {"type": "ephemeral"}}
 
 
-def _body(**fields: Any) -> MessagesBody:
+def _body(left_out: LeftOut | None = None, **fields: Any) -> MessagesBody:
     body = {"model": "pocket", "max_tokens": 8, "messages": [HI]} | fields
-    return decode(json.dumps(body).encode(), MessagesBody)
+    return decode(json.dumps(body).encode(), MessagesBody, left_out)
 
 
-def _made(to: Interface, on: Any = None, **fields: Any) -> Generation:
-    on = service() if on is None else on
+def _made(to: Interface, on: Any = None, left_out: LeftOut | None = None, **fields: Any) -> Generation:
+    """``left_out``: what is left out; None: nothing may be, as with --strict."""
+    on, left_out = service() if on is None else on, left_out or LeftOut(strict=True)
     if to is MESSAGES:
-        return messages_generation(_body(**fields), on)
+        return messages_generation(_body(left_out, **fields), on, left_out)
     body = {"model": "pocket", "input": "Hi"} | fields
-    return responses_generation(decode(json.dumps(body).encode(), ResponsesBody), on)
+    return responses_generation(decode(json.dumps(body).encode(), ResponsesBody, left_out), on, left_out)
 
 
-def _refused(to: Interface, on: Any = None, **fields: Any) -> ApiError:
-    return refused(lambda: _made(to, on, **fields))
+def _refused(to: Interface, on: Any = None, left_out: LeftOut | None = None, **fields: Any) -> ApiError:
+    return refused(lambda: _made(to, on, left_out, **fields))
+
+
+def _said(to: Interface, on: Any = None, **fields: Any) -> list[str]:
+    """What is left out of a body."""
+    left_out = LeftOut()
+    _made(to, on, left_out, **fields)
+    return [*left_out.names.values()]
 
 
 def _call(name: str, city: str) -> dict[str, Any]:
@@ -164,7 +173,7 @@ def test_options() -> None:
     assert _made(RESPONSES) == _made(
         RESPONSES, metadata={"a": "b"}, user="u", safety_identifier="s", prompt_cache_key="k", reasoning={},
         service_tier="auto", store=False, truncation="disabled", background=False, conversation=None, prompt=None,
-        include=[], stream=True, stream_options={"include_obfuscation": False}, text={"verbosity": "medium"},
+        include=[], stream=True, client_metadata={"turn_id": "t"}, text={"verbosity": "medium"},
         prompt_cache_retention="24h",
     )  # fmt: skip
 
@@ -210,20 +219,25 @@ def test_thinking_is_switched_by_the_template() -> None:
         (THINKS, always, {}),
     ):
         assert _made(MESSAGES, on, thinking=asked, max_tokens=2000).variables == told
-    assert "does not think" in _refused(MESSAGES, never, thinking=THINKS, max_tokens=2000).message
-    assert "cannot switch its thinking off" in _refused(MESSAGES, always, thinking={"type": "disabled"}).message
+    assert _said(MESSAGES, never, thinking=THINKS, max_tokens=2000) == ["thinking on"]
+    assert _made(MESSAGES, never, LeftOut(), thinking=THINKS, max_tokens=2000).thinking_budget is None
+    assert _said(MESSAGES, always, thinking={"type": "disabled"}) == ["thinking off"]
+    assert _said(RESPONSES, always, reasoning={"effort": "none"}) == ["reasoning.effort off"]
 
 
 def test_effort_is_the_templates() -> None:
     harmony, switched = service("{{ reasoning_effort }}", thinks=True), service(SWITCHED, thinks=True)
-    assert _made(MESSAGES, harmony, output_config={"effort": "high"}).variables == {"reasoning_effort": "high"}
-    assert _refused(MESSAGES, harmony, output_config={"effort": "max"}).param == "output_config.effort"
-    assert "knows no reasoning_effort" in _refused(MESSAGES, output_config={"effort": "low"}).message
+    nearest = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+    for effort, level in nearest.items():
+        told = {"reasoning_effort": level}
+        assert _made(MESSAGES, harmony, output_config={"effort": effort}).variables == told
+        assert _made(RESPONSES, harmony, reasoning={"effort": effort}).variables == told
+    assert _said(MESSAGES, output_config={"effort": "low"}) == ["output_config.effort low"]
+    assert _said(RESPONSES, harmony, reasoning={"effort": "much"}) == ["reasoning.effort much"]
     assert _made(RESPONSES, harmony, reasoning={"effort": "low"}).variables == {"reasoning_effort": "low"}
     assert _made(RESPONSES, switched, reasoning={"effort": "none"}).variables == {"enable_thinking": False}
     assert _made(RESPONSES, reasoning={"effort": "none"}).variables == {}
-    for on, effort in ((harmony, "minimal"), (switched, "high")):
-        assert _refused(RESPONSES, on, reasoning={"effort": effort}).param == "reasoning.effort"
+    assert _refused(RESPONSES, switched, reasoning={"effort": "high"}).param == "reasoning.effort"  # --strict
 
 
 def test_whether_thinking_is_shown() -> None:
@@ -244,8 +258,8 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"container": "c"}, "container"),
     ({"speed": "fast"}, "speed"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
-    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0]"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
     ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
     ({"tools": [{**TOOL, "input_examples": [{}]}]}, "tools[0].input_examples"),
     ({"tools": [TOOL, TOOL]}, "tools[1].name"),
@@ -259,13 +273,13 @@ REFUSED_ITEMS: list[tuple[dict[str, Any], str | None]] = [
     ({"truncation": "auto"}, "truncation"),
     ({"max_tool_calls": 1}, "max_tool_calls"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
-    ({"metadata": {"a": 1}}, "metadata[...]"),
     ({"top_logprobs": 21}, "top_logprobs"),
     ({"include": ["file_search_call.results"]}, "include[0]"),
     ({"reasoning": {"summary": "concise"}}, "reasoning.summary"),
     ({"text": {"verbosity": "low"}}, "text.verbosity"),
     ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
-    ({"tools": [{"type": "custom", "name": "a"}]}, "tools[0].type"),
+    ({"tools": [{"type": "custom", "name": "a"}]}, "tools[0]"),
+    ({"tools": [{"name": "a"}]}, "tools[0].type"),
     ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
@@ -273,7 +287,7 @@ REFUSED_ITEMS: list[tuple[dict[str, Any], str | None]] = [
     ({"input": []}, "input"),
     ({"input": ["Hi"]}, "input[0]"),
     ({"input": [{"id": "msg_1"}]}, "input[0].role"),
-    ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input[0].type"),
+    ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input[0]"),
     ({"input": [{**HI, "colour": "red"}]}, "input[0].colour"),
     ({"input": [{**HI, "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type"),
     ({"input": [{"type": "reasoning", "encrypted_content": "gAAAA"}]}, "input[0].encrypted_content"),
@@ -290,21 +304,115 @@ REFUSED_ITEMS: list[tuple[dict[str, Any], str | None]] = [
     [(to, *case) for to, cases in ((MESSAGES, REFUSED), (RESPONSES, REFUSED_ITEMS)) for case in cases],
 )
 def test_what_is_refused_by_name(to: Interface, fields: dict[str, Any], param: str | None) -> None:
+    """With --strict. Without it what is in LEFT_OUT is left out."""
     assert _refused(to, **fields).param == param
+
+
+FOREIGN = {"type": "thinking", "thinking": "", "signature": "ErUBCkYIBx"}
+SEARCHED = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+LEFT_OUT: list[tuple[Interface, dict[str, Any], list[str]]] = [
+    (MESSAGES, {"metadata": {"user_id": "u", "trace": "t"}}, ["metadata.trace"]),
+    (MESSAGES, {"container": "c", "speed": "fast"}, ["container", "speed"]),
+    (MESSAGES, {"service_tier": "batch"}, ["service_tier batch"]),
+    (MESSAGES, {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+     ["context_management.edits[0] clear_tool_uses_20250919"]),
+    (MESSAGES, {"tools": [TOOL, SEARCH, SEARCH]}, ["tools[1] web_search_20250305"]),
+    (MESSAGES, {"tools": [{**TOOL, "defer_loading": True, "input_examples": [{}]}]},
+     ["tools[0].defer_loading", "tools[0].input_examples"]),
+    (MESSAGES, {"messages": [{**HI, "id": "m"}, {**HI, "id": "n"}]}, ["messages[0].id"]),
+    (MESSAGES, {"messages": [HI, {"role": "assistant", "content": [FOREIGN, SEARCHED]}, HI]},
+     ["messages[1].content[0].signature", "messages[1].content[1] server_tool_use"]),
+    (MESSAGES, {"system": [{"type": "text", "text": "x-anthropic-billing-header: cc_version=2; v=1c0;"}]},
+     ["system[0] x-anthropic-billing-header:"]),
+    (RESPONSES, {"truncation": "auto", "max_tool_calls": 1, "store": True},
+     ["truncation auto", "max_tool_calls", "store True"]),
+    (RESPONSES, {"include": ["file_search_call.results"]}, ["include[0] file_search_call.results"]),
+    (RESPONSES, {"reasoning": {"summary": "concise"}, "text": {"verbosity": "low"}},
+     ["reasoning.summary concise", "text.verbosity low"]),
+    (RESPONSES, {"tools": [FUNCTION, {"type": "web_search"}, {"type": "image_generation"}]},
+     ["tools[1] web_search", "tools[2] image_generation"]),
+    (RESPONSES, {"input": [{"type": "compaction", "encrypted_content": "x"}, {**HI, "colour": "red"}]},
+     ["input[0] compaction", "input[1].colour"]),
+    (RESPONSES, {"input": [{"type": "reasoning", "encrypted_content": "gAAAA"}, HI]}, ["input[0].encrypted_content"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("to", "fields", "said"), LEFT_OUT)
+def test_what_is_left_out_and_said(to: Interface, fields: dict[str, Any], said: list[str]) -> None:
+    """The rest is what it is without it, and with --strict it is refused."""
+    assert _said(to, **fields) == said
+    assert _refused(to, **fields).param == said[0].partition(" ")[0]
+    (message,) = {json.dumps(each) for each in _made(to, left_out=LeftOut(), **fields).messages or ()}
+    assert json.loads(message)["content"] in ("Hi", "Hi\nHi")
+
+
+def test_a_namespaces_functions_are_tools() -> None:
+    space = {"type": "namespace", "name": "agents", "description": "d", "tools": [FUNCTION, {"type": "custom"}]}
+    left_out = LeftOut()
+    made = _made(RESPONSES, left_out=left_out, tools=[space, FUNCTION], input=[
+        HI, {**CALL, "namespace": "agents"}, {"type": "function_call_output", "call_id": "a", "output": "sun"},
+    ])  # fmt: skip
+    assert [tool.name for tool in made.tools] == ["agents__weather", "weather"]
+    assert made.messages is not None
+    assert made.messages[1]["tool_calls"][0]["function"]["name"] == made.messages[2]["name"] == "agents__weather"
+    assert [*left_out.names.values()] == ["tools[0].tools[1] custom"]
+
+
+def test_results_that_are_no_text_become_notes() -> None:
+    picture = {"type": "base64", "media_type": "image/png", "data": "AA=="}
+    plain = {"type": "text", "media_type": "text/plain", "data": "Rain."}
+    parts: list[dict[str, Any]] = [
+        {"type": "text", "text": "Look:"},
+        {"type": "image", "source": picture},
+        {"type": "document", "source": plain, "title": "Sky"},
+        {"type": "document", "source": picture},
+    ]
+    read = "Look:\n[a picture is not shown to this model, which reads text]\nSky\nRain."
+    last = "[a part of the type document is not shown to this model, which reads text]"
+    result = {"type": "tool_result", "tool_use_id": "b", "content": parts}
+    made = _made(
+        MESSAGES, messages=[HI, {"role": "assistant", "content": [OSLO]}, {"role": "user", "content": [result]}]
+    )
+    assert made.messages is not None
+    assert made.messages[-1]["content"] == f"{read}\n{last}"
+    made = _made(MESSAGES, messages=[{"role": "user", "content": [parts[2]]}])
+    assert made.messages == [{"role": "user", "content": "Sky\nRain."}]
+    shown = [{"type": "input_text", "text": "Look:"}, {"type": "input_image", "image_url": "data:"}]
+    made = _made(RESPONSES, input=[HI, CALL, {"type": "function_call_output", "call_id": "a", "output": shown}])
+    assert made.messages is not None
+    assert made.messages[-1]["content"] == read.partition("\nSky")[0]
+    for to, fields in (
+        (MESSAGES, {"messages": [{"role": "user", "content": [parts[3]]}]}),
+        (MESSAGES, {"messages": [{"role": "user", "content": [parts[1]]}]}),
+        (RESPONSES, {"input": [{"role": "user", "content": shown}]}),
+    ):
+        assert "expected" in _refused(to, left_out=LeftOut(), **fields).message
+
+
+def test_custom_calls_come_back() -> None:
+    call = {"type": "custom_tool_call", "call_id": "a", "name": "patch", "input": "*** Begin"}
+    made = _made(RESPONSES, input=[HI, call, {"type": "custom_tool_call_output", "call_id": "a", "output": "done"}])
+    function = {"name": "patch", "arguments": {"input": "*** Begin"}}
+    assert made.messages == [
+        HI,
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": function}]},
+        {"role": "tool", "content": "done", "tool_call_id": "a", "name": "patch"},
+    ]
 
 
 @pytest.mark.parametrize(
     ("role", "block", "place"),
     [
         ("user", {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}, ".type"),
-        ("assistant", {"type": "redacted_thinking", "data": "x"}, ".type"),
+        ("assistant", {"type": "redacted_thinking", "data": "x"}, ""),
         ("user", {"type": "thinking", "thinking": "x", "signature": ""}, ""),
         ("user", {"type": "tool_use", "id": "a", "name": "b", "input": {}}, ""),
         ("assistant", {"type": "tool_result", "tool_use_id": "a"}, ""),
         *[("assistant", {"type": "thinking", "thinking": "", "signature": signature}, ".signature")
           for signature in ("ErUBCkYIBx", "kvant:?", "kvant:/w==", "kvant:é")],
         ("user", {"type": "tool_result", "tool_use_id": "b"}, ".tool_use_id"),
-        ("user", {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "y"}]}, ".content[0].type"),
+        ("user", {"type": "tool_result", "tool_use_id": "a", "content": [{"text": "y"}]}, ".content[0].type"),
     ],
 )  # fmt: skip
 def test_blocks_that_are_refused(role: str, block: dict[str, Any], place: str) -> None:
@@ -319,8 +427,8 @@ def test_blocks_that_are_refused(role: str, block: dict[str, Any], place: str) -
 def test_what_is_not_stored_is_said_and_what_is_expected() -> None:
     message = _refused(RESPONSES, tool_choice={"type": "mcp"}).message
     assert message.endswith('\'mcp\' - at `$.tool_choice.type`; expected "function" or "allowed_tools"')
-    for fields in ({"store": True}, {"previous_response_id": "r"}, {"input": [{"type": "item_reference", "id": "m"}]}):
-        assert "send the whole conversation" in _refused(RESPONSES, **fields).message
+    for fields in ({"previous_response_id": "r"}, {"input": [{"type": "item_reference", "id": "m"}]}):
+        assert "send the whole conversation" in _refused(RESPONSES, left_out=LeftOut(), **fields).message
     # With this code Anthropic's tool runner sends the whole conversation.
-    error = _refused(MESSAGES, thread={"type": "create"})
+    error = _refused(MESSAGES, left_out=LeftOut(), thread={"type": "create"})
     assert error.anthropic("req_1")["error"]["details"] == {"error_code": "thread_unsupported_request"}

@@ -13,6 +13,7 @@ from support.interfaces import answers, service, streamed
 from kvant.server.anthropic import MessageStream
 from kvant.server.body import decode
 from kvant.server.generation import Begun, Call, End, Event, Text, TokenLogprob
+from kvant.server.left_out import LeftOut
 from kvant.server.responses import ResponsesBody, ResponseStream, responses_generation
 
 CALL = '{"city": "Łódź"}'
@@ -26,7 +27,7 @@ SUMMARY = {"reasoning": {"summary": "auto"}}
 
 def _stream(**fields: Any) -> ResponseStream:
     body = decode(json.dumps({"model": "pocket", "input": "Hi", **fields}).encode(), ResponsesBody)
-    generation = responses_generation(body, service(thinks=True))
+    generation = responses_generation(body, service(thinks=True), LeftOut())
     return ResponseStream("pocket", body, [generation], SimpleNamespace(sampling={"temp": 0.5}))
 
 

@@ -26,6 +26,8 @@ from transformers import AutoTokenizer
 
 from kvant.engine.load import find_model
 from kvant.server import endpoint
+from kvant.server.left_out import MAX_LENGTH, MAX_NAMES
+from kvant.server.metrics import MAX_IGNORED
 
 SYSTEM = {"role": "system", "content": "You are kind."}
 CITY = {"type": "string", "enum": ["Rome", "Oslo"]}
@@ -168,11 +170,11 @@ def test_an_answer_that_fails(server: Running, monkeypatch: pytest.MonkeyPatch, 
 def test_errors_have_the_interfaces_shape(server: Running, to: Interface, stream: bool) -> None:
     for fields, status, param, code, said in (
         ({"model": "gpt-4o"}, 404, "model", "model_not_found", "'gpt-4o'"),
-        ({"colour": "red"}, 400, "colour", None, "`colour`"),
+        ({"stream": 5}, 400, "stream", None, "`bool | null`"),
         ({"draft": "suffix"}, 400, "draft", None, '"model" or "none" or "prompt"'),
         ({to.asked: to.body(LONG)[to.asked]}, 400, to.asked, "context_length_exceeded", ""),
     ):
-        answered = to.post(server, **{**fields, "stream": stream})
+        answered = to.post(server, **{"stream": stream, **fields})
         told = answered.json()
         error = told["error"]
         assert answered.status_code == status
@@ -184,6 +186,34 @@ def test_errors_have_the_interfaces_shape(server: Running, to: Interface, stream
         else:
             assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
     assert ("prompt is too long" if to is MESSAGES else "maximum context length") in error["message"]
+
+
+@each
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_left_out_is_said(server: Running, strict: Running, to: Interface, stream: bool) -> None:
+    fields = {"stream": stream, "colour\n\u00e9": "red", "colours": [1, 2]}
+    answered = to.post(server, tokens=2, **fields)
+    assert answered.status_code == 200
+    assert answered.headers["x-kvant-ignored"] == r"colour\n\xe9, colours"
+    assert 'kvant_ignored_fields_total{name="colours"} ' in server.client.get("/metrics").text
+    refused = to.post(strict, tokens=2, **fields)
+    assert refused.status_code == 400
+    assert "not known here or cannot be heeded" in refused.json()["error"]["message"]
+
+
+def test_names_that_are_left_out_are_bounded(
+    server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients choose them: in the header, in the log and among the counters."""
+    monkeypatch.setattr(server.service.metrics, "_names", set())
+    for first in range(0, 200, 50):
+        names = {f"{number}{'x' * 200}": 1 for number in range(first, first + 50)}
+        answered = CHAT.post(server, tokens=1, **names)
+        assert len(answered.headers["x-kvant-ignored"]) <= MAX_NAMES * (MAX_LENGTH + 2)
+    logged = [line for line in caplog.messages if line.startswith("left out of requests to /v1/chat")]
+    assert len(logged) == MAX_IGNORED
+    said = [line for line in server.client.get("/metrics").text.splitlines() if line.startswith("kvant_ignored_fi")]
+    assert len(said) <= MAX_IGNORED + 10
 
 
 def counted(server: Running, **fields: Any) -> Any:
@@ -198,7 +228,8 @@ def test_tokens_are_counted_as_transformers_counts_them(server: Running) -> None
         ids = reference_ids([SYSTEM, {"role": "user", "content": FOX}], tools=theirs)
         assert counted(server, system="You are kind.", tools=ours).json() == {"input_tokens": len(ids)}
     assert counted(server, messages=[{"role": "user", "content": LONG}]).json()["input_tokens"] > 600  # more than fits
-    for fields, kind in (({"model": "gpt-4o"}, "not_found_error"), ({"colour": "red"}, "invalid_request_error")):
+    assert counted(server, max_tokens=8, colour="red").headers["x-kvant-ignored"] == "max_tokens, colour"
+    for fields, kind in (({"model": "gpt-4o"}, "not_found_error"), ({"system": 5}, "invalid_request_error")):
         assert counted(server, **fields).json()["error"]["type"] == kind
 
 

@@ -43,6 +43,12 @@ def serve(
     port: Annotated[int, typer.Option(help="The port to listen on; 0: any that is free.")] = 8080,
     sequences: Annotated[int, typer.Option(help="So many answers at once; further requests wait.")] = 4,
     max_queue: Annotated[int, typer.Option(help="So many requests may wait; further ones are answered with 429.")] = 64,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict", help="Refuse a field that is not known or cannot be heeded. Else it is left out, and said."
+        ),
+    ] = False,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower.")
     ] = False,
@@ -91,6 +97,7 @@ def serve(
         deterministic=deterministic,
         draft=run.draft if run.draft_model is None else "model",
         max_queue=max_queue,
+        strict=strict,
         api_keys=read_keys(api_key_file),
         allow_origins=tuple(allow_origin or ()),
     )

@@ -13,7 +13,7 @@ from kvant.server.body import refused
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, EndReason, Event, Generation, Text, TokenLogprob, Tool
 from kvant.server.service import Service
-from kvant.server.turns import as_shown, for_template, shown_tools, thinking_budget
+from kvant.server.turns import as_shown, for_template, shown_tools, thinking_budget, with_system
 from kvant.text.answer_parts import AnswerParts, CallPart, Part, TextPart
 from kvant.text.detokenizer import ByteDetokenizer
 from kvant.text.grammar import Grammar, build_tool_grammar
@@ -62,7 +62,8 @@ def read_prompt(service: Service, generation: Generation) -> Prompt:
         if generation.messages is not None:
             variables = {**service.settings.template_variables, **generation.variables}
             variables["tools"] = shown_tools(service, generation) or None
-            text = render_chat(service.tokenizer, for_template(generation.messages, service.tool_format), variables)
+            messages = with_system(for_template(generation.messages, service.tool_format), service.system_place)
+            text = render_chat(service.tokenizer, messages, variables)
             service.check_length(text)
             return Prompt(text, encode_rendered(service.tokenizer, text))
         prompt = "" if generation.prompt is None else generation.prompt
@@ -271,7 +272,7 @@ class AnswerText:
         return events
 
     def _piece(self, text: str, thinking: bool) -> Text:
-        return Text(self._number, text, thinking, self._taken(text) if self._pending else ())
+        return Text(self._number, text, thinking, self._taken(text) if self._pending else (), self.tokens)
 
     def _taken(self, text: str) -> list[TokenLogprob]:
         """The pending tokens that a piece of text was made of. Those before it were marks."""

@@ -1,6 +1,6 @@
 """Anthropic's /v1/messages and /v1/messages/count_tokens (docs.claude.com), as far as this server follows them.
 
-A field with the type None is one of Anthropic's that this server cannot heed: it may be null.
+Fields that are not here are left out, and said.
 """
 
 import asyncio
@@ -13,56 +13,108 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from kvant.engine.drafts import ServedSource
 from kvant.server.answering import read_prompt
-from kvant.server.body import Caller, Fields, SamplingFields, check_range, decode, max_tokens, sampling_options, stops
+from kvant.server.body import (
+    DraftField,
+    Fields,
+    SamplingFields,
+    check_range,
+    decode,
+    max_tokens,
+    sampling_options,
+    stops,
+    typed,
+)
 from kvant.server.endpoint import Dialect, Encoder, unless_gone
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Format, Generation, Text, Tool, ToolChoice
+from kvant.server.left_out import LeftOut
 from kvant.server.service import Service
-from kvant.server.turns import Turns, checked_tools, from_opaque, opaque, switched, text_of, tool_named, with_effort
+from kvant.server.turns import (
+    Turns,
+    checked_tools,
+    from_opaque,
+    known_tools,
+    opaque,
+    switched,
+    text_of,
+    tool_named,
+    with_effort,
+)
+from kvant.text.thinking import marks_of
 from kvant.text.tokenizer import Tokenizer
 
 CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
 MAX_NAME = 128  # characters of a tool's name
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+BILLING = "x-anthropic-billing-header:"
+KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
+EXPECTED = "text, a document of plain text, thinking, tool_use or tool_result"
 CacheControl = dict[str, Any] | None  # changes nothing: every prompt's beginning is shared with those that follow
 
 
-class TextBlock(Fields, frozen=True, tag="text"):
+class TextBlock(Fields, frozen=True):
+    type: Literal["text"]
     text: str
     cache_control: CacheControl = None
-    citations: None = None
+    citations: Any = None
 
 
-class ThinkingBlock(Fields, frozen=True, tag="thinking"):
+class DocumentBlock(Fields, frozen=True):
+    """A document; one of plain text is read."""
+
+    type: Literal["document"]
+    source: dict[str, Any]
+    title: str | None = None
+    context: str | None = None
+    cache_control: CacheControl = None
+    citations: Any = None
+
+    @property
+    def text(self) -> str | None:
+        """Its title, context and text; None: it is no plain text."""
+        text = self.source.get("data")
+        if self.source.get("type") != "text" or not isinstance(text, str):
+            return None
+        return "\n".join(filter(None, (self.title, self.context, text)))
+
+
+class ThinkingBlock(Fields, frozen=True):
+    type: Literal["thinking"]
     thinking: str
     signature: str = ""
 
 
-class ToolUseBlock(Fields, frozen=True, tag="tool_use"):
+class ToolUseBlock(Fields, frozen=True):
+    type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
     cache_control: CacheControl = None
-    caller: Caller | None = None
-    toolset_name: None = None
+    caller: Any = None
 
 
-class ToolResultBlock(Fields, frozen=True, tag="tool_result"):
+class ToolResultBlock(Fields, frozen=True):
+    type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[Any] | None = None
     is_error: bool | None = None
     cache_control: CacheControl = None
-    toolset_name: None = None
 
 
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = TextBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+TEXTS: Mapping[str, type[TextBlock | DocumentBlock]] = {"text": TextBlock, "document": DocumentBlock}
+BLOCKS: Mapping[str, type[Block]] = {
+    **TEXTS,
+    "thinking": ThinkingBlock,
+    "tool_use": ToolUseBlock,
+    "tool_result": ToolResultBlock,
+}
 
 
 class Message(Fields, frozen=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[Any]
 
 
 class ToolBody(Fields, frozen=True, kw_only=True):
@@ -73,9 +125,6 @@ class ToolBody(Fields, frozen=True, kw_only=True):
     strict: bool = False
     cache_control: CacheControl = None
     eager_input_streaming: bool | None = None  # in which pieces a call comes
-    defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
-    input_examples: None = None
 
 
 class ToolChoiceBody(Fields, frozen=True):
@@ -103,19 +152,14 @@ class OutputFormat(Fields, frozen=True):
 
 
 class OutputConfig(Fields, frozen=True):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: str | None = None
     format: OutputFormat | None = None
 
 
-class KeepThinking(Fields, frozen=True):
-    type: Literal["clear_thinking_20251015"]
-    keep: Literal["all"]
-
-
 class ContextManagement(Fields, frozen=True):
-    """Edits of the conversation before it is fed; only the one that leaves it as it is."""
+    """Edits of the conversation before it is fed: only the one that leaves it as it is; others are left out."""
 
-    edits: list[KeepThinking] | None = None
+    edits: list[dict[str, Any]] | None = None
 
 
 class Metadata(Fields, frozen=True):
@@ -128,14 +172,13 @@ class Conversation(Fields, frozen=True, kw_only=True):
     model: str
     messages: list[Message]
     system: str | list[TextBlock] | None = None
-    tools: list[ToolBody] | None = None
+    tools: list[Any] | None = None
     tool_choice: ToolChoiceBody | None = None
     thinking: ThinkingOn | ThinkingOff | ThinkingAdaptive | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the name of output_config.format while it was in beta
     context_management: ContextManagement | None = None
     cache_control: CacheControl = None
-    speed: Literal["standard"] | None = None
     thread: dict[str, Any] | None = None
 
 
@@ -148,15 +191,12 @@ class MessagesBody(Conversation, frozen=True, kw_only=True):
     top_k: int | None = None
     top_p: float | None = None
     stop_sequences: list[str] | None = None
-    draft: ServedSource | None = None
+    draft: DraftField = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    container: None = None
-    diagnostics: None = None
-    inference_geo: None = None
 
 
-def messages_generation(body: MessagesBody, service: Service) -> Generation:
+def messages_generation(body: MessagesBody, service: Service, left_out: LeftOut) -> Generation:
     """What a body of /v1/messages asks for."""
     if body.temperature is not None:
         check_range("temperature", body.temperature, 0, 1)
@@ -169,8 +209,8 @@ def messages_generation(body: MessagesBody, service: Service) -> Generation:
             param="thinking.budget_tokens",
         )
     return replace(
-        conversation(body, service),
-        thinking_budget=budget,
+        conversation(body, service, left_out),
+        thinking_budget=budget if marks_of(service.tokenizer) is not None else None,
         sampling=sampling,
         max_tokens=max_tokens(body.max_tokens),
         stop=stops(body.stop_sequences, "stop_sequences"),
@@ -178,7 +218,7 @@ def messages_generation(body: MessagesBody, service: Service) -> Generation:
     )
 
 
-def conversation(body: Conversation, service: Service) -> Generation:
+def conversation(body: Conversation, service: Service, left_out: LeftOut) -> Generation:
     """The prompt that a body asks for: messages, tools, a format and the template's variables."""
     if body.thread is not None:  # with this code Anthropic's clients go on without one
         raise ApiError(
@@ -186,8 +226,13 @@ def conversation(body: Conversation, service: Service) -> Generation:
             param="thread",
             code="thread_unsupported_request",
         )
-    given = [Tool(each.name, each.description, each.input_schema, each.strict) for each in body.tools or []]
-    tools = checked_tools(given, "tools[{}].name", MAX_NAME)
+    edits = body.context_management.edits if body.context_management is not None else None
+    for at, edit in enumerate(edits or ()):
+        if edit != KEEP_THINKING:
+            left_out.add(f"context_management.edits[{at}]", edit.get("type"))
+    given = known_tools(body.tools, {"custom": ToolBody}, left_out, "custom")
+    made = [Tool(each.name, each.description, each.input_schema, each.strict) for _, each in given]
+    tools = checked_tools(made, [f"{place}.name" for place, _ in given], MAX_NAME)
     choice = body.tool_choice
     wanted: ToolChoice | Tool = "auto"
     if choice is not None:
@@ -197,12 +242,12 @@ def conversation(body: Conversation, service: Service) -> Generation:
             raise ApiError(f"tool_choice is {choice.type!r}; expected tools with it", param="tool_choice")
         wanted = CHOICES[choice.type] if choice.name is None else tool_named(tools, choice.name, "tool_choice.name")
     return Generation(
-        messages=_messages(body),
+        messages=_messages(body, left_out),
         tools=tools,
         tool_choice=wanted,
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
         format=_format(body),
-        variables=_variables(body, service.tokenizer),
+        variables=_variables(body, service.tokenizer, left_out),
     )
 
 
@@ -219,16 +264,16 @@ def _format(body: Conversation) -> Format | None:
     return None if given is None else Format("json_schema", given.schema)
 
 
-def _variables(body: Conversation, tokenizer: Tokenizer) -> Mapping[str, Any]:
+def _variables(body: Conversation, tokenizer: Tokenizer, left_out: LeftOut) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
     if isinstance(body.thinking, ThinkingOn | ThinkingOff):  # with "adaptive" the model decides, as its template does
-        found |= switched(tokenizer, isinstance(body.thinking, ThinkingOn), "thinking")
+        found |= switched(tokenizer, isinstance(body.thinking, ThinkingOn), "thinking", left_out)
     if body.output_config is not None and body.output_config.effort is not None:
-        found |= with_effort(tokenizer, body.output_config.effort, "output_config.effort")
+        found |= with_effort(tokenizer, body.output_config.effort, "output_config.effort", left_out)
     return found
 
 
-def _messages(body: Conversation) -> list[dict[str, Any]]:
+def _messages(body: Conversation, left_out: LeftOut) -> list[dict[str, Any]]:
     """The system prompt and the turns. Messages of one role that follow one another are one turn, as at Anthropic."""
     if not body.messages:
         raise ApiError("messages is empty; expected at least one", param="messages")
@@ -239,37 +284,50 @@ def _messages(body: Conversation) -> list[dict[str, Any]]:
         )
     turns = Turns()
     if body.system:
-        for text in [body.system] if isinstance(body.system, str) else [block.text for block in body.system]:
-            turns.add_text("system", text)
+        for at, text in enumerate([body.system] if isinstance(body.system, str) else [b.text for b in body.system]):
+            if text.startswith(BILLING):  # it differs between sessions: they would share no beginning
+                left_out.add(f"system[{at}]", BILLING)
+            else:
+                turns.add_text("system", text)
     for at, message in enumerate(body.messages):
         if isinstance(message.content, str):
             turns.add_text(message.role, message.content)
             continue
-        for number, block in enumerate(message.content):
-            _add(turns, message.role, block, f"messages[{at}].content[{number}]")
+        for number, given in enumerate(message.content):
+            place = f"messages[{at}].content[{number}]"
+            block = typed(given, BLOCKS, place, left_out)
+            if isinstance(block, str) and block and message.role == "assistant":  # of a server's own tools; redacted
+                left_out.add(place, block)
+            elif isinstance(block, str):
+                raise ApiError(f"{place}.type is {block[:80]!r}; expected {EXPECTED}", param=f"{place}.type")
+            else:
+                _add(turns, message.role, block, place, left_out)
     return turns.messages()
 
 
-def _add(turns: Turns, role: str, block: Block, place: str) -> None:
+def _add(turns: Turns, role: str, block: Block, place: str, left_out: LeftOut) -> None:
     match block, role:
-        case TextBlock(text=text), _:
-            turns.add_text(role, text)
+        case DocumentBlock(text=None), _:
+            kind = str(block.source.get("media_type") or block.source.get("type"))
+            said = f"{place}.source is {kind[:80]!r}; expected a text of the type text/plain"
+            raise ApiError(said, param=f"{place}.source")
+        case TextBlock() | DocumentBlock(), _:
+            turns.add_text(role, block.text or "")
         case ThinkingBlock(thinking="", signature=signature), "assistant":
-            turns.add_thinking(from_opaque(signature, f"{place}.signature") if signature else "")
+            turns.add_thinking(from_opaque(signature, f"{place}.signature", left_out) if signature else "")
         case ThinkingBlock(thinking=thinking), "assistant":
             turns.add_thinking(thinking)
         case ToolUseBlock(), "assistant":
             turns.add_call(block.id, block.name, block.input, place)
         case ToolResultBlock(), "user":
-            turns.add_result(block.tool_use_id, _result(block), f"{place}.tool_use_id")
+            turns.add_result(block.tool_use_id, _result(block, place, left_out), f"{place}.tool_use_id")
         case _:
-            kind = block.__struct_config__.tag
-            raise ApiError(f"{place} is of the type {kind!r}; it is no block of the {role}", param=place)
+            raise ApiError(f"{place} is of the type {block.type!r}; it is no block of the {role}", param=place)
 
 
-def _result(block: ToolResultBlock) -> str:
+def _result(block: ToolResultBlock, place: str, left_out: LeftOut) -> str:
     """The text of a tool's result. That it is an error has to be said in the text: templates know no mark of it."""
-    text = text_of(block.content)
+    text = text_of(block.content, TEXTS, f"{place}.content", left_out, notes=True)
     return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text
 
 
@@ -369,7 +427,7 @@ class MessageStream(Encoder):
 
 MESSAGES = Dialect(
     MessagesBody,
-    lambda body, service: [messages_generation(body, service)],
+    lambda *given: [messages_generation(*given)],
     lambda name, body, generations, service: MessageStream(name, shows_thinking=shows_thinking(body)),
 )
 
@@ -377,8 +435,9 @@ MESSAGES = Dialect(
 async def count_tokens(request: Request) -> JSONResponse:
     """Count the tokens of a conversation as it would be fed: system prompt, tools and the template's own text."""
     service: Service = request.app.state.service
-    body = decode(await request.body(), Conversation)
+    left_out: LeftOut = request.state.left_out
+    body = decode(await request.body(), Conversation, left_out)
     service.check_model(body.model)
-    generation = conversation(body, service)
+    generation = conversation(body, service, left_out)
     prompt = await unless_gone(request.receive, asyncio.to_thread(read_prompt, service, generation))
     return JSONResponse({"input_tokens": len(prompt.ids)})

@@ -1,15 +1,17 @@
 """A request's body as a typed structure: what is wrong in it is a 400 that names the field."""
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import inspect
 
+from kvant.engine.drafts import ServedSource
 from kvant.engine.sampling import MIN_TEMP, NEEDS_TEMP, SamplingOptions
 from kvant.errors import ArgumentError
 from kvant.server.errors import ApiError
+from kvant.server.left_out import LeftOut, known
 from kvant.server.service import Service
 
 T = TypeVar("T")
@@ -22,29 +24,40 @@ LEFT_OUT = (*NEEDS_TEMP, "xtc_threshold")  # at temperature 0, where they have n
 
 
 class Fields(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Base of all bodies: a field that is not declared is refused by name."""
+    """Base of all bodies: a field that is not declared is left out, or refused by name."""
 
 
-class Caller(Fields, frozen=True):
-    """Who called a tool: the model itself."""
-
-    type: Literal["direct"]
-
-
-def decode(body: bytes, kind: type[T]) -> T:
-    """A JSON body as ``kind``."""
+def decode(body: bytes, kind: type[T], left_out: LeftOut | None = None) -> T:
+    """A JSON body as ``kind``. Without ``left_out`` an unknown field is refused."""
     try:
-        found = msgspec.json.decode(body, type=kind)
+        found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(str(error)) from error
+    check_depth(found)
+    return converted(found, kind, LeftOut(strict=True) if left_out is None else left_out)
+
+
+def typed(value: Any, kinds: Mapping[str, type[T]], place: str, left_out: LeftOut, default: str = "") -> T | str:
+    """An object of a list as the type that its own ``type`` says; the type's name where it is none of ``kinds``."""
+    kind = value.get("type") or default if isinstance(value, dict) else default
+    if not isinstance(kind, str) or kind not in kinds:
+        return str(kind)
+    return converted(value, kinds[kind], left_out, place)
+
+
+def converted(value: Any, kind: type[T], left_out: LeftOut, at: str = "") -> T:
+    """Decoded JSON as ``kind``. ``at``: where it is in the body."""
+    try:
+        return msgspec.convert(known(value, kind, at, left_out), kind, str_keys=True)
+    except (msgspec.ValidationError, RecursionError) as error:
         text = str(error)
         field = re.search(r"(?:unknown|required) field `([^`]*)`", text)
         place = re.search(r"(?:- at|in) `\$\.?([^`]*)`", text)
-        names = [found[1] for found in (place, field) if found]
+        names = [at, *(found[1] for found in (place, field) if found)]
         if place and text.startswith("Invalid") and (values := allowed(kind, place[1])):
             text += f"; expected {' or '.join(msgspec.json.encode(value).decode() for value in values)}"
-        raise ApiError(text, param=".".join(names) or None) from error
-    check_depth(found)
-    return found
+        param = ".".join(filter(None, names)).replace(".[", "[")
+        raise ApiError(f"{at}: {text}" if at else text, param=param or None) from error
 
 
 def allowed(kind: type, place: str) -> list[Any]:
@@ -71,7 +84,8 @@ def allowed(kind: type, place: str) -> list[Any]:
 
 def _kinds(node: inspect.Type) -> list[inspect.Type]:
     """A type, or those of a union."""
-    return list(node.types) if isinstance(node, inspect.UnionType) else [node]
+    found = list(node.types) if isinstance(node, inspect.UnionType) else [node]
+    return [each.type if isinstance(each, inspect.Metadata) else each for each in found]
 
 
 def check_depth(found: object) -> None:
@@ -92,6 +106,10 @@ def _children(node: object) -> Iterable[object]:
     if isinstance(node, msgspec.Struct):
         return (getattr(node, name) for name in node.__struct_fields__)
     return node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
+
+
+# kvant's own field: a value that is not named is refused, as an option of the command is.
+DraftField = Annotated[ServedSource, msgspec.Meta(title="draft")] | None
 
 
 class SamplingFields(Fields, frozen=True, kw_only=True):
@@ -164,9 +182,9 @@ def check_range(name: str, value: float, least: float, most: float) -> None:
 
 def max_tokens(given: int | None, name: str = "max_tokens") -> int | None:
     """The tokens of an answer; None: as many as there is room for."""
-    if given is not None and given < 1:
+    if given is not None and given < 1 and given != -1:
         raise ApiError(f"{name} is {given}; expected at least 1", param=name)
-    return given
+    return None if given == -1 else given  # -1 is LM Studio's word, and others', for no limit
 
 
 def stops(given: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from kvant.server.answering import answer
 from kvant.server.body import decode
 from kvant.server.errors import ApiError, described, log_cause, logger
 from kvant.server.generation import Begun, Call, End, Event, Generation, Text
+from kvant.server.left_out import LeftOut
 from kvant.server.service import Service
 
 T = TypeVar("T")
@@ -76,20 +77,22 @@ class Dialect:
 
     Attributes:
         body: the type of its bodies, which have ``model`` and ``stream``.
-        generations: what a body asks for; several of one prompt each. It raises an ApiError for what cannot be had.
+        generations: what a body asks for; several of one prompt each. It raises an ApiError for what cannot be had,
+            and adds what is left out.
         encoder: of the served model's name, the body and the generations.
     """
 
     body: type[Any]
-    generations: Callable[[Any, Service], Sequence[Generation]]
+    generations: Callable[[Any, Service, LeftOut], Sequence[Generation]]
     encoder: Callable[[str, Any, Sequence[Generation], Service], Encoder]
 
     async def endpoint(self, request: Request) -> Response:
         """Answer a request."""
         service: Service = request.app.state.service
-        body = decode(await request.body(), self.body)
+        left_out: LeftOut = request.state.left_out
+        body = decode(await request.body(), self.body, left_out)
         name = service.check_model(body.model)
-        generations = [replace(each, salt=request.state.salt) for each in self.generations(body, service)]
+        generations = [replace(each, salt=request.state.salt) for each in self.generations(body, service, left_out)]
         encoder = self.encoder(name, body, generations, service)
         events = together(
             [answer(service, each) for each in generations],

@@ -107,12 +107,18 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A piece of an answer's text, or of its thinking. The log-probabilities are those of the tokens it ends."""
+    """A piece of an answer's text, or of its thinking.
+
+    Attributes:
+        logprobs: of the tokens that it ends.
+        tokens: of the answer so far.
+    """
 
     answer: int
     text: str
     thinking: bool = False
     logprobs: Sequence[TokenLogprob] = ()
+    tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,11 @@ from kvant import __version__
 from kvant.cache.pool import Pool
 from kvant.engine.batch_engine import BatchEngine, Deliver
 from kvant.engine.request import Request, Token
+from kvant.server.errors import logger
+from kvant.server.left_out import LeftOut
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MAX_IGNORED = 64  # names of fields that are told apart: clients choose them
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -26,6 +29,10 @@ class Metrics:
         self._requests = Counter(
             "kvant_http_requests", "Requests answered, by route and status.", ["route", "status"], registry=registry
         )
+        self._ignored = Counter(
+            "kvant_ignored_fields", "Fields of requests that were left out, by name.", ["name"], registry=registry
+        )
+        self._names: set[str] = set()  # of fields that were left out
         self._answers = Counter("kvant_answers", "Answers that ended, by reason.", ["reason"], registry=registry)
         self._prompt = Counter("kvant_prompt_tokens", "Tokens of prompts.", registry=registry)
         self._cached = Counter("kvant_cached_tokens", "Of them those that a shared prefix had.", registry=registry)
@@ -48,9 +55,14 @@ class Metrics:
         """All of it, as /metrics gives it."""
         return generate_latest(self._registry)
 
-    def answered(self, route: str, status: int) -> None:
-        """Count a response."""
+    def answered(self, route: str, status: int, left_out: LeftOut) -> None:
+        """Count a response, and what was left out of its request; a name is logged when it first comes."""
         self._requests.labels(route, str(status)).inc()
+        for name, said in left_out.names.items():
+            if name not in self._names and len(self._names) < MAX_IGNORED:
+                self._names.add(name)
+                logger.warning("left out of requests to %s, and said in x-kvant-ignored: %s", route, said)
+            self._ignored.labels(name if name in self._names else "other").inc()
 
     def counting(self, request: Request, deliver: Deliver) -> Callable[[Token], object]:
         """``deliver``, with every token counted; called in the engine's thread."""

@@ -1,7 +1,7 @@
 """OpenAI's /v1/chat/completions and /v1/completions (platform.openai.com), and further fields.
 
-A field with the type None is one of OpenAI's that cannot be heeded here: it may be null. Null is a field that was not
-given, throughout.
+A field with the type None is one of OpenAI's that an answer without would mislead: it may be null, and is refused else.
+Null is a field that was not given, throughout. Fields that are not here are left out, and said.
 """
 
 import time
@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvant.engine.drafts import ServedSource
 from kvant.server.body import (
+    DraftField,
     Fields,
     SamplingFields,
     check_range,
@@ -25,10 +25,11 @@ from kvant.server.body import (
 from kvant.server.endpoint import Dialect, Encoder
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Format, Generation, Text, TokenLogprob, Tool, ToolChoice
+from kvant.server.left_out import LeftOut
 from kvant.server.service import Service
-from kvant.server.turns import Turns, check_arguments, checked_tools, text_of, tool_named, with_effort
+from kvant.server.turns import Turns, check_arguments, checked_tools, known_tools, text_of, tool_named, with_effort
 from kvant.text.grammar_source import MAX_SOURCE, escaped
-from kvant.text.prompt import check_variables
+from kvant.text.prompt import GIVEN, check_variables, mentioned
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's, as are the following
 MAX_LOGPROBS = 5  # of /v1/completions
@@ -38,16 +39,21 @@ DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 
 class StreamOptions(Fields, frozen=True):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class TextPart(Fields, frozen=True, tag="text"):
+class TextPart(Fields, frozen=True):
+    type: Literal["text"]
     text: str
     cache_control: Any = None  # every prompt's beginning is shared anyway
 
 
-class RefusalPart(Fields, frozen=True, tag="refusal"):
+class RefusalPart(Fields, frozen=True, kw_only=True):
+    type: Literal["refusal"]
     text: str = msgspec.field(name="refusal")
+
+
+PARTS = {"text": TextPart, "refusal": RefusalPart}
 
 
 class CalledFunction(Fields, frozen=True):
@@ -64,7 +70,7 @@ class ToolCall(Fields, frozen=True):
 
 class Message(Fields, frozen=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | RefusalPart] | None = None
+    content: str | list[Any] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -73,7 +79,6 @@ class Message(Fields, frozen=True):
     refusal: str | None = None
     annotations: list[Any] | None = None  # as answers have them; they are not part of a prompt
     provider_specific_fields: Any = None  # LiteLLM puts them into its answers
-    audio: None = None
     function_call: None = None
 
 
@@ -103,7 +108,7 @@ class TextFormat(Fields, frozen=True, tag="text"):
 
 
 class JsonObjectFormat(Fields, frozen=True, tag="json_object"):
-    pass
+    schema: dict[str, Any] | None = None  # llama.cpp's and Together's
 
 
 class NamedSchema(Fields, frozen=True):
@@ -138,14 +143,9 @@ class CommonBody(SamplingFields, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     n: int | None = None
     ignore_eos: bool | None = None
-    draft: ServedSource | None = None
+    draft: DraftField = None
     structured_outputs: StructuredOutputs | None = None
-    user: str | None = None  # a label of the client's
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    user: Any = None  # a label of the client's
 
 
 class ChatBody(CommonBody, frozen=True, kw_only=True):
@@ -156,28 +156,26 @@ class ChatBody(CommonBody, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[Any] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # These cannot change an answer: labels, and hints to a cache or to a scheduler that is not here.
-    metadata: dict[str, str] | None = None
+    metadata: Any = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prediction: dict[str, Any] | None = None
-    # Only with the value that asks for nothing else.
-    store: bool | None = None
+    # Another value is left out.
+    store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
     # Not to be had here.
+    modalities: list[Literal["text"]] | None = None
     audio: None = None
     functions: None = None
     function_call: None = None
-    web_search_options: None = None
-    moderation: None = None
 
 
 class CompletionsBody(CommonBody, frozen=True, kw_only=True):
@@ -190,17 +188,16 @@ class CompletionsBody(CommonBody, frozen=True, kw_only=True):
     suffix: str | None = None
 
 
-def chat_generation(body: ChatBody, service: Service) -> Generation:
+def chat_generation(body: ChatBody, service: Service, left_out: LeftOut) -> Generation:
     """What a body of /v1/chat/completions asks for."""
-    if body.store:
-        raise ApiError("store is true; expected false: this server keeps no answers", param="store")
     if body.top_logprobs is not None:
         check_range("top_logprobs", body.top_logprobs, 0, MAX_TOP_LOGPROBS)
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs has no effect without logprobs: true", param="top_logprobs")
-    tools = tools_of([tool.function for tool in body.tools or ()], "tools[{}].function.name")
+    given = known_tools(body.tools, {"function": FunctionTool}, left_out)
+    tools = tools_of({f"{place}.function.name": tool.function for place, tool in given})
     return Generation(
-        messages=_messages(body.messages),
+        messages=_messages(body.messages, left_out),
         tools=tools,
         tool_choice=_tool_choice(body, tools),
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -208,19 +205,15 @@ def chat_generation(body: ChatBody, service: Service) -> Generation:
         max_tokens=_max_tokens(body),
         logprobs=bool(body.logprobs),
         top_logprobs=body.top_logprobs or 0,
-        variables=_variables(body, service),
-        **_common_fields(body, service),
+        variables=_variables(body, service, left_out),
+        **_common_fields(body, service, left_out),
     )
 
 
-def _common_fields(body: CommonBody, service: Service) -> dict[str, Any]:
+def _common_fields(body: CommonBody, service: Service, left_out: LeftOut) -> dict[str, Any]:
     """The fields of a generation that chat and completions fill in the same way."""
-    if body.stream_options is not None:
-        if not body.stream:
-            raise ApiError("stream_options has no effect without stream: true", param="stream_options")
-        if body.stream_options.include_obfuscation:
-            param = "stream_options.include_obfuscation"
-            raise ApiError(f"{param} is true; expected false: a stream's lengths are not hidden", param=param)
+    if body.stream_options is not None and not body.stream:
+        left_out.add("stream_options")
     return {
         "sampling": sampling_options(body),
         "stop": stops(body.stop),
@@ -230,32 +223,33 @@ def _common_fields(body: CommonBody, service: Service) -> dict[str, Any]:
     }
 
 
-def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _messages(messages: Sequence[Message], left_out: LeftOut) -> list[dict[str, Any]]:
     """A conversation as :attr:`Generation.messages` has it."""
     if not messages:
         raise ApiError("messages is empty; expected at least one message", param="messages")
     check_arguments([call.function.arguments for message in messages for call in message.tool_calls or ()])
     turns = Turns()
     for place, message in enumerate(messages):
-        _add(turns, message, f"messages[{place}]")
+        _add(turns, message, f"messages[{place}]", left_out)
     return turns.messages()
 
 
-def _add(turns: Turns, message: Message, place: str) -> None:
+def _add(turns: Turns, message: Message, place: str, left_out: LeftOut) -> None:
     role = "system" if message.role == "developer" else message.role
     for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
         if role != "assistant" and getattr(message, name):
             raise ApiError(f"{place} of the role {role!r} has {name}; expected it of an assistant", param=place)
     if (message.tool_call_id is None) is (role == "tool"):
         raise ApiError(f"{place}: expected tool_call_id of the role 'tool', and only there", param=place)
-    text = text_of(message.content)
+    text = text_of(message.content, PARTS, f"{place}.content", left_out, notes=role == "tool")
     if message.tool_call_id is not None:
         turns.add_result(message.tool_call_id, text, f"{place}.tool_call_id", message.name)
         return
     reasoning = message.reasoning_content or message.reasoning or ""
     if message.content is None and not (message.tool_calls or message.refusal or reasoning):
         raise ApiError(f"{place} has no content; expected text", param=f"{place}.content")
-    turns.begin(role, message.name)
+    if role != "system":  # neighbours of this role are one, as at the other interfaces
+        turns.begin(role, message.name)
     turns.add_text(role, text if message.content is not None else message.refusal or "")
     turns.add_thinking(reasoning)
     for at, call in enumerate(message.tool_calls or ()):
@@ -263,13 +257,13 @@ def _add(turns: Turns, message: Message, place: str) -> None:
         turns.add_call(call.id, function.name, function.arguments, f"{place}.tool_calls[{at}].function.arguments")
 
 
-def tools_of(functions: Sequence[Function], field: str) -> tuple[Tool, ...]:
-    """The functions that the model may call. ``field``: where a name is, with {} for its place."""
+def tools_of(functions: Mapping[str, Function]) -> tuple[Tool, ...]:
+    """The functions that the model may call, by the fields that their names are in."""
     made = []
-    for function in functions:
+    for function in functions.values():
         given = {} if function.parameters is None else {"parameters": function.parameters}
         made.append(Tool(function.name, function.description or "", strict=bool(function.strict), **given))
-    return checked_tools(made, field)
+    return checked_tools(made, [*functions])
 
 
 def _tool_choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice | Tool:
@@ -291,7 +285,7 @@ def _format(body: ChatBody) -> Format | None:
             raise ApiError(said, param="response_format")
         return structured
     if isinstance(wanted, JsonObjectFormat):
-        return Format("json_object")
+        return Format("json_object") if wanted.schema is None else Format("json_schema", wanted.schema)
     if isinstance(wanted, JsonSchemaFormat):
         return Format("json_schema", wanted.json_schema.schema)
     return None
@@ -327,23 +321,26 @@ def _max_tokens(body: ChatBody) -> int | None:
     return max_tokens(given.pop() if given else None)
 
 
-def _variables(body: ChatBody, service: Service) -> dict[str, Any]:
-    """The client's variables of the chat template."""
+def _variables(body: ChatBody, service: Service, left_out: LeftOut) -> dict[str, Any]:
+    """The client's variables of the chat template. One that it does not mention has no effect."""
     given = dict(body.chat_template_kwargs or {})
+    for name in given.keys() - mentioned(service.tokenizer) - GIVEN if given else ():
+        left_out.add(f"chat_template_kwargs.{name}")
+        del given[name]
     try:
         check_variables(service.tokenizer, given)
     except ValueError as error:
         raise ApiError(f"chat_template_kwargs {error}", param="chat_template_kwargs") from error
     effort: Mapping[str, Any] = {}
     if body.reasoning_effort is not None:
-        effort = with_effort(service.tokenizer, body.reasoning_effort, "reasoning_effort")
+        effort = with_effort(service.tokenizer, body.reasoning_effort, "reasoning_effort", left_out)
     if both := given.keys() & effort.keys():
         said = f"reasoning_effort and chat_template_kwargs both set {' and '.join(sorted(both))}"
         raise ApiError(f"{said}; expected one of them", param="reasoning_effort")
     return {**given, **effort}
 
 
-def completions_generations(body: CompletionsBody, service: Service) -> list[Generation]:
+def completions_generations(body: CompletionsBody, service: Service, left_out: LeftOut) -> list[Generation]:
     """What a body asks for, of each of its prompts."""
     if body.suffix:
         raise ApiError("suffix is given; the model only continues text", param="suffix")
@@ -364,7 +361,7 @@ def completions_generations(body: CompletionsBody, service: Service) -> list[Gen
         top_logprobs=body.logprobs or 0,
         echo=bool(body.echo),
         field="prompt",
-        **_common_fields(body, service),
+        **_common_fields(body, service, left_out),
     )
     return [replace(generation, prompt=prompt) for prompt in prompts]
 
@@ -397,8 +394,11 @@ class _Answers(Encoder):
         }
         self._logprobs = generations[0].logprobs
         self._count = self._open = len(generations) * generations[0].answers
-        self._wants_usage = body.wants_usage
-        self._prompt = self._cached = self._tokens = self._thinking = 0
+        wanted = body.stream_options
+        self._wants_usage = wanted is not None and bool(wanted.include_usage)
+        self._counts_on = self._wants_usage and wanted is not None and bool(wanted.continuous_usage_stats)
+        self._tokens = [0] * self._count  # of each answer so far
+        self._prompt = self._cached = self._thinking = 0
 
     def failed(self, error: ApiError, request_id: str) -> Iterable[dict[str, Any]]:
         return [error.openai()]
@@ -415,12 +415,13 @@ class _Answers(Encoder):
         return {**self._head, "object": kind, "choices": choices, **fields}
 
     def _chunk(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
-        return self._object(kind, [choice], **({"usage": None} if self._wants_usage else {}))
+        usage = self._usage() if self._counts_on else None
+        return self._object(kind, [choice], **({"usage": usage} if self._wants_usage else {}))
 
     def _ended(self, event: End, kind: str) -> Iterator[dict[str, Any]]:
         """Count an answer's end. Behind the last one is an event with the usage, if the client wants it."""
         self._open -= 1
-        self._tokens += event.tokens
+        self._tokens[event.answer] = event.tokens
         self._thinking += event.thinking_tokens
         if self._wants_usage and not self._open:
             yield self._object(kind, [], usage=self._usage())
@@ -428,8 +429,8 @@ class _Answers(Encoder):
     def _usage(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self._prompt,
-            "completion_tokens": self._tokens,
-            "total_tokens": self._prompt + self._tokens,
+            "completion_tokens": sum(self._tokens),
+            "total_tokens": self._prompt + sum(self._tokens),
             "prompt_tokens_details": {"cached_tokens": self._cached},
             "completion_tokens_details": {"reasoning_tokens": self._thinking},
         }
@@ -450,6 +451,7 @@ class ChatAnswers(_Answers):
 
     def text(self, event: Text) -> Iterator[dict[str, Any]]:
         kind = "reasoning_content" if event.thinking else "content"
+        self._tokens[event.answer] = event.tokens
         self._messages[event.answer][kind].append(event.text)
         told = [] if event.thinking else logprobs_content(event.logprobs)
         self._choices[event.answer]["logprobs"] += told
@@ -497,6 +499,7 @@ class CompletionsAnswers(_Answers):
 
     def text(self, event: Text) -> Iterator[dict[str, Any]]:
         self._texts[event.answer].append(event)
+        self._tokens[event.answer] = event.tokens
         yield self._chunk("text_completion", self._choice(event.answer, [event], self._offsets[event.answer], None))
         self._offsets[event.answer] += len(event.text)
 
@@ -552,5 +555,5 @@ def _name(token: TokenLogprob) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.bytes)
 
 
-CHAT = Dialect(ChatBody, lambda body, service: [chat_generation(body, service)], ChatAnswers)
+CHAT = Dialect(ChatBody, lambda *given: [chat_generation(*given)], ChatAnswers)
 COMPLETIONS = Dialect(CompletionsBody, completions_generations, CompletionsAnswers)

@@ -1,6 +1,7 @@
 """OpenAI's /v1/responses (platform.openai.com), as far as this server follows it. Nothing is stored.
 
-A field with the type None is one of OpenAI's that this server cannot heed: it may be null.
+A field with the type None is one of OpenAI's that an answer without would mislead: it may be null, and is refused else.
+Fields that are not here are left out, and said.
 """
 
 import time
@@ -11,13 +12,22 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvant.engine.drafts import ServedSource
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ArgumentError
-from kvant.server.body import Caller, Fields, SamplingFields, check_range, decode, max_tokens, refused, sampling_options
+from kvant.server.body import (
+    DraftField,
+    Fields,
+    SamplingFields,
+    check_range,
+    max_tokens,
+    refused,
+    sampling_options,
+    typed,
+)
 from kvant.server.endpoint import Dialect, Encoder
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Format, Generation, Text, Tool, ToolChoice
+from kvant.server.left_out import LeftOut
 from kvant.server.openai import (
     MAX_TOP_LOGPROBS,
     Function,
@@ -29,36 +39,48 @@ from kvant.server.openai import (
     tools_of,
 )
 from kvant.server.service import Service
-from kvant.server.turns import Turns, check_arguments, from_opaque, opaque, text_of, tool_named, with_effort
+from kvant.server.turns import (
+    Turns,
+    check_arguments,
+    from_opaque,
+    joined,
+    known_tools,
+    opaque,
+    text_of,
+    tool_named,
+    with_effort,
+)
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templates know
+INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
 STORED = "this server stores nothing: send the whole conversation, with store false"
 
 
-class InputText(Fields, frozen=True, tag="input_text"):
+class InputText(Fields, frozen=True):
+    type: Literal["input_text"]
     text: str
     prompt_cache_breakpoint: dict[str, Any] | None = None  # every prompt's beginning is shared anyway
 
 
-class OutputText(Fields, frozen=True, tag="output_text"):
+class OutputText(Fields, frozen=True):
+    type: Literal["output_text"]
     text: str
     annotations: list[dict[str, Any]] | None = None
     logprobs: list[dict[str, Any]] | None = None
     parsed: Any = None  # OpenAI's Python client notes here what it made of the text
 
 
-Part = InputText | OutputText | RefusalPart
-Status = Literal["in_progress", "completed", "incomplete"] | None
+PARTS = {"input_text": InputText, "output_text": OutputText, "refusal": RefusalPart}
+NAMESPACE = "__"  # between a namespace and the name of a function in it
 
 
 class MessageItem(Fields, frozen=True, kw_only=True):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Part]
+    content: str | list[Any]
     id: str | None = None
-    status: Status = None
-    phase: Literal["commentary", "final_answer"] | None = None  # of an answer; templates know no such mark
+    status: Any = None
+    phase: Any = None  # of an answer; templates know no such mark
 
 
 class CallItem(Fields, frozen=True, kw_only=True):
@@ -66,22 +88,33 @@ class CallItem(Fields, frozen=True, kw_only=True):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
     id: str | None = None
-    status: Status = None
-    caller: Caller | None = None
-    namespace: None = None
+    status: Any = None
+    caller: Any = None
     parsed_arguments: Any = None  # as OutputText.parsed
 
 
-class ResultItem(Fields, frozen=True, kw_only=True):
-    type: Literal["function_call_output"]
+class CustomCallItem(Fields, frozen=True, kw_only=True):
+    type: Literal["custom_tool_call"]
     call_id: str
-    output: str | list[Part]
+    name: str
+    input: str
+    namespace: str | None = None
     id: str | None = None
-    status: Status = None
-    caller: Caller | None = None
+    status: Any = None
+    caller: Any = None
+
+
+class ResultItem(Fields, frozen=True, kw_only=True):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: str | list[Any]
+    id: str | None = None
+    status: Any = None
+    caller: Any = None
     name: str | None = None
-    namespace: None = None
+    namespace: str | None = None
 
 
 class SummaryText(Fields, frozen=True):
@@ -100,23 +133,31 @@ class ReasoningItem(Fields, frozen=True, kw_only=True):
     summary: list[SummaryText] | None = None
     content: list[ReasoningText] | None = None
     encrypted_content: str | None = None
-    status: Status = None
+    status: Any = None
 
 
-Item = MessageItem | CallItem | ResultItem | ReasoningItem
+Item = MessageItem | CallItem | CustomCallItem | ResultItem | ReasoningItem
 ITEMS: Mapping[str, type[Item]] = {
     "message": MessageItem,
     "function_call": CallItem,
     "function_call_output": ResultItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": ResultItem,
     "reasoning": ReasoningItem,
 }
 
 
 class FunctionBody(Function, frozen=True, kw_only=True):
     type: Literal["function"]
-    defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
-    output_schema: None = None
+
+
+class NamespaceBody(Fields, frozen=True, kw_only=True):
+    """Functions whose calls carry its name."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: list[Any]
 
 
 class NamedFunction(Fields, frozen=True):
@@ -143,72 +184,60 @@ class TextConfig(Fields, frozen=True):
 
 
 class Reasoning(Fields, frozen=True):
-    effort: Effort | None = None
+    effort: str | None = None
     summary: Literal["auto", "detailed"] | None = None
     generate_summary: Literal["auto", "detailed"] | None = None  # the older name of summary
-    context: Literal["auto"] | None = None
-    mode: Literal["standard"] | None = None
-
-
-class StreamOptions(Fields, frozen=True):
-    include_obfuscation: Literal[False] | None = None
 
 
 class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     """A body of /v1/responses. Its fields of sampling are those of /v1/chat/completions."""
 
     model: str
-    input: str | list[msgspec.Raw]  # of items, read one by one: a message may lack its type
+    input: str | list[Any]  # of items, read one by one: a message may lack its type
     instructions: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     max_output_tokens: int | None = None
-    draft: ServedSource | None = None
+    draft: DraftField = None
     top_logprobs: int | None = None
-    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
-    tools: list[FunctionBody] | None = None
+    include: list[str] | None = None
+    tools: list[Any] | None = None
     tool_choice: Literal["auto", "none", "required"] | FunctionChoice | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    store: bool | None = None
+    store: Literal[False] | None = None
     previous_response_id: str | None = None
     truncation: Literal["disabled"] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    background: Literal[False] | None = None
     # Harmless: labels of the client's.
-    metadata: dict[str, str] | None = None
-    user: str | None = None
+    metadata: Any = None
+    client_metadata: Any = None
+    user: Any = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_retention: str | None = None
     # Not to be had here.
-    context_management: None = None
+    background: bool | None = None
     conversation: None = None
-    max_tool_calls: None = None
-    moderation: None = None
     prompt: None = None
 
 
-class _Kind(msgspec.Struct):
-    type: str = "message"
-
-
-def responses_generation(body: ResponsesBody, service: Service) -> Generation:
+def responses_generation(body: ResponsesBody, service: Service, left_out: LeftOut) -> Generation:
     """What a body of /v1/responses asks for."""
     if body.previous_response_id is not None:
         raise ApiError(f"previous_response_id is given; {STORED}", param="previous_response_id")
-    if body.store:
-        raise ApiError(f"store is true; {STORED} or left out", param="store")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError("stream_options is given without stream: true", param="stream_options")
+    if body.background:
+        raise ApiError("background is true; expected false: an answer is given where it was asked", param="background")
+    for at, name in enumerate(body.include or ()):
+        if name not in INCLUDED:
+            left_out.add(f"include[{at}]", name)
     top_logprobs = body.top_logprobs or 0
     check_range("top_logprobs", top_logprobs, 0, MAX_TOP_LOGPROBS)
-    tools, choice = _tools(body)
+    tools, choice = _tools(body, left_out)
     effort = body.reasoning.effort if body.reasoning is not None else None
-    variables = {} if effort is None else with_effort(service.tokenizer, effort, "reasoning.effort")
+    variables = {} if effort is None else with_effort(service.tokenizer, effort, "reasoning.effort", left_out)
     return Generation(
-        messages=_messages(body),
+        messages=_messages(body, left_out),
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -223,9 +252,16 @@ def responses_generation(body: ResponsesBody, service: Service) -> Generation:
     )
 
 
-def _tools(body: ResponsesBody) -> tuple[Sequence[Tool], ToolChoice | Tool]:
-    """The tools, and which of them is to be called."""
-    tools: Sequence[Tool] = tools_of(body.tools or (), "tools[{}].name")
+def _tools(body: ResponsesBody, left_out: LeftOut) -> tuple[Sequence[Tool], ToolChoice | Tool]:
+    """The tools, and which of them is to be called. Of a namespace they carry its name before their own."""
+    functions: dict[str, Function] = {}
+    for place, tool in known_tools(body.tools, {"function": FunctionBody, "namespace": NamespaceBody}, left_out):
+        if isinstance(tool, FunctionBody):
+            functions[f"{place}.name"] = tool
+            continue
+        for inner, function in known_tools(tool.tools, {"function": FunctionBody}, left_out, at=f"{place}."):
+            functions[f"{inner}.name"] = msgspec.structs.replace(function, name=_named(function.name, tool.name))
+    tools: Sequence[Tool] = tools_of(functions)
     choice = body.tool_choice
     if isinstance(choice, FunctionChoice):
         return tools, tool_named(tools, choice.name)
@@ -239,14 +275,25 @@ def _tools(body: ResponsesBody) -> tuple[Sequence[Tool], ToolChoice | Tool]:
 
 def _format(body: ResponsesBody) -> Format | None:
     match body.text.format if body.text is not None else None:
-        case JsonObjectFormat():
+        case JsonObjectFormat(schema=None):
             return Format("json_object")
-        case JsonSchema(schema=schema):
-            return Format("json_schema", schema)
+        case JsonObjectFormat(schema=schema) | JsonSchema(schema=schema):
+            return Format("json_schema", schema or {})
     return None
 
 
-def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
+def _named(name: str, namespace: str | None) -> str:
+    return name if namespace is None else f"{namespace}{NAMESPACE}{name}"
+
+
+def _namespaces(body: ResponsesBody) -> dict[str, tuple[str, str]]:
+    """The namespace and the name of each function in one, by the name that the model calls it by."""
+    spaces = [tool for tool in body.tools or () if isinstance(tool, dict) and tool.get("type") == "namespace"]
+    found = [(str(space["name"]), str(tool.get("name"))) for space in spaces for tool in space["tools"]]
+    return {_named(name, space): (space, name) for space, name in found}
+
+
+def _messages(body: ResponsesBody, left_out: LeftOut) -> list[dict[str, Any]]:
     turns = Turns()
     if body.instructions:
         turns.add_text("system", body.instructions)
@@ -255,48 +302,51 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
         return turns.messages()
     if not body.input:
         raise ApiError("input is empty; expected text or at least one item", param="input")
-    items = [_item(bytes(raw), f"input[{at}]") for at, raw in enumerate(body.input)]
-    check_arguments([item.arguments for item in items if isinstance(item, CallItem)])
-    for at, item in enumerate(items):
-        _add(turns, item, f"input[{at}]")
+    items = [(f"input[{at}]", _item(given, f"input[{at}]", left_out)) for at, given in enumerate(body.input)]
+    check_arguments([item.arguments for _, item in items if isinstance(item, CallItem)])
+    for place, item in items:
+        if item is not None:
+            _add(turns, item, place, left_out)
     return turns.messages()
 
 
-def _item(raw: bytes, place: str) -> Item:
-    """One item of the input, by its type."""
-    try:
-        kind = msgspec.json.decode(raw, type=_Kind).type
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ApiError(f"{place}: {error}", param=place) from error
-    if kind == "item_reference":
+def _item(given: Any, place: str, left_out: LeftOut) -> Item | None:
+    """One item of the input, by its type; None: it is left out, as calls of a server's own tools and compactions."""
+    if not isinstance(given, dict):
+        raise ApiError(f"{place}: expected an object", param=place)
+    item = typed(given, ITEMS, place, left_out, "message")
+    if not isinstance(item, str):
+        return item
+    if item == "item_reference":
         raise ApiError(f"{place} is an item_reference; {STORED}", param=place)
-    if kind not in ITEMS:
-        raise ApiError(f"{place}.type is {kind[:80]!r}; expected one of {', '.join(ITEMS)}", param=f"{place}.type")
-    try:
-        return decode(raw, ITEMS[kind])
-    except ApiError as error:
-        raise ApiError(f"{place}: {error.message}", param=f"{place}.{error.param}" if error.param else place) from error
+    left_out.add(place, item)
+    return None
 
 
-def _add(turns: Turns, item: Item, place: str) -> None:
+def _add(turns: Turns, item: Item, place: str, left_out: LeftOut) -> None:
     match item:
         case MessageItem():
-            turns.add_text(ROLES.get(item.role, item.role), text_of(item.content))
+            text = text_of(item.content, PARTS, f"{place}.content", left_out)
+            turns.add_text(ROLES.get(item.role, item.role), text)
         case ReasoningItem():
-            turns.add_thinking(_thinking(item, place))
+            turns.add_thinking(_thinking(item, place, left_out))
         case CallItem():
-            turns.add_call(item.call_id, item.name, item.arguments, f"{place}.arguments")
+            name = _named(item.name, item.namespace)
+            turns.add_call(item.call_id, name, item.arguments, f"{place}.arguments")
+        case CustomCallItem():
+            turns.add_call(item.call_id, _named(item.name, item.namespace), {"input": item.input}, place)
         case ResultItem():
-            turns.add_result(item.call_id, text_of(item.output), f"{place}.call_id")
+            text = text_of(item.output, PARTS, f"{place}.output", left_out, notes=True)
+            turns.add_result(item.call_id, text, f"{place}.call_id")
 
 
-def _thinking(item: ReasoningItem, place: str) -> str:
+def _thinking(item: ReasoningItem, place: str, left_out: LeftOut) -> str:
     """An earlier answer's thinking, in whichever way the client was given it."""
     if item.content:
-        return text_of(item.content)
+        return joined([part.text for part in item.content])
     if item.encrypted_content is not None:
-        return from_opaque(item.encrypted_content, f"{place}.encrypted_content")
-    return text_of(item.summary)
+        return from_opaque(item.encrypted_content, f"{place}.encrypted_content", left_out)
+    return joined([part.text for part in item.summary or ()])
 
 
 class ResponseStream(Encoder):
@@ -313,6 +363,7 @@ class ResponseStream(Encoder):
         except ArgumentError as error:
             raise refused(error) from error
         self._response = _response(name, body, generation, sampling)
+        self._namespaces = _namespaces(body)
         reasoning = body.reasoning
         self._summary = reasoning is not None and (reasoning.summary or reasoning.generate_summary) is not None
         self._keeps_opaque = "reasoning.encrypted_content" in (body.include or [])
@@ -399,17 +450,19 @@ class ResponseStream(Encoder):
 
     def call(self, event: Call) -> Iterator[dict[str, Any]]:
         yield from self._close("completed")
+        namespace, name = self._namespaces.get(event.name, (None, event.name))
         item = {
             "type": "function_call",
             "id": _id("fc"),
             "call_id": _id("call"),
-            "name": event.name,
+            "name": name,
             "arguments": "",
             "status": "in_progress",
+            **({} if namespace is None else {"namespace": namespace}),
         }
         yield self._added(item)
         yield self._of_item("response.function_call_arguments.delta", delta=event.arguments)
-        yield self._of_item("response.function_call_arguments.done", name=event.name, arguments=event.arguments)
+        yield self._of_item("response.function_call_arguments.done", name=name, arguments=event.arguments)
         item |= {"arguments": event.arguments, "status": "completed"}
         yield self._event("response.output_item.done", output_index=self._index, item=dict(item))
 
@@ -502,4 +555,4 @@ def _id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
 
 
-RESPONSES = Dialect(ResponsesBody, lambda body, service: [responses_generation(body, service)], ResponseStream)
+RESPONSES = Dialect(ResponsesBody, lambda *given: [responses_generation(*given)], ResponseStream)

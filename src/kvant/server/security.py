@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvant.server.errors import ApiError, described, logger
+from kvant.server.left_out import LeftOut
 from kvant.server.service import Service
 from kvant.server.settings import LOOPBACK_NAMES, Settings
 
@@ -49,6 +50,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = scope.setdefault("state", {})["request_id"] = f"req_{uuid.uuid4().hex}"
+        left_out = scope["state"]["left_out"] = LeftOut(strict=self._service.settings.strict)
         status = 0
 
         async def send_marked(message: Message) -> None:
@@ -58,6 +60,8 @@ class Guard:
                 headers = MutableHeaders(scope=message)
                 headers["request-id"] = headers["x-request-id"] = request_id
                 headers["x-content-type-options"] = "nosniff"
+                if left_out.names:
+                    headers["x-kvant-ignored"] = left_out.header()
             await send(message)
 
         try:
@@ -75,7 +79,7 @@ class Guard:
                 await error_response(scope, failed)(scope, receive, send_marked)
         finally:
             route = scope.get("route")
-            self._service.metrics.answered(getattr(route, "path", "other"), status)
+            self._service.metrics.answered(getattr(route, "path", "other"), status, left_out)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)

@@ -26,6 +26,7 @@ from kvant.server.live import Live
 from kvant.server.metrics import Metrics
 from kvant.server.settings import Settings
 from kvant.text.grammar import Grammars
+from kvant.text.prompt import system_place
 from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_forms import tool_format
 
@@ -41,6 +42,7 @@ class Service:
         model, tokenizer, pool, engine: the loaded model and what computes it.
         names: that requests may call the model by. The first is the one that answers carry and /v1/models lists.
         sampling: the model's own options, in the names of SamplingOptions.
+        system_place: where its template takes system messages.
         tool_format: of the model's tool calls; None: its template takes no tools.
         grammars: that answers can be held to.
         max_seq_len: tokens that a prompt and its answer can have together.
@@ -71,6 +73,7 @@ class Service:
         self.names = _names(settings, folder)
         self.sampling = read_model_sampling(folder, vocab_size=model.config.vocab_size)
         self.tool_format = tool_format(tokenizer)
+        self.system_place = system_place(tokenizer)
         self.grammars = Grammars(tokenizer, model.config.vocab_size)
         with suppress(GrammarError):  # whoever asks for a format is told
             self.grammars.prepare()  # a second of a large vocabulary, in which no thread goes on

@@ -61,6 +61,7 @@ class Settings:
         deterministic: an answer does not depend on those beside it.
         draft: what answers draft from, where a request says nothing: "none", "prompt"; "model" needs a draft model.
         max_queue: requests that may wait.
+        strict: a field of a request that is not known, or cannot be heeded, is refused; else it is left out, and said.
         template_variables: for the chat template of every conversation; a request's own go before them.
         api_keys: one of which a client has to have; none: any will do.
         allow_origins: web pages of these origins may use the server.
@@ -78,6 +79,7 @@ class Settings:
     deterministic: bool = False
     draft: ServedSource = "none"
     max_queue: int = 64
+    strict: bool = False
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     allow_origins: tuple[str, ...] = ()

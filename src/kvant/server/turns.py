@@ -11,9 +11,10 @@ import mlx.core as mx
 import msgspec
 
 from kvant.errors import GrammarError
-from kvant.server.body import check_depth
+from kvant.server.body import check_depth, typed
 from kvant.server.errors import ApiError
 from kvant.server.generation import Generation, Tool
+from kvant.server.left_out import LeftOut
 from kvant.server.security import MAX_VALUES, count_marks, count_values
 from kvant.server.service import Service
 from kvant.text.call_form import ToolFormat
@@ -27,7 +28,8 @@ MAX_TOOLS = 128  # OpenAI's
 MAX_NAME = 64  # OpenAI's; Anthropic's is 128
 SWITCH = "enable_thinking"  # of Qwen3's template, and of others after it
 EFFORT = "reasoning_effort"  # of gpt-oss
-EFFORTS = ("low", "medium", "high")
+EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+PICTURES = ("image", "image_url", "input_image")  # types of parts
 OPAQUE = "kvant:"  # begins a text that thinking is kept in
 BEGINNING = 4  # tokens of an answer that the mark is among: blank ones may come before it
 
@@ -45,11 +47,37 @@ def joined(texts: Sequence[str]) -> str:
     return "".join(pieces)
 
 
-def text_of(content: str | list[Any] | None) -> str:
-    """A message's text; of several parts, put together."""
+def text_of(
+    content: str | list[Any] | None,
+    kinds: Mapping[str, type[Any]],
+    place: str,
+    left_out: LeftOut,
+    *,
+    notes: bool = False,
+) -> str:
+    """A message's text; of several parts, put together.
+
+    Args:
+        kinds: of parts that have a text, by their types.
+        place: the field that it is in.
+        notes: a part of another type becomes a note in words, as in a tool's result; else it is refused.
+    """
     if content is None or isinstance(content, str):
         return content or ""
-    return joined([part.text for part in content])
+    texts = []
+    for number, given in enumerate(content):
+        at = f"{place}[{number}]"
+        part = typed(given, kinds, at, left_out)
+        text = None if isinstance(part, str) else part.text
+        kind = part if isinstance(part, str) else given["type"]
+        if text is None and not (notes and kind):
+            raise ApiError(f"{at}.type is {kind[:80]!r}; expected text: {' or '.join(kinds)}", param=f"{at}.type")
+        texts.append(f"[{_noted(kind)} is not shown to this model, which reads text]" if text is None else text)
+    return joined(texts)
+
+
+def _noted(kind: str) -> str:
+    return "a picture" if kind in PICTURES else f"a part of the type {kind[:80]}"
 
 
 def check_arguments(texts: Sequence[str]) -> None:
@@ -120,8 +148,8 @@ def _arguments(text: str, place: str) -> dict[str, Any]:
     return arguments
 
 
-def checked_tools(tools: Sequence[Tool], field: str, longest: int = MAX_NAME) -> tuple[Tool, ...]:
-    """The tools, each with a name of its own. ``field``: where it is, with {} for its place."""
+def checked_tools(tools: Sequence[Tool], places: Sequence[str], longest: int = MAX_NAME) -> tuple[Tool, ...]:
+    """The tools, each with a name of its own. ``places``: the field of each name."""
     if len(tools) > MAX_TOOLS:
         raise ApiError(f"tools has {len(tools)}; expected at most {MAX_TOOLS}", param="tools")
     try:
@@ -129,8 +157,7 @@ def checked_tools(tools: Sequence[Tool], field: str, longest: int = MAX_NAME) ->
     except GrammarError as error:
         raise ApiError(str(error), param="tools") from error
     seen: set[str] = set()
-    for place, tool in enumerate(tools):
-        param = field.format(place)
+    for param, tool in zip(places, tools, strict=True):
         if not re.fullmatch(f"[a-zA-Z0-9_-]{{1,{longest}}}", tool.name):
             said = f"expected 1 to {longest} letters, digits, _ and -"
             raise ApiError(f"{param} is {tool.name[:80]!r}; {said}", param=param)
@@ -138,6 +165,31 @@ def checked_tools(tools: Sequence[Tool], field: str, longest: int = MAX_NAME) ->
             raise ApiError(f"{param} is {tool.name!r}, which another tool has; expected another name", param=param)
         seen.add(tool.name)
     return tuple(tools)
+
+
+def known_tools(
+    given: Sequence[Any] | None,
+    kinds: Mapping[str, type[Any]],
+    left_out: LeftOut,
+    default: str = "",
+    *,
+    at: str = "",
+) -> list[tuple[str, Any]]:
+    """The tools of a body whose types are known, and where each is, behind ``at``. Others are left out.
+
+    ``default``: the type of one that names none; "": it is refused.
+    """
+    found = []
+    for number, value in enumerate(given or ()):
+        place = f"{at}tools[{number}]"
+        tool = typed(value, kinds, place, left_out, default)
+        if tool == "":
+            raise ApiError(f"{place} has no type; expected {' or '.join(kinds)}", param=f"{place}.type")
+        if isinstance(tool, str):
+            left_out.add(place, tool)
+        else:
+            found.append((place, tool))
+    return found
 
 
 def tool_named(tools: Sequence[Tool], name: str, field: str = "tool_choice") -> Tool:
@@ -181,6 +233,35 @@ def for_template(messages: Sequence[Mapping[str, Any]], form: ToolFormat | None)
     return made
 
 
+def with_system(messages: Sequence[dict[str, Any]], place: str) -> list[dict[str, Any]]:
+    """Messages with the system's where the chat template takes them, :func:`kvant.text.prompt.system_place`.
+
+    The others go into the user's message behind them, else into the one before them.
+    """
+    made: list[dict[str, Any]] = []
+    held: list[str] = []  # texts of the system
+
+    def put_behind() -> None:
+        """Put what is held into the user's message that was the last, or into one of its own."""
+        if held:
+            last = made.pop() if made and made[-1]["role"] == "user" else {"role": "user", "content": ""}
+            made.append({**last, "content": joined([last["content"], *held])})
+            held.clear()
+
+    for message in messages:
+        role = message["role"]
+        if role == "system" and not (place == "anywhere" or (place == "first" and not made)):
+            held.append(message["content"])
+        elif held and role == "user":
+            made.append({**message, "content": joined([*held, message["content"]])})
+            held.clear()
+        else:
+            put_behind()
+            made.append(message)
+    put_behind()
+    return made
+
+
 def _call_id(given: str, length: int) -> str:
     """The id of a call with so many letters and digits; another one where it has not, always the same."""
     if len(given) == length and given.isascii() and given.isalnum():
@@ -188,25 +269,23 @@ def _call_id(given: str, length: int) -> str:
     return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:length]
 
 
-def switched(tokenizer: Tokenizer, on: bool, field: str) -> Mapping[str, Any]:
-    """Variables that switch thinking on or off; none where the model cannot do otherwise."""
+def switched(tokenizer: Tokenizer, on: bool, field: str, left_out: LeftOut) -> Mapping[str, Any]:
+    """Variables that switch thinking on or off. Where the model cannot do otherwise, the wish is left out."""
     if SWITCH in mentioned(tokenizer):
         return {SWITCH: on}
-    if on is (marks_of(tokenizer) is not None):
-        return {}
-    problem = "the model does not think" if on else "the model's chat template cannot switch its thinking off"
-    raise ApiError(f"{field} wants thinking {'on' if on else 'off'}; {problem}", param=field)
+    if on is not (marks_of(tokenizer) is not None):
+        left_out.add(field, "on" if on else "off")
+    return {}
 
 
-def with_effort(tokenizer: Tokenizer, effort: str, field: str) -> Mapping[str, Any]:
-    """Variables for an effort of thinking; "none" switches it off."""
+def with_effort(tokenizer: Tokenizer, effort: str, field: str, left_out: LeftOut) -> Mapping[str, Any]:
+    """Variables for an effort of thinking, the nearest that templates know; "none" switches it off."""
     if effort == "none":
-        return switched(tokenizer, False, field)
-    if EFFORT not in mentioned(tokenizer):
-        raise ApiError(f"{field} is {effort!r}; the model's chat template knows no {EFFORT}", param=field)
-    if effort not in EFFORTS:
-        raise ApiError(f"{field} is {effort!r}; expected one of {', '.join(EFFORTS)}", param=field)
-    return {EFFORT: effort}
+        return switched(tokenizer, False, field, left_out)
+    if effort not in EFFORTS or EFFORT not in mentioned(tokenizer):
+        left_out.add(field, effort)
+        return {}
+    return {EFFORT: EFFORTS[effort]}
 
 
 def opaque(thinking: str) -> str:
@@ -214,14 +293,15 @@ def opaque(thinking: str) -> str:
     return OPAQUE + base64.b64encode(thinking.encode()).decode()
 
 
-def from_opaque(text: str, field: str) -> str:
-    """The thinking in a text of :func:`opaque`."""
+def from_opaque(text: str, field: str, left_out: LeftOut) -> str:
+    """The thinking in a text of :func:`opaque`; that of another server is left out."""
     try:
         if text.startswith(OPAQUE):
             return base64.b64decode(text.removeprefix(OPAQUE), validate=True).decode()
     except ValueError:  # no ASCII, no base64, or no UTF-8 in it
         pass
-    raise ApiError(f"{field} is not from this server; leave the thinking out or send its text", param=field)
+    left_out.add(field)
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

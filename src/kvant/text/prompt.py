@@ -3,7 +3,7 @@
 import operator
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 
@@ -14,6 +14,7 @@ Message = Mapping[str, str]
 # What a conversation gives the template, or kvant the tokenizer.
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
 GIVEN |= {"conversation", "chat_template", *REFUSED}
+SYSTEM_PROBE = "kvant_system_probe"
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int] | mx.array, vocab_size: int) -> list[int]:
@@ -56,6 +57,22 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], variables: Ma
     with library_errors(PromptError, "the chat template failed"):
         given = {**(variables or {}), "tokenize": False, "add_generation_prompt": True}
         return str(tokenizer.apply_chat_template(list(messages), **given))
+
+
+def system_place(tokenizer: Tokenizer) -> Literal["anywhere", "first", "nowhere"]:
+    """Where the chat template takes a system message. One that it leaves out or refuses has no place there."""
+    user, system = {"role": "user", "content": "x"}, {"role": "system", "content": SYSTEM_PROBE}
+
+    def shows(*messages: Message) -> bool:
+        try:
+            return SYSTEM_PROBE in render_chat(tokenizer, messages)
+        except PromptError:
+            return False
+
+    if not shows(system, user):
+        return "nowhere"
+    answered = (user, {"role": "assistant", "content": "x"})
+    return "anywhere" if shows(user, system) and shows(*answered, system, user) else "first"
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
