@@ -11,7 +11,7 @@ from support.counts import count
 from support.tokenizers_made import write_tokenizer
 
 from kvant.text.answer_parts import AnswerParts, CallPart, Part, TextPart
-from kvant.text.call_form import ToolFormat
+from kvant.text.call_form import ToolFormat, to_json
 from kvant.text.stream import TextStream
 from kvant.text.thinking import HARMONY, HARMONY_TOKENS, Marks, marks_of
 from kvant.text.tokenizer import Tokenizer, load_tokenizer
@@ -54,7 +54,7 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
     # Calls that are none: each is text.
     (Hermes(), HERMES_ROME.replace("weather", "wether"), None),
     (Hermes(), HERMES_ROME.replace('"weather"', "5"), None),
-    (Hermes(), HERMES_ROME.replace('"city"', '"town"'), None),
+    (Hermes(), HERMES_ROME.replace('"city"', '"town"'), [CallPart("weather", '{"town":"Rome"}')]),  # its client says so
     (Hermes(), HERMES_ROME.replace('"Rome"', "1"), [CallPart("weather", '{"city":1}')]),  # not held against the schema
     (Hermes(), HERMES_ROME.replace('{"city": "Rome"}', "[1, 2]"), None),
     (Hermes(), HERMES_ROME.replace('"Rome"', '"Rome", "days": NaN'), None),
@@ -62,8 +62,9 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
     (Hermes(), HERMES_ROME.replace('"Rome"', '"Rome",'), None),
     (Hermes(), HERMES_ROME.replace('{"city": "Rome"}', '{"city": "Rome"}, "more": 1'), None),
     (Hermes(), "<tool_call>\n[1, 2]\n</tool_call>", None),
-    # A call that is quoted in a wrong call's arguments is no call.
-    (Hermes(), HERMES_ROME.replace('"city": "Rome"', f'"x": {json.dumps(HERMES_NOW)}'), None),
+    # A call that is quoted in another one's arguments, right or not, is no call.
+    (Hermes(), HERMES_ROME.replace('"city": "Rome"', f'"x": {json.dumps(HERMES_NOW)}'),
+     [CallPart("weather", to_json({"x": HERMES_NOW}))]),
     (QwenCoder(), CODER_ROME, [ROME]),
     (QwenCoder(), f"Yes.\n\n{CODER_ROME}\n{CODER_ROME}", ["Yes.", ROME, ROME]),
     (QwenCoder(), CODER_ROME.removesuffix("\n</tool_call>"), [ROME]),

@@ -238,3 +238,18 @@ def test_a_form_that_is_not_known(tmp_path: Path, pocket: tuple[object, Tokenize
     other = TEMPLATES["qwen2"].replace("tool_call>", "a_call>")
     assert tool_format(load_tokenizer(write_tokenizer(tmp_path / "other", "qwen2", chat_template=other))) is None
     assert isinstance(tool_format(pocket[1]), Hermes)
+
+
+@pytest.mark.parametrize("ends", ["<think>\n", "<think>\n\n</think>\n\n", "<tool", "[x]<", ""])
+def test_a_prompt_that_begins_the_answer_hides_no_calls(tmp_path: Path, ends: str) -> None:
+    """As QwQ's, whose <think> and the history's <tool_call> begin with the same character."""
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}"
+        '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+        "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+        + ends
+        + "{% endif %}"
+    )
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, "qwen2", chat_template=template))
+    assert isinstance(tool_format(tokenizer), Hermes)

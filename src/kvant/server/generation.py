@@ -123,7 +123,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A whole tool call, checked against the tool's schema.
+    """A whole call of a known tool. Without a grammar its arguments may not keep to the tool's schema.
 
     Attributes:
         index: of the call in its answer, from 0.

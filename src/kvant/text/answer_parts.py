@@ -20,7 +20,7 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """A whole tool call that satisfies its tool's schema.
+    """A whole call of a known tool. Without a grammar its arguments may not keep to the tool's schema.
 
     Attributes:
         arguments: an object, as JSON text.

@@ -82,7 +82,7 @@ class ToolFormat(ABC):
         """The calls of a text that a reader found the end of, not checked yet."""
 
     def calls(self, text: str, tools: Schemas) -> list[Call]:
-        """:meth:`read`, and each call checked."""
+        """:meth:`read`, and each call checked: its tool is known, and its arguments are an object."""
         try:
             found = self.read(text, tools)
             for name, arguments in found:
@@ -110,10 +110,6 @@ def _check(name: object, arguments: object, tools: Schemas) -> None:
         raise ValueError(f"a call of {name!r}, which is no tool")
     if not isinstance(arguments, dict):
         raise ValueError(f"{name}: the arguments are no object")
-    required = tools[name].get("required")
-    for key in required if isinstance(required, list) else ():
-        if isinstance(key, str) and key not in arguments:
-            raise ValueError(f"{name}: the arguments lack {key!r}")
     to_json(arguments).encode()  # fails at a number that JSON cannot write, and at half of a character
 
 

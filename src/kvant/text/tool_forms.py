@@ -286,9 +286,12 @@ def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
     if PROBE not in prompt:
         return None
     same = next((n for n, (a, b) in enumerate(zip(prompt, called, strict=False)) if a != b), len(prompt))
+    mark = max(prompt.rfind("<", 0, same), prompt.rfind("[", 0, same))
+    if mark >= 0 and not {">", "]"} & {*prompt[mark:same]}:  # <think> of the prompt and <tool_call> begin alike
+        same = mark
     written = called[same:]
     for form in FORMS:
-        parts = AnswerParts(tokenizer, prompt, [PROBE_TOOL], form)
+        parts = AnswerParts(tokenizer, prompt[:same], [PROBE_TOOL], form)
         if form.writing.begin in written and CallPart(PROBE, '{"value":"x"}') in [*parts.add(written), *parts.finish()]:
             return form
     return None
