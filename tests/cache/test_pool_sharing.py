@@ -98,9 +98,19 @@ def test_pages_that_only_the_index_holds_make_room_the_least_recently_used_first
     used = pool.sequence(300, texts[0][:257])  # the first two pages of the first text are used now
     assert used.length == 256
     used.release()
-    large = pool.sequence(4 * 128)  # two are free, so the last page of both texts goes
+    large = pool.sequence(4 * 128)  # two are free; the others are promised, and nothing goes yet
+    assert (pool.num_free, len(pool.parts[0].prefix)) == (4, 6)
+    again = pool.sequence(385, [*texts[1][:384], 0])
+    assert again.length == 384
+    again.release()
+    prefill(plain, pool, large, TEXT[:256])
+    assert len(pool.parts[0].prefix) == 6
+    pool.sequence(300, texts[0][:257]).release()  # as it was used last before
+    prefill(plain, pool, large, TEXT[256:512])  # the last page of both texts goes
+    assert (pool.num_free, len(pool.parts[0].prefix)) == (4, 4)
     check = pool.sequence(300, texts[0][:300])
-    assert check.length == 256, "for its third page the second text's second one went"
+    assert check.length == 256
+    decode(plain, pool, [check], [9])  # for its third page the second text's second one goes
     for sequence in (large, check):
         sequence.release()
     assert pool.sequence(401, texts[1]).length == 128

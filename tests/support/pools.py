@@ -69,7 +69,9 @@ def check_pages(pool: Pool, sequences: Sequence[PoolSequence]) -> None:
         for table in tables:
             assert len(set(table.pages)) == len(table.pages) <= table.limit
         if part.window is None:
-            assert part.num_free == part.pages.num - len({page for table in tables for page in table.pages})
+            held = {page for table in tables for page in table.pages}
+            assert part.promised == sum(table.limit - len(table.pages) for table in tables)
+            assert part.num_free == part.pages.num - len(held) - part.promised >= 0
         else:
             assert part.promised == sum(table.limit for table in tables) <= part.pages.num
 

@@ -80,10 +80,11 @@ class PoolLayer:
 class PagedLayers:
     """The layers that share page tables: those that see all tokens, or those of one window width.
 
-    Without a window a sequence is given all its pages when it is opened. With one its pages move along: a page whose
-    rows all left the window, and the 16 tokens before it that it may go back, is given back, and one is taken for new
-    rows. How many it may have at once is promised when it is opened, and the promises to all sequences are never more
-    than there are pages. So a page is always found.
+    Without a window a sequence is given all its pages when it is opened, as far as pages are free. The others are
+    promised: until it writes there, beginnings that nobody reads now stay in them. With a window its pages move along:
+    a page whose rows all left the window, and the 16 tokens before it that it may go back, is given back, and one is
+    taken for new rows. How many it may have at once is promised when it is opened. The promises to all sequences are
+    never more than there are pages. So a page is always found.
 
     Attributes:
         window: tokens that a query sees, its own included; None: all.
@@ -91,7 +92,7 @@ class PagedLayers:
         layers: their rows.
         pages: of each of these layers.
         prefix: the pages that new sequences may share.
-        promised: pages that sequences may have, with a window.
+        promised: pages that sequences may have, with a window; without one, those of them that they have not got yet.
         is_fused: whether the fused kernel takes steps of a few tokens.
         copied: page, page and number of rows of each copy since it was emptied; None: nobody wants to know.
     """
@@ -122,7 +123,8 @@ class PagedLayers:
 
     @property
     def _room(self) -> int:
-        return self.pages.num_free + self.prefix.num_idle
+        """Pages that are nobody's, or that only the index holds, and that are not promised where there is no window."""
+        return self.pages.num_free + self.prefix.num_idle - (self.promised if self.window is None else 0)
 
     def first_seen(self, length: int) -> int:
         """The first position that the query at position ``length`` sees."""
@@ -150,8 +152,7 @@ class PagedLayers:
         self.pages.share(table.pages[:whole])
         made = self._reserve(self._table(max_tokens, table.first, table.pages[:whole]), max_tokens)
         if rest:
-            if len(made.pages) == whole:
-                made.pages += self._take(1)
+            self._extend(made, length)
             self.copy(table.pages[whole], made.pages[whole], rest)
         return made
 
@@ -167,13 +168,13 @@ class PagedLayers:
         """
         page, count = self.prefix.most_alike(before, ids)
         if count:
+            self._extend(table, length + count)
             self.copy(page, table.pages[length // PAGE_SIZE], count)
         return count
 
     def close(self, table: PageTable) -> None:
         """Give a table's pages back."""
-        if self.window is not None:
-            self.promised -= table.limit
+        self.promised -= table.limit - (len(table.pages) if self.window is None else 0)
         self.pages.release(table.pages)
         table.pages = []
         table.limit = 0
@@ -206,7 +207,9 @@ class PagedLayers:
     def make_room(self, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int) -> None:
         """Give each table pages of its own for the rows of tokens behind ``lengths``. A shared page is copied."""
         for table, length in zip(tables, lengths, strict=True):
-            if self.window is not None:
+            if self.window is None:
+                self._extend(table, length + new_tokens)
+            else:
                 self._move(table, length, length + new_tokens)
         if not self.pages.num_shared:
             return
@@ -247,10 +250,17 @@ class PagedLayers:
             given = table.pages[:gone]
             table.first, table.pages = first, table.pages[gone:]
             self.pages.release(given)
-        table.pages += self._take(max(0, pages_for(end - table.start) - len(table.pages)))
+        self._extend(table, end)
+
+    def _extend(self, table: PageTable, end: int) -> None:
+        """Take the pages of positions up to ``end`` that it has not got yet."""
+        missing = max(0, pages_for(end - table.start) - len(table.pages))
+        table.pages += self._take(missing)
+        if self.window is None:
+            self.promised -= missing
 
     def _reserve(self, table: PageTable, max_tokens: int) -> PageTable:
-        """The table with its pages, or a promise of them; where there is neither, what it holds is given back."""
+        """The table with its pages, or with a promise of them; where there is neither, what it holds is given back."""
         needed = table.limit if self.window is not None else table.limit - len(table.pages)
         if needed > self.num_free:
             free = self.num_free
@@ -258,10 +268,9 @@ class PagedLayers:
             raise ContextError(
                 f"{max_tokens} tokens need {needed} more pages of {PAGE_SIZE}; {free} of {self.pages.num} are free"
             )
-        if self.window is not None:
-            self.promised += needed
-        else:
-            table.pages += self._take(needed)
+        self.promised += needed
+        if self.window is None:
+            self._extend(table, table.start + min(len(table.pages) + self.pages.num_free, table.limit) * PAGE_SIZE)
         return table
 
     def _take(self, count: int) -> list[int]:

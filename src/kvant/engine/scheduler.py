@@ -394,6 +394,8 @@ class Scheduler:
             ended = Token(work.request, number, None, finish_reason=reason, cached_tokens=work.cached)
             self._hand_out(work, replace(ended, cache=cache, error=error))
         if not work.open:
+            if error is None and work is self._prompt:  # who asks again goes on where this one was left
+                work.share(last_page=not self._deterministic)
             work.release()
             if work is self._prompt:
                 self._prompt = None

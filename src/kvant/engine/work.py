@@ -97,14 +97,14 @@ class Work:
         if tell is not None:
             tell(end - self.start, len(ids) - self.start)
         if pool.has_windows:  # its pages are given back as it moves on
-            self._share()
+            self.share()
         return logits
 
     def begin_answers(self) -> list["Answer"]:
         """Fork the sequence that was fed, for every answer."""
         request, sequences = self.request, self.sequences
         first = sequences[0]
-        self._share()
+        self.share()
         answers = []
         for place, number in enumerate(sorted(self.open)):
             if place:
@@ -123,9 +123,9 @@ class Work:
             sequence.release()
         return answers
 
-    def _share(self) -> None:
-        """Let later requests begin with what was fed of the prompt."""
-        self.sequences[0].share_prefix(self.exact if self.is_exact else None)
+    def share(self, *, last_page: bool = False) -> None:
+        """Let later requests begin with what was fed of the prompt; ``last_page``: also with a part of a page."""
+        self.sequences[0].share_prefix(self.exact if self.is_exact else None, last_page=last_page)
 
     def release(self) -> None:
         """Give its pages back."""
