@@ -102,6 +102,8 @@ class _Machine(RuleBasedStateMachine):
         self._append(self.texts[:], tokens, 0)
         for length in (130, 257):
             self.admit(0, length, 150, salt=b"", whole_pages=True, shares=True)
+        if pages <= 12:  # a beginning that nobody reads now
+            self._release(self.many[0])
 
     def _normal(self, *shape: int) -> Array:
         return self.rng.standard_normal(shape).astype(np.float32)
@@ -211,13 +213,13 @@ class _Machine(RuleBasedStateMachine):
     @rule(
         text=st.integers(0, 1),
         length=st.sampled_from([300, 1, 30, 128, 129, 256, 257, 420, 700, 900]),
-        extra=st.integers(1, 150),
+        extra=st.sampled_from([150, 700, 1, 40]),
         salt=st.sampled_from([b"", b"", b"a"]),
         whole_pages=st.booleans(),
         shares=st.booleans(),
     )
     def admit(self, text: int, length: int, extra: int, salt: bytes, whole_pages: bool, shares: bool) -> None:
-        prompt, size = TEXTS[text][:length], length + extra
+        prompt, size = TEXTS[text][:length], min(length + extra, RESERVED)
         fits = self.pool.fits(size)
         try:
             sequence = self.pool.sequence(size, prompt, salt=salt, whole_pages=whole_pages)
