@@ -182,6 +182,29 @@ def test_answers_that_are_cancelled_before_they_begin(pocket: Pocket, heldout_id
     assert pool.num_free == PAGES
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_prompt_whose_client_left_is_gone_on_with(
+    pocket: Pocket, heldout_ids: list[int], deterministic: bool
+) -> None:
+    """Each try begins where the one before was cancelled, and the last one's answer is that of a request alone."""
+    scheduler, pool = scheduler_of(pocket[0], deterministic=deterministic)
+    other = Request([5], max_tokens=40)
+    scheduler.submit(other)
+    scheduler.step()
+    for cached in (0, 128, 256):
+        request = Request(heldout_ids[:420], max_tokens=6)
+        scheduler.submit(request)
+        scheduler.step()  # a chunk of 128 tokens, beside the other one's token
+        scheduler.cancel(request)
+        (told,) = [token for token in scheduler.step() if token.request is request]
+        assert (told.finish_reason, told.cached_tokens) == ("cancelled", cached)
+    request = Request(heldout_ids[:420], max_tokens=6)
+    told = run_all(scheduler, [request])[request]
+    assert told[0].cached_tokens == 384
+    assert ids_of(told) == alone(pocket[0], request)
+    assert pool.num_free == PAGES
+
+
 def test_a_cache_that_was_changed_since(pocket: Pocket) -> None:
     scheduler, pool = scheduler_of(pocket[0])
     cache = pocket[0].make_cache(100, kv_bits=0)

@@ -17,10 +17,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from support.counts import count
-from support.interfaces import CHAT, COMPLETIONS, FOX, Interface
+from support.interfaces import CHAT, COMPLETIONS, FOX, MESSAGES, RESPONSES, Interface
 from support.server import Running, read_all, served, wait
 
 from kvant.models import Decoder
+from kvant.server import endpoint
 from kvant.server.settings import Limits
 
 ASK = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -202,6 +203,7 @@ def test_a_client_that_goes_away(narrow: Running, to: Interface, fields: dict[st
 def test_a_client_that_goes_away_while_it_waits(narrow: Running) -> None:
     with send(narrow, n=2, stream=True) as first:
         assert b"200 OK" in first.recv(4096)
+        wait(lambda: narrow.service.engine.counts.running == 2)
         with send(narrow, stream=True):
             wait(lambda: narrow.service.engine.counts.waiting == 1)
             # The queue is full: another one is told so.
@@ -210,6 +212,29 @@ def test_a_client_that_goes_away_while_it_waits(narrow: Running) -> None:
             assert int(refused.headers["retry-after"]) >= 1
             assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         wait(lambda: narrow.service.engine.counts.waiting == 0)
+    wait(lambda: is_free(narrow))
+
+
+@pytest.mark.parametrize(
+    ("to", "said"),
+    [(CHAT, b"\n: the prompt"), (MESSAGES, b"\nevent: ping"), (RESPONSES, b"\nevent: response.in_progress")],
+)
+def test_a_stream_goes_on_before_its_prompt_is_read(
+    narrow: Running, monkeypatch: pytest.MonkeyPatch, to: Interface, said: bytes
+) -> None:
+    """Its headers and first event come at once, and it says again and again that it goes on."""
+    monkeypatch.setattr(endpoint, "PAUSE_S", 0.02)
+    with send(narrow, n=2, stream=True) as first:
+        assert b"200 OK" in first.recv(4096)
+        wait(lambda: narrow.service.engine.counts.running == 2)
+        with send(narrow, to, stream=True) as waiting:
+            read = b""
+            while read.count(said) < 5:
+                more = waiting.recv(4096)
+                assert more
+                read += more
+            assert read.startswith(b"HTTP/1.1 200 OK")
+            assert narrow.service.engine.counts.waiting == 1
     wait(lambda: is_free(narrow))
 
 

@@ -18,8 +18,8 @@ from kvant.server.responses import ResponsesBody, ResponseStream, responses_gene
 
 CALL = '{"city": "Łódź"}'
 ANSWER = [
-    Begun(20, 16), Text(0, "Hm", True), Text(0, "m.", True), Text(0, "I "), Text(0, ""), Text(0, "look."),
-    Call(0, 0, "weather", CALL), Call(0, 1, "weather", "{}"), End(0, "tool_calls", 12, 4),
+    Begun(20), Text(0, "Hm", True), Text(0, "m.", True), Text(0, "I "), Text(0, ""), Text(0, "look."),
+    Call(0, 0, "weather", CALL), Call(0, 1, "weather", "{}"), End(0, "tool_calls", 12, 4, None, 16),
 ]  # fmt: skip
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 SUMMARY = {"reasoning": {"summary": "auto"}}
@@ -133,7 +133,7 @@ def test_a_whole_response() -> None:
 
 def test_log_probabilities() -> None:
     byte = TokenLogprob("\ufffd", -0.5, b"\xc3", (TokenLogprob("a", -0.25, b"a"),))
-    events = [Begun(3, 0), Text(0, "", logprobs=[byte]), Text(0, "é", logprobs=[byte]), End(0, "stop", 2)]
+    events = [Begun(3), Text(0, "", logprobs=[byte]), Text(0, "é", logprobs=[byte]), End(0, "stop", 2)]
     stream = _stream(top_logprobs=1)
     told = streamed(stream, events)
     shaped = {"token": "\ufffd", "bytes": [0xC3], "logprob": -0.5}
@@ -202,7 +202,7 @@ def test_a_whole_message() -> None:
 
 def test_thinking_that_is_not_shown_comes_in_the_signature() -> None:
     stream = MessageStream("pocket", shows_thinking=False)
-    told = streamed(stream, [Begun(3, 0), Text(0, "secret", True), Text(0, "Yes."), End(0, "stop", 5, 2)])
+    told = streamed(stream, [Begun(3), Text(0, "secret", True), Text(0, "Yes."), End(0, "stop", 5, 2)])
     assert _message(told) == stream.whole()
     assert "secret" not in json.dumps(told)
     assert stream.whole()["content"][0] == {"type": "thinking", "thinking": "", "signature": "kvant:c2VjcmV0"}

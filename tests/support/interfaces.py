@@ -111,4 +111,4 @@ def answers(draw: st.DrawFn) -> list[Event]:
     pieces = draw(st.lists(piece, max_size=8))
     reason = draw(st.sampled_from(("stop", "length", "tool_calls")))
     stop = draw(st.sampled_from((None, "END"))) if reason == "stop" else None
-    return [Begun(20, 16), *pieces, End(0, reason, 9, 4, stop)]
+    return [Begun(20), *pieces, End(0, reason, 9, 4, stop, 16)]

@@ -149,6 +149,6 @@ def sse_events(server: Running, path: str, body: Any) -> list[dict[str, Any]]:
 
 async def failing(*_: object) -> AsyncGenerator[Event, None]:
     """In place of :func:`kvant.server.answering.answer`: the engine fails after a word."""
-    yield Begun(3, 0)
+    yield Begun(3)
     yield Text(0, "Once")
     raise ApiError("the engine failed", status=503)

@@ -112,6 +112,7 @@ async def _events(
     # Some tokenizers decode in their own process: whoever waits for that must not be the server's loop.
     waits = not isinstance(tokenizer.detokenizer, ByteDetokenizer)
     texts = {number: _text(service, generation, prompt, number) for number in range(generation.answers)}
+    yield Begun(len(prompt.ids))
     has_begun = False
     while texts:
         token = await tokens.get()
@@ -125,7 +126,6 @@ async def _events(
             raise ApiError("the server is shutting down", status=503)
         if not has_begun:
             has_begun = True
-            yield Begun(len(prompt.ids), token.cached_tokens)
             for number in texts if generation.echo and prompt.text else ():
                 yield Text(number, prompt.text)
         for event in await asyncio.to_thread(text.take, token) if waits else text.take(token):
@@ -138,7 +138,7 @@ async def _events(
         reason: EndReason = "tool_calls" if text.calls else "stop"
         if text.stop is None and token.finish_reason in ("length", "context"):
             reason = "length"
-        yield End(token.answer, reason, text.tokens, text.thinking_tokens, text.stop)
+        yield End(token.answer, reason, text.tokens, text.thinking_tokens, text.stop, token.cached_tokens)
 
 
 def _is_bound(generation: Generation) -> bool:

@@ -355,13 +355,17 @@ class MessageStream(Encoder):
 
     def begun(self, event: Begun) -> Iterator[dict[str, Any]]:
         self._message["usage"] = {
-            "input_tokens": event.prompt_tokens - event.cached_tokens,
-            "cache_read_input_tokens": event.cached_tokens,
+            "input_tokens": event.prompt_tokens,
+            "cache_read_input_tokens": 0,  # how many is known at the end
             "cache_creation_input_tokens": 0,
             "output_tokens": 0,
         }
         start = {**self._message, "content": [], "usage": dict(self._message["usage"])}
         yield {"type": "message_start", "message": start}
+        yield from self.waiting()
+
+    def waiting(self) -> Iterator[dict[str, Any]]:
+        yield {"type": "ping"}
 
     def whole(self) -> dict[str, Any]:
         return self._message
@@ -391,6 +395,8 @@ class MessageStream(Encoder):
         yield from self._close()
         reason = "stop_sequence" if event.stop is not None else REASONS[event.reason]
         usage = self._message["usage"]
+        usage["input_tokens"] -= event.cached_tokens
+        usage["cache_read_input_tokens"] = event.cached_tokens
         usage["output_tokens"] = event.tokens
         usage["output_tokens_details"] = {"thinking_tokens": event.thinking_tokens}
         self._message |= {"stop_reason": reason, "stop_sequence": event.stop}

@@ -23,6 +23,8 @@ from kvant.server.left_out import LeftOut
 from kvant.server.service import Service
 
 T = TypeVar("T")
+PAUSE_S = 10.0  # without an event, after which a stream says that it goes on: clients and proxies give up
+COMMENT = b": the prompt is read\n\n"
 GONE = 499  # a status that nobody reads; nginx's
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # a proxy passes on each event as it comes
 
@@ -61,6 +63,10 @@ class Encoder(ABC):
 
     @abstractmethod
     def end(self, event: End) -> Iterator[dict[str, Any]]: ...
+
+    def waiting(self) -> Iterator[dict[str, Any]]:
+        """The events of a stream in which there has been nothing to say for a while; without any, a comment is sent."""
+        return iter(())
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
@@ -111,8 +117,8 @@ async def together(
 ) -> AsyncGenerator[Event, None]:
     """The events of several generations as they come, of so many at once; their answers are numbered on.
 
-    No more than one of them waits for its first event: together they take one place of the engine's queue. Closing it
-    ends all of them.
+    No more than one of them waits for its prompt: together they take one place of the engine's queue. Closing it ends
+    all of them.
     """
     queue: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
     places, first = asyncio.Semaphore(at_once), asyncio.Lock()
@@ -125,8 +131,9 @@ async def together(
 
         try:
             async with places, aclosing(events):
-                async with first:
-                    put(await anext(events))
+                async with first:  # until its prompt was fed
+                    for _ in range(2):
+                        put(await anext(events))
                 async for event in events:
                     put(event)
             queue.put_nowait(None)
@@ -207,9 +214,13 @@ async def _lines(
         try:
             for told in encoder.add(first):
                 yield _line(told)
-            async for event in rest:
-                for told in encoder.add(event):
-                    yield _line(told)
+            async with aclosing(_with_pauses(rest)) as events:
+                async for event in events:
+                    if event is None:
+                        yield b"".join(map(_line, encoder.waiting())) or COMMENT
+                        continue
+                    for told in encoder.add(event):
+                        yield _line(told)
         except Exception as error:
             if isinstance(error, ApiError):
                 failed = error
@@ -221,6 +232,26 @@ async def _lines(
                 yield _line(told)
         else:
             yield encoder.done
+
+
+async def _with_pauses(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event | None, None]:
+    """Events as they come, and None after each PAUSE_S seconds without one."""
+    coming: asyncio.Future[Event] | None = None
+    try:
+        while True:
+            coming = coming or asyncio.ensure_future(anext(events))
+            done, _ = await asyncio.wait({coming}, timeout=PAUSE_S)
+            if not done:
+                yield None
+                continue
+            found, coming = coming, None
+            try:
+                yield found.result()
+            except StopAsyncIteration:
+                return
+    finally:
+        if coming is not None:
+            await _end(coming)
 
 
 def _line(told: dict[str, Any]) -> bytes:

@@ -99,10 +99,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The first thing that comes: the prompt was fed."""
+    """The first thing that comes: the request was taken in. Its prompt is still to be fed."""
 
     prompt_tokens: int
-    cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +142,7 @@ class End:
     Attributes:
         stop: the text of ``Generation.stop`` that ended it.
         tokens: generated, of which ``thinking_tokens`` were thinking.
+        cached_tokens: of the prompt, that a shared prefix had.
     """
 
     answer: int
@@ -150,6 +150,7 @@ class End:
     tokens: int
     thinking_tokens: int = 0
     stop: str | None = None
+    cached_tokens: int = 0
 
 
 Event = Begun | Text | Call | End

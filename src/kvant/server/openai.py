@@ -393,7 +393,8 @@ class _Answers(Encoder):
             "system_fingerprint": "kvant",
         }
         self._logprobs = generations[0].logprobs
-        self._count = self._open = len(generations) * generations[0].answers
+        self._answers = generations[0].answers
+        self._count = self._open = len(generations) * self._answers
         wanted = body.stream_options
         self._wants_usage = wanted is not None and bool(wanted.include_usage)
         self._counts_on = self._wants_usage and wanted is not None and bool(wanted.continuous_usage_stats)
@@ -405,7 +406,6 @@ class _Answers(Encoder):
 
     def begun(self, event: Begun) -> Iterator[dict[str, Any]]:
         self._prompt += event.prompt_tokens
-        self._cached += event.cached_tokens
         return iter(())
 
     def call(self, event: Call) -> Iterator[dict[str, Any]]:
@@ -421,6 +421,7 @@ class _Answers(Encoder):
     def _ended(self, event: End, kind: str) -> Iterator[dict[str, Any]]:
         """Count an answer's end. Behind the last one is an event with the usage, if the client wants it."""
         self._open -= 1
+        self._cached += event.cached_tokens if event.answer % self._answers == 0 else 0  # once for each prompt
         self._tokens[event.answer] = event.tokens
         self._thinking += event.thinking_tokens
         if self._wants_usage and not self._open:

@@ -377,13 +377,18 @@ class ResponseStream(Encoder):
         begun = {**self._response, "output": [], "usage": None}
         self._response["usage"] = {
             "input_tokens": event.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": event.cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": 0,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": event.prompt_tokens,
         }
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
+
+    def waiting(self) -> Iterator[dict[str, Any]]:
+        if not self._response["output"]:  # who waits for an event is given one that says nothing new
+            begun = {**self._response, "output": [], "usage": None}
+            yield self._event("response.in_progress", response=begun)
 
     def whole(self) -> dict[str, Any]:
         return self._response
@@ -472,6 +477,7 @@ class ResponseStream(Encoder):
             yield from self._begin("message")
         yield from self._close(status)
         usage = self._response["usage"]
+        usage["input_tokens_details"]["cached_tokens"] = event.cached_tokens
         usage["output_tokens"] = event.tokens
         usage["output_tokens_details"]["reasoning_tokens"] = event.thinking_tokens
         usage["total_tokens"] += event.tokens
