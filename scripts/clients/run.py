@@ -115,7 +115,7 @@ def still(url: str, headers: dict[str, str]) -> str:
         health = client.get("/health")
         if health.status_code != 200 or health.json()["running"] or health.json()["waiting"]:
             return health.text
-        figures = dict(line.split(" ") for line in client.get("/metrics").text.splitlines() if line[0] != "#")
+        figures = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if line[0] != "#")
         pages, free = float(figures["kvant_pages"]), float(figures["kvant_pages_free"])
         return "" if pages == free else f"{free:g} of {pages:g} pages are free"
 

@@ -1,14 +1,18 @@
 """What a server says of itself, against what it did: its metrics, and the page, with nothing of any text in it."""
 
+import asyncio
+import json
 import re
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request as HttpRequest
 from support.interfaces import CHAT
 from support.pools import tiny_model
 from support.server import SOON, Running, start
@@ -17,6 +21,8 @@ from kvant.cache.pool import Pool
 from kvant.engine.request import Request
 from kvant.engine.scheduler import Scheduler
 from kvant.server import page
+from kvant.server import status as routes
+from kvant.server.errors import ApiError
 from kvant.server.live import Live
 from kvant.server.settings import Settings
 
@@ -128,6 +134,12 @@ def test_wrong_methods_and_paths(server: Running) -> None:
         assert answer.json()["error"]["type"] == "invalid_request_error"
         assert answer.headers["x-request-id"] == answer.headers["request-id"]
     assert server.client.get("/v1/messages").json()["type"] == "error"
+    for path, said in (
+        ("/chat/completions", "there is no /chat/completions; expected /v1/chat/completions"),
+        ("/api/tags", "Ollama's interface is not spoken here; expected one of /v1/chat/completions, "),
+        ("/v1/embeddings", "there is no /v1/embeddings; expected one of /v1/chat/completions, "),
+    ):
+        assert said in server.client.post(path, json={}).json()["error"]["message"]
 
 
 def test_names_of_a_model(pocket: Any, pocket_folder: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,10 +147,19 @@ def test_names_of_a_model(pocket: Any, pocket_folder: Any, tmp_path: Any, monkey
     folder.symlink_to(pocket_folder)
     monkeypatch.chdir(tmp_path)
     for given in (str(folder), "./my-model", "my-model"):
-        service = start(Settings(model=given, sequences=1, max_kv_size=128, aliases=("gpt-4o",)), *pocket)
+        aliases = ("gpt-4o", "claude-*")
+        service = start(Settings(model=given, sequences=1, max_kv_size=128, aliases=aliases), *pocket)
         try:
-            assert service.names == tuple(dict.fromkeys(["my-model", given, "gpt-4o"]))
-            assert service.check_model(given) == service.check_model("gpt-4o") == "my-model"
+            assert service.names == tuple(dict.fromkeys(["my-model", given, *aliases]))
+            for name in (given, "gpt-4o", "claude-sonnet-4-5"):
+                assert service.check_model(name) == "my-model"
+            for name in ("gpt-4", "my-claude-3"):
+                with pytest.raises(ApiError, match=r"expected 'my-model' or .*'claude-"):
+                    service.check_model(name)
+            request = HttpRequest({"type": "http", "app": SimpleNamespace(state=SimpleNamespace(service=service))})
+            listed = json.loads(bytes(asyncio.run(routes.models(request)).body))
+            assert [each["id"] for each in listed["data"]] == ["my-model", "gpt-4o"]
+            assert (listed["first_id"], listed["last_id"]) == ("my-model", "gpt-4o")
         finally:
             service.close()
 

@@ -134,7 +134,8 @@ class RunOptions:
         str | None,
         typer.Option(
             metavar="TOKENS|auto",
-            help="Tokens reserved in the cache, or auto: as many as fit; default: the smaller of 4096 and the context.",
+            help="Tokens reserved in the cache, or auto: as many as fit; default: the smaller of 4096 and the context, "
+            "of serve auto.",
         ),
     ] = None
     kernels: Annotated[

@@ -35,7 +35,8 @@ def serve(
     *,
     run: Annotated[RunOptions, NOT_OF_A_SERVER],
     alias: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Another name that clients may give the model; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Another name that clients may give the model, or a pattern; repeatable."),
     ] = None,
     host: Annotated[
         str, typer.Option(help="The address to listen on. One that other machines reach needs --api-key-file.")
@@ -104,7 +105,7 @@ def serve(
 
     say = partial(terminal.say, quiet=run.quiet)
     with bind(settings) as bound:
-        wanted = options.kv_size(run.max_kv_size)
+        wanted = options.kv_size(run.max_kv_size or options.AUTO)
         told: set[int] = set()
 
         def tell(planned: MemoryPlan) -> None:

@@ -1,6 +1,7 @@
 """The application: its routes, what becomes of an error, and ``/tokenize``."""
 
 import asyncio
+from http import HTTPStatus
 from typing import Literal
 
 import msgspec
@@ -23,6 +24,14 @@ from kvant.server.responses import RESPONSES
 from kvant.server.security import Bodies, Guard, Keys, error_response
 from kvant.server.service import Service
 
+ENDPOINTS = {
+    "/v1/chat/completions": CHAT.endpoint,
+    "/v1/completions": COMPLETIONS.endpoint,
+    "/v1/responses": RESPONSES.endpoint,
+    "/v1/messages": MESSAGES.endpoint,
+    "/v1/messages/count_tokens": count_tokens,
+}
+
 
 def make_app(service: Service) -> Starlette:
     """An application that answers for a service."""
@@ -33,14 +42,7 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/models", status.models),
         Route("/v1/models/{name:path}", status.model),
     ]
-    for path, endpoint in {
-        "/v1/chat/completions": CHAT.endpoint,
-        "/v1/completions": COMPLETIONS.endpoint,
-        "/v1/responses": RESPONSES.endpoint,
-        "/v1/messages": MESSAGES.endpoint,
-        "/v1/messages/count_tokens": count_tokens,
-        "/tokenize": tokenize,
-    }.items():
+    for path, endpoint in {**ENDPOINTS, "/tokenize": tokenize}.items():
         routes.append(Route(path, endpoint, methods=["POST"]))
     routes += page.routes
     pages = []
@@ -59,10 +61,19 @@ def make_app(service: Service) -> Starlette:
 async def _answer_error(request: Request, error: Exception) -> Response:
     """An error in the shape of the interface that was asked."""
     if isinstance(error, HTTPException):  # of a route that there is not
-        error = ApiError(error.detail, status=error.status_code, headers=error.headers)
+        said = _expected(request.url.path) if error.status_code == HTTPStatus.NOT_FOUND else error.detail
+        error = ApiError(said, status=error.status_code, headers=error.headers)
     assert isinstance(error, ApiError)
     log_cause(request.state.request_id, error)
     return error_response(request.scope, error)
+
+
+def _expected(path: str) -> str:
+    """What there is in the place of a path that there is not."""
+    if f"/v1{path}" in ENDPOINTS:
+        return f"there is no {path[:200]}; expected /v1{path}"
+    ollama = "; Ollama's interface is not spoken here" if path.startswith("/api/") else ""
+    return f"there is no {path[:200]}{ollama}; expected one of {', '.join(ENDPOINTS)}"
 
 
 class TokenizeMessage(Fields, frozen=True):

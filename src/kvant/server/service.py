@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
@@ -40,7 +41,7 @@ class Service:
     Attributes:
         settings: that it was started with.
         model, tokenizer, pool, engine: the loaded model and what computes it.
-        names: that requests may call the model by. The first is the one that answers carry and /v1/models lists.
+        names: that requests may call the model by, patterns such as ``claude-*`` among them. Answers carry the first.
         sampling: the model's own options, in the names of SamplingOptions.
         system_place: where its template takes system messages.
         tool_format: of the model's tool calls; None: its template takes no tools.
@@ -119,10 +120,9 @@ class Service:
 
     def check_model(self, name: str) -> str:
         """The name that answers carry."""
-        if name in self.names:
+        if name in self.names or any(fnmatchcase(name, alias) for alias in self.settings.aliases):
             return self.names[0]
-        served = repr(self.names[0])
-        said = f"the model {name[:200]!r} is not served; expected {served}"
+        said = f"the model {name[:200]!r} is not served; expected {' or '.join(map(repr, self.names))}"
         raise ApiError(said, status=404, param="model", code="model_not_found")
 
     def check_length(self, prompt: str | Sequence[int]) -> None:

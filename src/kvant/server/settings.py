@@ -52,7 +52,7 @@ class Settings:
 
     Attributes:
         model: as for :func:`kvant.engine.load.find_model`.
-        aliases: further names of the model.
+        aliases: further names of the model, or patterns of names.
         host: an address or name to listen on.
         port: 0: any that is free.
         sequences: answers at once.

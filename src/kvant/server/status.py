@@ -29,11 +29,12 @@ async def metrics(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """The served model, with the fields that OpenAI's and Anthropic's clients read."""
+    """The served model by its name and its aliases, with the fields that OpenAI's and Anthropic's clients read."""
     service: Service = request.app.state.service
-    name = service.names[0]
-    only = {"object": "list", "data": [_model(service, name)], "has_more": False, "first_id": name, "last_id": name}
-    return JSONResponse(only)
+    aliases = [name for name in service.settings.aliases if not {"*", "?", "["} & {*name}]
+    found = [_model(service, name) for name in dict.fromkeys([service.names[0], *aliases])]
+    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]}
+    return JSONResponse({"object": "list", "data": found, "has_more": False, **ends})
 
 
 async def model(request: Request) -> Response:

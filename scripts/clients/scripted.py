@@ -1,4 +1,4 @@
-"""Write a tiny Qwen2 checkpoint that answers by a script, so that agents can be run to their end: scripted_model FOLDER
+"""Write a tiny Qwen2 checkpoint that answers by a script, so that agents can be run to their end: scripted.py FOLDER
 
 It has one layer that adds nothing: the token that follows is a matter of the last one alone. The chat template ends a
 prompt with a token that begins a script: a call of one of CALLS' tools, where the user's last message says "use the

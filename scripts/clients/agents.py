@@ -1,0 +1,147 @@
+"""Run coding agents themselves against kvant serve: a hello, a tool and its result, a continued session, another one.
+
+Usage: python scripts/clients/agents.py NODE_FOLDER
+NODE_FOLDER has a node_modules of agents/package.json. The server has a scripted model. Everything is in a network
+namespace with loopback alone, with an empty home and a dummy key. Ends with exit code 1 when a check fails, and with a
+line and 0 where no namespace can be made, or an agent is not there.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import scripted
+from run import serving
+
+NAMESPACE = "KVANT_AGENTS_NAMESPACE"
+MODEL = "scripted"
+STEP_S = 180
+SHARED = 0.8  # of a second session's prompt, at least
+
+
+@dataclass(frozen=True)
+class Agent:
+    """An agent's command, what goes before its prompts, and what it is told of the server, {} being its address."""
+
+    command: str
+    start: tuple[str, ...]
+    again: tuple[str, ...]
+    environ: tuple[str, ...] = ()
+
+
+CODEX = "model_providers.kvant={{name='kvant',base_url='{}/v1',wire_api='responses'}}"
+CODEX_OPTIONS = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-m", MODEL)
+CODEX_OPTIONS += ("-c", "model_provider=kvant", "-c", CODEX)
+AGENTS = {
+    "Claude Code": Agent(
+        "claude",
+        ("--allowedTools", "Bash(echo:*)", "-p"),
+        ("--allowedTools", "Bash(echo:*)", "-c", "-p"),
+        (
+            "ANTHROPIC_BASE_URL={}",
+            "ANTHROPIC_AUTH_TOKEN=any",
+            *(f"ANTHROPIC_{kind}MODEL={MODEL}" for kind in ("", "DEFAULT_HAIKU_", "DEFAULT_SONNET_", "DEFAULT_OPUS_")),
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1",
+            "DISABLE_TELEMETRY=1",
+        ),
+    ),
+    "Codex": Agent("codex", ("exec", *CODEX_OPTIONS), ("exec", *CODEX_OPTIONS, "resume", "--last")),
+}
+
+
+def main() -> int:
+    """Every agent, each with a server and a home of its own."""
+    tools = Path(sys.argv[1]) / "node_modules" / ".bin"
+    if NAMESPACE not in os.environ:
+        for unshare in (["unshare", "-n"], ["unshare", "-rn"]):
+            if shutil.which("unshare") and subprocess.run([*unshare, "true"], capture_output=True).returncode == 0:
+                return subprocess.run(
+                    [*unshare, sys.executable, *sys.argv], env=os.environ | {NAMESPACE: "1"}
+                ).returncode
+        print("skipped: the agents, as no network namespace can be made here")
+        return 0
+    _raise_loopback()
+    failed = 0
+    for name, agent in AGENTS.items():
+        if not (tools / agent.command).exists():
+            print(f"skipped: {name}, which {tools.parent.parent} has not")
+            continue
+        failed += run(name, agent, tools / agent.command)
+    return failed > 0
+
+
+def run(name: str, agent: Agent, command: Path) -> int:
+    """One agent's steps. Returns how many failed."""
+    failed = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        home, model = Path(scratch) / "home", Path(scratch) / "model"
+        home.mkdir()
+        scripted.write(model)
+        with serving(Path(scratch) / "log", "--model", str(model), "--alias", MODEL) as url:
+            kept = {key: os.environ[key] for key in ("PATH", "LANG", "TERM") if key in os.environ}
+            given = dict(each.format(url).split("=", 1) for each in agent.environ)
+            environ = kept | given | {"HOME": str(home), "NO_PROXY": "127.0.0.1"}
+            version = subprocess.run([command, "--version"], env=environ, capture_output=True, text=True).stdout.split()
+            said = f"{name} {next((word for word in version if word[0].isdigit()), '')}"
+            for step, options, prompt in (
+                ("says hello", agent.start, "hello"),
+                ("runs a tool and reads its result", agent.start, "use the tool"),
+                ("goes on with a session", agent.again, "hello again"),
+                ("begins another session with what it has read", agent.start, "another"),
+            ):
+                before = _counters(url)
+                arguments = [option.format(url) if option == CODEX else option for option in options]
+                done = subprocess.run(
+                    [command, *arguments, prompt],
+                    cwd=home,
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    text=True,
+                    timeout=STEP_S,
+                )
+                after = _counters(url)
+                fed, cached, requests = (after[key] - before.get(key, 0) for key in COUNTERS)
+                wrong = [key for key in after if 'status="4' in key or 'status="5' in key]
+                right = done.returncode == 0 and scripted.SAID in done.stdout and not wrong
+                right &= requests >= (2 if prompt == "use the tool" else 1)
+                right &= prompt == "hello" or cached >= SHARED * fed
+                print(
+                    f"{'ok    ' if right else 'FAILED'} {said} {step}: {cached:.0f} of {fed:.0f} tokens from the cache"
+                )
+                failed += not right
+                if not right:
+                    print(
+                        json.dumps({"wrong": wrong, "out": done.stdout[-1500:], "err": done.stderr[-1500:]}, indent=1)
+                    )
+    return failed
+
+
+COUNTERS = ("kvant_prompt_tokens_total", "kvant_cached_tokens_total", "kvant_answers_total")
+
+
+def _counters(url: str) -> dict[str, float]:
+    """The server's counters; answers of all reasons together."""
+    lines = httpx2.get(f"{url}/metrics", trust_env=False).text.splitlines()
+    found = {key: float(value) for key, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+    answers = sum(value for key, value in found.items() if key.startswith("kvant_answers_total{"))
+    return found | {"kvant_answers_total": answers}
+
+
+def _raise_loopback() -> None:
+    """Set the flag that loopback is up, which it is not in a new namespace."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh22x", b"lo", 0x1))  # SIOCSIFFLAGS, IFF_UP
+
+
+if __name__ == "__main__":
+    sys.exit(main())
