@@ -41,6 +41,10 @@ class Agent:
 CODEX = "model_providers.kvant={{name='kvant',base_url='{}/v1',wire_api='responses'}}"
 CODEX_OPTIONS = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-m", MODEL)
 CODEX_OPTIONS += ("-c", "model_provider=kvant", "-c", CODEX)
+PROVIDER = (
+    '{{"npm":"@ai-sdk/openai-compatible","options":{{"baseURL":"{}/v1","apiKey":"any"}},"models":{{"scripted":{{}}}}}}'
+)
+OPENCODE = f'OPENCODE_CONFIG_CONTENT={{{{"provider":{{{{"kvant":{PROVIDER}}}}}}}}}'
 AGENTS = {
     "Claude Code": Agent(
         "claude",
@@ -53,6 +57,13 @@ AGENTS = {
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1",
             "DISABLE_TELEMETRY=1",
         ),
+    ),
+    "opencode": Agent("opencode", ("run", "-m", f"kvant/{MODEL}"), ("run", "-c", "-m", f"kvant/{MODEL}"), (OPENCODE,)),
+    "Qwen Code": Agent(
+        "qwen",
+        ("-y", "-p"),
+        ("-y", "--continue", "-p"),
+        ("OPENAI_BASE_URL={}/v1", "OPENAI_API_KEY=any", f"OPENAI_MODEL={MODEL}"),
     ),
     "Codex": Agent("codex", ("exec", *CODEX_OPTIONS), ("exec", *CODEX_OPTIONS, "resume", "--last")),
 }

@@ -137,7 +137,9 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs", "kvant sets itself"),
     ({"tool_choice": "required"}, "tool_choice", "no effect without tools"),
     ({"tools": [TOOL, TOOL]}, "tools[1].function.name", "another tool has"),
-    ({"tools": [{**TOOL, "function": {"name": "a b"}}]}, "tools[0].function.name", "'a b'; expected 1 to 64 letters"),
+    ({"tools": [{**TOOL, "function": {"name": "a b"}}]}, "tools[0].function.name", "'a b'; expected 1 to 256 letters"),
+    ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty", "expected one of them"),
+    ({"num_predict": 5, "max_tokens": 6}, "max_tokens", "max_tokens and num_predict differ"),
     ({"tools": [{"function": {"name": "a"}}]}, "tools[0].type", "has no type; expected function"),
     ({"draft": "suffix"}, "draft", '"model" or "none" or "prompt"'),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "one of tools"),
@@ -183,7 +185,11 @@ def test_what_is_left_out_and_said(server: Running, strict: Running, said: str, 
 
 
 def test_fields_of_others(server: Running) -> None:
-    """-1 is no limit; a schema may stand beside json_object; a stream may count as it goes."""
+    """-1 is no limit; a schema may stand beside json_object; a stream counts as it goes; Ollama's names are known."""
+    ours = CHAT.ask(server, tokens=20, repetition_penalty=1.5, repetition_context_size=7)
+    theirs = CHAT.ask(server, tokens=None, num_predict=20, repeat_penalty=1.5, repeat_last_n=7)
+    assert text_of(ours) == text_of(theirs) != text_of(CHAT.ask(server, tokens=20))
+    assert COMPLETIONS.ask(server, tokens=None, n_predict=3)["usage"]["completion_tokens"] == 3
     schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], "additionalProperties": False}
     asked = CHAT.body(tokens=-1, response_format={"type": "json_object", "schema": schema})
     assert json.loads(text_of(server.client.post(CHAT.path, json=asked).json())) == {"a": 7}

@@ -20,6 +20,7 @@ from kvant.text.tool_forms import Hermes, Llama3, Mistral, MistralArgs, QwenCode
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "weather", "parameters": {**WEATHER, "required": ["city"]}}},
+    {"type": "function", "function": {"name": "my/now.v2"}},
     {"type": "function", "function": {"name": "now"}},
 ]
 ROME = CallPart("weather", '{"city":"Rome"}')
@@ -79,6 +80,8 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
     (QwenCoder(), CODER_ROME.replace("</function>", "<parameter=city>\nBari\n</parameter>\n</function>"), None),
     (QwenCoder(), CODER_ROME.replace("<parameter=city>", "so <parameter=city>"), None),
     (QwenCoder(), "<tool_call><function=now></function></tool_call>", [NOW]),
+    (QwenCoder(), "<tool_call><function=my/now.v2></function></tool_call>", [CallPart("my/now.v2", "{}")]),
+    (Hermes(), HERMES_NOW.replace('"now"', '"my/now.v2"'), [CallPart("my/now.v2", "{}")]),
     (QwenCoder(), f"<tool_call>\n{HERMES_ROME}", None),
     (Llama3(), LLAMA_ROME, [ROME]),
     (Llama3(), f"\n <|python_tag|>{LLAMA_ROME}", [ROME]),
@@ -96,6 +99,7 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
     (Mistral(), "[TOOL_CALLS] [1, 2] [TOOL_CALLS] []", None),
     (MistralArgs(), 'Yes.[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]now[ARGS]{}', ["Yes.", ROME, NOW]),
     (MistralArgs(), '[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"city": "Rome"}', [ROME]),
+    (MistralArgs(), '[TOOL_CALLS]my/now.v2[ARGS]{}', [CallPart("my/now.v2", "{}")]),
     (MistralArgs(), '[TOOL_CALLS] weather [ARGS]{"city": "Rome"}', None),
     (MistralArgs(), "[TOOL_CALLS]weather", None),
     (MistralArgs(), "[TOOL_CALLS]weather[ARGS] 5", None),

@@ -45,7 +45,6 @@ from kvant.text.thinking import marks_of
 from kvant.text.tokenizer import Tokenizer
 
 CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
-MAX_NAME = 128  # characters of a tool's name
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 BILLING = "x-anthropic-billing-header:"
 KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
@@ -232,7 +231,7 @@ def conversation(body: Conversation, service: Service, left_out: LeftOut) -> Gen
             left_out.add(f"context_management.edits[{at}]", edit.get("type"))
     given = known_tools(body.tools, {"custom": ToolBody}, left_out, "custom")
     made = [Tool(each.name, each.description, each.input_schema, each.strict) for _, each in given]
-    tools = checked_tools(made, [f"{place}.name" for place, _ in given], MAX_NAME)
+    tools = checked_tools(made, [f"{place}.name" for place, _ in given])
     choice = body.tool_choice
     wanted: ToolChoice | Tool = "auto"
     if choice is not None:

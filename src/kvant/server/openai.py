@@ -144,6 +144,11 @@ class CommonBody(SamplingFields, frozen=True, kw_only=True):
     n: int | None = None
     ignore_eos: bool | None = None
     draft: DraftField = None
+    # Other servers' names of the same: llama.cpp's and Ollama's.
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    num_predict: int | None = None
+    n_predict: int | None = None
     structured_outputs: StructuredOutputs | None = None
     user: Any = None  # a label of the client's
 
@@ -215,12 +220,22 @@ def _common_fields(body: CommonBody, service: Service, left_out: LeftOut) -> dic
     if body.stream_options is not None and not body.stream:
         left_out.add("stream_options")
     return {
-        "sampling": sampling_options(body),
+        "sampling": sampling_options(_renamed(body)),
         "stop": stops(body.stop),
         "answers": number_of_answers(body.n, service),
         "ignore_eos": bool(body.ignore_eos),
         "draft": body.draft,
     }
+
+
+def _renamed(body: CommonBody) -> CommonBody:
+    """The body with other servers' fields of sampling under their names here."""
+    for theirs, ours in (("repeat_penalty", "repetition_penalty"), ("repeat_last_n", "repetition_context_size")):
+        if (value := getattr(body, theirs)) is not None:
+            if getattr(body, ours) is not None:
+                raise ApiError(f"{theirs} and {ours} are given; expected one of them", param=theirs)
+            body = msgspec.structs.replace(body, **{ours: value})
+    return body
 
 
 def _messages(messages: Sequence[Message], left_out: LeftOut) -> list[dict[str, Any]]:
@@ -313,12 +328,13 @@ def _structured_format(given: StructuredOutputs | None) -> Format | None:
     return Format("regex", given.regex) if given.regex is not None else Format("grammar", given.grammar or "")
 
 
-def _max_tokens(body: ChatBody) -> int | None:
-    """The number that either field gives."""
-    given = {body.max_tokens, body.max_completion_tokens} - {None}
-    if len(given) > 1:
-        raise ApiError("max_tokens and max_completion_tokens differ; expected one of them", param="max_tokens")
-    return max_tokens(given.pop() if given else None)
+def _max_tokens(body: CommonBody, default: int | None = None) -> int | None:
+    """The number that one of these fields gives; -1 is no limit."""
+    names = ("max_tokens", "max_completion_tokens", "num_predict", "n_predict")
+    given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
+    if len({*given.values()}) > 1:
+        raise ApiError(f"{' and '.join(given)} differ; expected one of them", param="max_tokens")
+    return max_tokens(next(iter(given.values()), default))
 
 
 def _variables(body: ChatBody, service: Service, left_out: LeftOut) -> dict[str, Any]:
@@ -356,7 +372,7 @@ def completions_generations(body: CompletionsBody, service: Service, left_out: L
         raise ApiError(f"prompt has {len(prompts)} prompts; expected 1 to {MAX_PROMPTS}", param="prompt")
     generation = Generation(
         format=_structured_format(body.structured_outputs),
-        max_tokens=max_tokens(body.max_tokens) or DEFAULT_MAX_TOKENS,
+        max_tokens=_max_tokens(body, DEFAULT_MAX_TOKENS),
         logprobs=body.logprobs is not None,
         top_logprobs=body.logprobs or 0,
         echo=bool(body.echo),

@@ -24,8 +24,8 @@ from kvant.text.thinking import marks_of
 from kvant.text.tokenizer import Tokenizer
 
 NO_TOOLS = "the model's chat template takes no tools, or writes calls in a form that is not known here"
-MAX_TOOLS = 128  # OpenAI's
-MAX_NAME = 64  # OpenAI's; Anthropic's is 128
+MAX_TOOLS = 1024  # agents with many servers of tools have more than OpenAI's 128
+MAX_NAME = 256  # OpenAI's is 64, Anthropic's 128; servers of tools put their own names before it
 SWITCH = "enable_thinking"  # of Qwen3's template, and of others after it
 EFFORT = "reasoning_effort"  # of gpt-oss
 EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
@@ -148,7 +148,7 @@ def _arguments(text: str, place: str) -> dict[str, Any]:
     return arguments
 
 
-def checked_tools(tools: Sequence[Tool], places: Sequence[str], longest: int = MAX_NAME) -> tuple[Tool, ...]:
+def checked_tools(tools: Sequence[Tool], places: Sequence[str]) -> tuple[Tool, ...]:
     """The tools, each with a name of its own. ``places``: the field of each name."""
     if len(tools) > MAX_TOOLS:
         raise ApiError(f"tools has {len(tools)}; expected at most {MAX_TOOLS}", param="tools")
@@ -158,8 +158,8 @@ def checked_tools(tools: Sequence[Tool], places: Sequence[str], longest: int = M
         raise ApiError(str(error), param="tools") from error
     seen: set[str] = set()
     for param, tool in zip(places, tools, strict=True):
-        if not re.fullmatch(f"[a-zA-Z0-9_-]{{1,{longest}}}", tool.name):
-            said = f"expected 1 to {longest} letters, digits, _ and -"
+        if not re.fullmatch(f"[a-zA-Z0-9_./:-]{{1,{MAX_NAME}}}", tool.name):
+            said = f"expected 1 to {MAX_NAME} letters, digits and any of _-./:"
             raise ApiError(f"{param} is {tool.name[:80]!r}; {said}", param=param)
         if tool.name in seen:
             raise ApiError(f"{param} is {tool.name!r}, which another tool has; expected another name", param=param)

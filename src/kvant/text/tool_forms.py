@@ -217,8 +217,8 @@ class MistralArgs(Mistral):
         self.writing = Writing("", "[ARGS]", "", "[TOOL_CALLS]", begin="[TOOL_CALLS]")
 
 
-_HEADER = re.compile(r"([\w.-]{1,128})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]\s*")
-_HEADER_BEGUN = re.compile(r"[\w.-]{0,128}(?:\[[A-Z_]{0,7}(?:\]\w{0,64}(?:\[[A-Z]{0,4})?)?)?")
+_HEADER = re.compile(r"([\w./:-]{1,256})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]\s*")
+_HEADER_BEGUN = re.compile(r"[\w./:-]{0,256}(?:\[[A-Z_]{0,7}(?:\]\w{0,64}(?:\[[A-Z]{0,4})?)?)?")
 
 
 class _MistralReader(Reader):
