@@ -33,12 +33,17 @@ from kvant.tools.plan import Checkpoint, plan
 TOLERANCE = 1e-4  # of the largest number
 IDS = [(7 + 31 * i) % 300 for i in range(160)]
 LAYERS = "model.layers"
+# Half of all combinations, in which any two of their values meet; all in the long run.
+EXPERT_CASES = [
+    (*numbers, normalized, form)
+    for i, numbers in enumerate([(8, 2), (5, 5), (3, 1), (20, 3)])
+    for j, form in enumerate(["dense", "quantized", "adapted"])
+    for normalized in count([(i + j) % 2 == 0], [True, False])
+]
 WAYS = ((takes_turns, 10**9), (lambda rows, experts: False, 10**9), (takes_turns, 1))  # and from where on cores share
 
 
-@pytest.mark.parametrize("form", ["dense", "quantized", "adapted"])
-@pytest.mark.parametrize("normalized", [True, False])
-@pytest.mark.parametrize(("number", "per_token"), [(8, 2), (5, 5), (3, 1), (20, 3)])
+@pytest.mark.parametrize(("number", "per_token", "normalized", "form"), EXPERT_CASES)
 def test_every_way_to_compute_them_is_mlx_lms(
     tmp_path: Path, number: int, per_token: int, normalized: bool, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,14 @@ from support.pmx_cases import FORMS, MASKS, START_FORMS, Call, check_cases, draw
 from kvant import operators
 from kvant.operators import dynamic_batching
 
-CASES, CHUNK = count(2000, 8000), 250
+CASES, CHUNK = count(1250, 8000), 250
+# Half of all combinations, in which any two of their values meet; all in the long run.
+LONG = [
+    (how, quant_bit, *lengths)
+    for i, how in enumerate([{}, {"is_alibi": True}, {"is_causal": False, "mask": "float", "mask_padding": 7}])
+    for j, lengths in enumerate([(2500, 1), (900, 1100)])
+    for quant_bit in count([[0, 4][(i + j) % 2]], [0, 4])
+]
 on_a_cpu = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="measured on a CPU, where MLX queues ahead")
 
 
@@ -53,10 +60,8 @@ def test_the_cases_cover_the_parameter_space() -> None:
         assert {c.num_heads for c in attention if c.is_alibi} >= {1, 2, 3, 4, 6, 8, 9, 12}
 
 
-@pytest.mark.parametrize("how", [{}, {"is_alibi": True}, {"is_causal": False, "mask": "float", "mask_padding": 7}])
-@pytest.mark.parametrize("quant_bit", [0, 4])
-@pytest.mark.parametrize(("past", "new_tokens"), [(2500, 1), (900, 1100)])
-def test_long_contexts(past: int, new_tokens: int, quant_bit: int, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("how", "quant_bit", "past", "new_tokens"), LONG)
+def test_long_contexts(how: dict[str, Any], quant_bit: int, past: int, new_tokens: int) -> None:
     """Long enough to be split into blocks, of which the last is not full."""
     call = Call(plain_case(quant_bit, past, new_tokens, **how))
     result = call.run()
