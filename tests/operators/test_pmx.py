@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support import oracle
-from support.counts import count
+from support.counts import count, half
 from support.numbers import peak_bytes
 from support.operator_cases import FLOATS, QuantizedTally, check_output, to_numpy
 from support.oracle import Array
@@ -21,13 +21,7 @@ from kvant import operators
 from kvant.operators import dynamic_batching
 
 CASES, CHUNK = count(1250, 8000), 250
-# Half of all combinations, in which any two of their values meet; all in the long run.
-LONG = [
-    (how, quant_bit, *lengths)
-    for i, how in enumerate([{}, {"is_alibi": True}, {"is_causal": False, "mask": "float", "mask_padding": 7}])
-    for j, lengths in enumerate([(2500, 1), (900, 1100)])
-    for quant_bit in count([[0, 4][(i + j) % 2]], [0, 4])
-]
+HOW = [{}, {"is_alibi": True}, {"is_causal": False, "mask": "float", "mask_padding": 7}]
 on_a_cpu = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="measured on a CPU, where MLX queues ahead")
 
 
@@ -60,10 +54,10 @@ def test_the_cases_cover_the_parameter_space() -> None:
         assert {c.num_heads for c in attention if c.is_alibi} >= {1, 2, 3, 4, 6, 8, 9, 12}
 
 
-@pytest.mark.parametrize(("how", "quant_bit", "past", "new_tokens"), LONG)
-def test_long_contexts(how: dict[str, Any], quant_bit: int, past: int, new_tokens: int) -> None:
+@pytest.mark.parametrize(("lengths", "quant_bit", "how"), half([(2500, 1), (900, 1100)], [0, 4], HOW))
+def test_long_contexts(lengths: tuple[int, int], quant_bit: int, how: dict[str, Any]) -> None:
     """Long enough to be split into blocks, of which the last is not full."""
-    call = Call(plain_case(quant_bit, past, new_tokens, **how))
+    call = Call(plain_case(quant_bit, *lengths, **how))
     result = call.run()
     call.check_stored(QuantizedTally())
     call.check_result(result)

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 from support.bridged import alone
-from support.counts import count
+from support.counts import half
 from support.metal_host import host_pytest_skip
 from support.operator_cases import OUTPUT_TOLERANCE
 
@@ -106,13 +105,7 @@ def test_every_shape_of_a_threadgroup_is_tried(launched: Launches) -> None:
     assert launched.of("combine", "threads") == {(32 * attend.COMBINE_SIMDGROUPS,)}
 
 
-@pytest.mark.parametrize(
-    ("backend", "bits", "sinks"),
-    count(
-        [("metal", 8, False), ("metal", 0, True), ("cuda", 8, True), ("cuda", 0, False)],  # any two of their values
-        [*product(("metal", "cuda"), (8, 0), (False, True))],
-    ),
-)
+@pytest.mark.parametrize(("backend", "bits", "sinks"), half(["metal", "cuda"], [8, 0], [False, True]))
 def test_the_trials_make_every_instance_of_1_to_8_tokens(
     launched: Launches, backend: Backend, bits: int, sinks: bool
 ) -> None:
