@@ -22,7 +22,7 @@ from kvant.bridge.prompt_cache import PromptCacheLayer, make_prompt_cache
 from kvant.errors import ContextError
 
 
-def _tokens(model: nn.Module, cache: list[Any] | None, count: int = 20) -> tuple[list[int], mx.array]:
+def _tokens(model: nn.Module, cache: list[Any] | None, count: int = 12) -> tuple[list[int], mx.array]:
     """Greedy tokens of mlx-lm's loop, which feeds the prompt 13 at a time, and their log-probabilities."""
     steps = list(generate_step(mx.array(PROMPT), model, max_tokens=count, prompt_cache=cache, prefill_step_size=13))
     return [token for token, _ in steps], mx.stack([logprobs for _, logprobs in steps])
@@ -44,12 +44,12 @@ def test_mlx_lms_loop_gives_mlx_lms_tokens(name: str) -> None:
     expected, logprobs = _tokens(model, None)
     wrong = {}
     for bits in (0, 8, 4):
-        cache = kvant.make_prompt_cache(model, 52, kv_bits=bits, kv_group_size=16)
+        cache = kvant.make_prompt_cache(model, 44, kv_bits=bits, kv_group_size=16)
         assert len(cache) == len(mlx_lm_cache.make_prompt_cache(model))
         reserved = [layer.nbytes for layer in _layers(cache)]
         given, given_logprobs = _tokens(model, cache)
         assert [layer.nbytes for layer in _layers(cache)] == reserved
-        assert {layer.offset for layer in _layers(cache)} == {len(PROMPT) + 20}
+        assert {layer.offset for layer in _layers(cache)} == {len(PROMPT) + 12}
         wrong[bits] = relative_error(given_logprobs[0], logprobs[0])
         if not bits:
             assert given == expected

@@ -33,6 +33,10 @@ def _ends(*arguments: mx.array) -> mx.array:
     raise StopIteration  # would be taken for the answer's end
 
 
+OTHERS = [Request(prompt, max_tokens=12, sampler=make_sampler(1.0, seed=1)) for prompt in ([5, 6], [7])]
+OTHERS.append(Request([8], max_tokens=12, logits_processors=[lambda tokens, logits: logits + 0.0]))
+# No two of these prompts fit into one step.
+LONG = [Request([5 + i] * length, max_tokens=6) for i, length in enumerate((450, 450, 100))]
 FAILING: dict[str, tuple[dict[str, Any], str]] = {
     "a sampler": ({"sampler": _fails}, "mine"),
     "a processor": ({"logits_processors": [_fails]}, "mine"),
@@ -61,16 +65,14 @@ def test_a_request_that_fails_fails_alone(pocket: Pocket, options: dict[str, Any
 
     options = {name: works_first if callable(given) else [works_first]}
     scheduler, pool = scheduler_of(pocket[0])
-    others = [Request(prompt, max_tokens=12, sampler=make_sampler(1.0, seed=1)) for prompt in ([5, 6], [7])]
-    others.append(Request([8], max_tokens=12, logits_processors=[lambda tokens, logits: logits + 0.0]))
     failing = Request([5, 9], max_tokens=9, answers=2, **options)
-    told = run_all(scheduler, [*others[:2], failing, others[2]])
+    told = run_all(scheduler, [*OTHERS[:2], failing, OTHERS[2]])
     for answer in range(2):
         (*before, last) = [token for token in told[failing] if token.answer == answer]
         assert len(before) <= 2 * later
         assert (last.token, last.finish_reason) == (None, "error")
         assert message in str(last.error)
-    for other in others:
+    for other in OTHERS:
         assert ids_of(told[other]) == alone(pocket[0], other)
     assert pool.num_free == PAGES
 
@@ -88,18 +90,17 @@ def test_a_step_that_fails_ends_the_requests_in_it(pocket: Pocket, monkeypatch: 
         return real(inputs, cache)
 
     monkeypatch.setattr(model, "next_logits", next_logits)
-    # No two prompts fit into one step: 1 feeds the first, 2 the second, 3 tokens of both, 4 the third, 5 tokens of all,
-    # and 6 the next ones, before those were read.
-    requests = [Request([5 + i] * length, max_tokens=6) for i, length in enumerate((450, 450, 100))]
-    told = run_all(scheduler, requests)
-    failed = requests[slice(*{1: (0, 1), 2: (1, 2), 3: (0, 2), 4: (2, 3)}.get(at, (0, 3)))]
-    assert [request for request in requests if str(told[request][-1].error) == "no memory"] == failed
-    for request in requests:
+    # 1 feeds the first, 2 the second, 3 tokens of both, 4 the third, 5 tokens of all, and 6 the next ones, before those
+    # were read.
+    told = run_all(scheduler, LONG)
+    failed = LONG[slice(*{1: (0, 1), 2: (1, 2), 3: (0, 2), 4: (2, 3)}.get(at, (0, 3)))]
+    assert [request for request in LONG if str(told[request][-1].error) == "no memory"] == failed
+    for request in LONG:
         assert told[request][-1].finish_reason == ("error" if request in failed else "length")
     assert pool.num_free == PAGES
     monkeypatch.undo()
-    again = run_all(scheduler, requests)
-    assert all(ids_of(again[request]) == alone(pocket[0], request) for request in requests)
+    again = run_all(scheduler, LONG)
+    assert all(ids_of(again[request]) == alone(pocket[0], request) for request in LONG)
 
 
 @pytest.mark.parametrize("drafting", [False, True])

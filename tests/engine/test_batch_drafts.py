@@ -99,27 +99,29 @@ def _draft(
     return {request: told[each] for request, each in zip(requests, plain, strict=True)}
 
 
-@pytest.mark.parametrize(
-    ("kind", "bits"), [("known", 0), ("known", 8), ("own", 0), ("small", 0), *count([], [("own", 8)])]
-)
-def test_every_answer_as_alone(
-    pocket: Pocket, small: Decoder, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, kind: str, bits: int
-) -> None:
-    """They come, go and are cancelled; some share a prompt, some are past the draft model's context."""
-    draft_by_chance(monkeypatch, bits)
-    model = pocket[0]
+@pytest.fixture(scope="module")
+def ragged(heldout_ids: list[int]) -> list[Request]:
+    """Some share a prompt, some are past the draft model's context."""
     requests = [
         Request(heldout_ids[43 * n % 700 :][: 5 + 37 * n % 150], **{"max_tokens": 12 + n % 5} | options)
         for n, options in enumerate(OPTIONS * count(1, 10))
     ]
-    stop = alone(model, requests[0], bits)[6]
     forked = Request(heldout_ids[:140], 12, make_sampler(1.0, seed=3), answers=3, keep_cache=True)
-    requests += [
-        Request(heldout_ids[:130], 20),
-        replace(requests[0], stop_tokens={stop}),
-        forked,
-        Request(heldout_ids[500:540], 60),
-    ]
+    return [*requests, Request(heldout_ids[:130], 20), forked, Request(heldout_ids[500:540], 60)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("known", 0), ("known", 8), ("own", 0), ("small", 0), *count([], [("own", 8)])]
+)
+def test_every_answer_as_alone(
+    pocket: Pocket, small: Decoder, ragged: list[Request], monkeypatch: pytest.MonkeyPatch, kind: str, bits: int
+) -> None:
+    """They come, go and are cancelled."""
+    draft_by_chance(monkeypatch, bits)
+    model = pocket[0]
+    *_, forked, _ = ragged
+    stopped = replace(ragged[0], stop_tokens={alone(model, ragged[0], bits)[6]})
+    requests = [*ragged[:-2], stopped, *ragged[-2:]]
     models = model, model if kind == "own" else small
     told = _draft(kind, models, requests, 1, bits, max_batch=6, pool={"max_seq_len": 400})
     if not bits:

@@ -27,6 +27,7 @@ from support.checkpoints import (
     write_reference,
 )
 from support.command import QUESTION, call
+from support.counts import count
 from support.hostile import change, file_bytes, one_line, said
 from support.numbers import relative_error
 
@@ -51,10 +52,15 @@ ADAPTERS = {
     "a whole path": adapter_config(["model.layers.0.mlp.up_proj", "mlp.gate_proj"], num_layers=1),
     "and the embedding": adapter_config(ALL),
 }
+FORMATS = [(4, 32), (8, 64)]
 Format = tuple[Any, ...] | None  # as of quantize_reference
 MIXED = (4, 64, "affine", dict.fromkeys(("q_proj", "up_proj"), format_of(4, 64)), False)
 CASES: dict[str, tuple[dict[str, Any], Format, dict[str, Any]]] = {
-    **{f"{name}, {made}": (THREE, made, each) for name, each in ADAPTERS.items() for made in (None, (4, 32), (8, 64))},
+    **{
+        f"{name}, {made}": (THREE, made, each)
+        for i, (name, each) in enumerate(ADAPTERS.items())
+        for made in (None, *count([FORMATS[i % 2]], FORMATS))
+    },
     "projections of different formats": (THREE, MIXED, adapter_config()),
     "dora": (THREE, None, adapter_config(SOME, kind="dora")),
     "dora and the embedding": (THREE, None, adapter_config(ALL, kind="dora")),

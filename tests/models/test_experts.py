@@ -16,7 +16,7 @@ from support.checkpoints import (
     stored_by_transformers,
     write_reference,
 )
-from support.counts import count
+from support.counts import count, half
 from support.hostile import one_line
 from support.numbers import relative_error
 
@@ -36,14 +36,15 @@ LAYERS = "model.layers"
 WAYS = ((takes_turns, 10**9), (lambda rows, experts: False, 10**9), (takes_turns, 1))  # and from where on cores share
 
 
-@pytest.mark.parametrize("form", ["dense", "quantized", "adapted"])
-@pytest.mark.parametrize("normalized", [True, False])
-@pytest.mark.parametrize(("number", "per_token"), [(8, 2), (5, 5), (3, 1), (20, 3)])
+@pytest.mark.parametrize(
+    ("numbers", "normalized", "form"),
+    half([(8, 2), (5, 5), (3, 1), (20, 3)], [True, False], ["dense", "quantized", "adapted"]),
+)
 def test_every_way_to_compute_them_is_mlx_lms(
-    tmp_path: Path, number: int, per_token: int, normalized: bool, form: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, numbers: tuple[int, int], normalized: bool, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With few rows, with sorted rows through one product (as on a GPU), and through one expert after the other."""
-    sizes = {"num_experts": number, "num_experts_per_tok": per_token, "norm_topk_prob": normalized}
+    sizes = {"num_experts": numbers[0], "num_experts_per_tok": numbers[1], "norm_topk_prob": normalized}
     config, formats = qwen3_moe_config(**sizes, mlp_only_layers=[]), () if form == "dense" else (8, 32)
     (folder, own), (_, reference) = (write_reference(tmp_path / "model", config, *formats) for _ in range(2))
     adapter = None

@@ -135,7 +135,7 @@ def changed(script: str) -> str:
 
 
 def run(script: str, model: str) -> dict[str, Any]:
-    variables: dict[str, Any] = {"MODEL": model, "TOKENS": count(100, 1000)}
+    variables: dict[str, Any] = {"MODEL": model, "TOKENS": count(50, 1000)}
     exec(compile(script, "script", "exec"), variables)
     return variables
 

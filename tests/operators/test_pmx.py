@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support import oracle
-from support.counts import count
+from support.counts import count, half
 from support.numbers import peak_bytes
 from support.operator_cases import FLOATS, QuantizedTally, check_output, to_numpy
 from support.oracle import Array
@@ -20,7 +20,8 @@ from support.pmx_cases import FORMS, MASKS, START_FORMS, Call, check_cases, draw
 from kvant import operators
 from kvant.operators import dynamic_batching
 
-CASES, CHUNK = count(2000, 8000), 250
+CASES, CHUNK = count(1250, 8000), 250
+HOW = [{}, {"is_alibi": True}, {"is_causal": False, "mask": "float", "mask_padding": 7}]
 on_a_cpu = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="measured on a CPU, where MLX queues ahead")
 
 
@@ -53,12 +54,10 @@ def test_the_cases_cover_the_parameter_space() -> None:
         assert {c.num_heads for c in attention if c.is_alibi} >= {1, 2, 3, 4, 6, 8, 9, 12}
 
 
-@pytest.mark.parametrize("how", [{}, {"is_alibi": True}, {"is_causal": False, "mask": "float", "mask_padding": 7}])
-@pytest.mark.parametrize("quant_bit", [0, 4])
-@pytest.mark.parametrize(("past", "new_tokens"), [(2500, 1), (900, 1100)])
-def test_long_contexts(past: int, new_tokens: int, quant_bit: int, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("lengths", "quant_bit", "how"), half([(2500, 1), (900, 1100)], [0, 4], HOW))
+def test_long_contexts(lengths: tuple[int, int], quant_bit: int, how: dict[str, Any]) -> None:
     """Long enough to be split into blocks, of which the last is not full."""
-    call = Call(plain_case(quant_bit, past, new_tokens, **how))
+    call = Call(plain_case(quant_bit, *lengths, **how))
     result = call.run()
     call.check_stored(QuantizedTally())
     call.check_result(result)

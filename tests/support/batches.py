@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from queue import SimpleQueue
 from typing import Any
 
@@ -59,10 +60,12 @@ def ids_of(tokens: Sequence[Token], answer: int = 0) -> list[int]:
     return [token.token for token in tokens if token.answer == answer and token.token is not None]
 
 
+@cache
 def alone(model: Decoder, request: Request, bits: int = 0, reserved: int = 1024) -> list[int]:
-    cache = model.make_cache(reserved, kv_bits=bits)
+    """The tokens of a request that has a cache to itself. A request draws the same ones each time."""
+    own = model.make_cache(reserved, kv_bits=bits)
     single = replace(request, answers=1, cache=None, keep_cache=False, drafts=None)
-    return ids_of([*CacheScheduler(model, cache).answer([single])])
+    return ids_of([*CacheScheduler(model, own).answer([single])])
 
 
 def asked(engine: BatchEngine, request: Request) -> Iterator[Token]:

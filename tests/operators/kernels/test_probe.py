@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 from support.bridged import alone
+from support.counts import half
 from support.metal_host import host_pytest_skip
 from support.operator_cases import OUTPUT_TOLERANCE
 
@@ -104,9 +105,7 @@ def test_every_shape_of_a_threadgroup_is_tried(launched: Launches) -> None:
     assert launched.of("combine", "threads") == {(32 * attend.COMBINE_SIMDGROUPS,)}
 
 
-@pytest.mark.parametrize("backend", ["metal", "cuda"])
-@pytest.mark.parametrize("bits", [8, 0])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("backend", "bits", "sinks"), half(["metal", "cuda"], [8, 0], [False, True]))
 def test_the_trials_make_every_instance_of_1_to_8_tokens(
     launched: Launches, backend: Backend, bits: int, sinks: bool
 ) -> None:
