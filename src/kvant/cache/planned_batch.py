@@ -5,16 +5,14 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from kvant.cache.paged_layers import PageTable
+from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch, place_rows
-from kvant.cache.pool_sequence import PoolState
 
 
 class PlannedBatch(PoolBatch):
     """What a model sees of a pool in a step whose sequences another process keeps. It serves one step."""
 
-    def __init__(
-        self, pool: PoolState, tables: Sequence[Sequence[PageTable]], lengths: Sequence[int], rows: int
-    ) -> None:
+    def __init__(self, pool: Pool, tables: Sequence[Sequence[PageTable]], lengths: Sequence[int], rows: int) -> None:
         """Take a plan.
 
         Args:
