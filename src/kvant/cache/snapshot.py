@@ -222,21 +222,6 @@ def _open(path: Path) -> Iterator[tuple[BinaryIO, SnapshotHeader, "hashlib._Hash
 
     The header is compared with its digest, and with the tensors that follow from it, before any of it is used.
     """
-    with open_tensors(path) as (file, found):
-        try:
-            header = parse(found.metadata)
-            digest = file.read(DIGEST_BYTES)
-            if hashlib.sha256(found.data).digest() != digest:
-                raise ValueError("altered: the SHA-256 of its header is another")
-            _check_tensors(found, header)
-        except (OSError, ValueError, RecursionError) as error:
-            raise SnapshotError(f"{path}: {one_line(error)}") from error
-        yield file, header, hashlib.sha256(found.data + digest)
-
-
-@contextmanager
-def open_tensors(path: Path) -> Iterator[tuple[BinaryIO, TensorHeader]]:
-    """A safetensors file open behind its header, and the header. It may be a stranger's."""
     try:
         real = Path(os.path.realpath(path))  # whoever names a link means the file behind it
         if os.path.lexists(real) and not real.is_file():  # a device is not even opened
@@ -248,7 +233,15 @@ def open_tensors(path: Path) -> Iterator[tuple[BinaryIO, TensorHeader]]:
             found = read_tensor_header(path, file, os.fstat(file.fileno()).st_size, SnapshotError)
         except (OSError, ValueError, RecursionError) as error:
             raise SnapshotError(f"{path}: not a whole safetensors file: {one_line(error)}") from error
-        yield file, found
+        try:
+            header = parse(found.metadata)
+            digest = file.read(DIGEST_BYTES)
+            if hashlib.sha256(found.data).digest() != digest:
+                raise ValueError("altered: the SHA-256 of its header is another")
+            _check_tensors(found, header)
+        except (OSError, ValueError, RecursionError) as error:
+            raise SnapshotError(f"{path}: {one_line(error)}") from error
+        yield file, header, hashlib.sha256(found.data + digest)
 
 
 def _check_tensors(found: TensorHeader, header: SnapshotHeader) -> None:
