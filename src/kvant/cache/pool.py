@@ -1,6 +1,5 @@
 """One reservation for many sequences: the keys and values of all layers, in pages of 128 rows."""
 
-import sys
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any, ClassVar
@@ -12,50 +11,28 @@ from kvant.cache.layer_format import SLACK, LayerFormat, stored_bytes
 from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, backend_of, kernel_use, window_pages
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool_batch import PoolBatch
-from kvant.cache.pool_sequence import PoolSequence, close
+from kvant.cache.pool_sequence import PoolSequence, PoolState, close
 from kvant.cache.prefix import digests, root
-from kvant.errors import ContextError, SnapshotError
+from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels.launch import Backend
-from kvant.operators.rotary import Rotary
 from kvant.sizes import format_bytes
-from kvant.threads import Turn, check_process
+from kvant.threads import check_process
 
 __all__ = ["Pool", "PoolSequence", "check_sizes", "pool_bytes", "rows_alone", "sizes_alone"]
 
 
-class Pool:
+class Pool(PoolState):
     """All memory is allocated, and touched, when the pool is made; it never grows. ``model.make_pool`` makes it.
 
     A layer's arrays are those of PMX's dynamic batching: values (2, K, T, D') and scales (2, K, T, D/G), cache_mode 1
     with pages of 128 rows, cache_layout 3, one layer. T is as many rows as all pages have.
 
     Attributes:
-        turn: held by the thread that computes through the pool.
-        layers: of the model, in order.
-        parts: the same layers by the page tables that they share.
-        places: each layer, behind its part.
-        max_sequences: sequences that can be open at once.
-        num_sequences: sequences that are open.
-        max_seq_len: tokens that a sequence can have.
-        alone: it is for one sequence, which shares no pages.
-        prefill_step_size: new tokens of a sequence in one step, at most; any number where it is alone.
-        make_cache: makes a :class:`kvant.cache.ModelCache` for so many tokens, in the pool's format.
-        identity: of the model whose tokens it holds; None: not known.
-        rotary: how the model turns keys; None: not known.
-        layout: what a bridged model expects in its cache, as JSON; "": a decoder's.
-        divided: other ranks hold a part of the rows. A sequence takes no cache and gives none then.
-        takes_back: a step of a sequence may be committed in part, one of several sequences too.
-        made_for: the config of the model that made it; None: not known.
         attends_apart: whether the attention of each sequence is computed for it alone. If not, its logits change by
             rounding with the lengths of the others, in steps of as many rows too.
     """
 
-    divided = False
-    takes_back = True
-    made_for: object = None
-    rotary: Rotary | None = None
-    layout = ""
     attends_apart = True
 
     page_size = PAGE_SIZE
@@ -117,17 +94,15 @@ class Pool:
             for layer in of_part:
                 layer.allocate(rows)
             parts.append(PagedLayers(window, of_part, num_pages, prefill_step_size or SLACK + 1))
-        self.turn = Turn()
-        self.layers = tuple(layers)
-        self.parts = tuple(parts)
-        self.places = tuple((part, layer) for layer in layers for part in parts if layer in part.layers)
-        self.max_sequences = sequences
-        self.num_sequences = 0
-        self.max_seq_len = max_seq_len
-        self.alone = prefill_step_size is None
-        self.prefill_step_size = prefill_step_size or sys.maxsize
-        self.make_cache = make_cache
-        self.identity = identity
+        super().__init__(
+            layers,
+            parts,
+            max_sequences=sequences,
+            max_seq_len=max_seq_len,
+            prefill_step_size=prefill_step_size,
+            make_cache=make_cache,
+            identity=identity,
+        )
 
     def release(self) -> None:
         """Give the memory back. The pool cannot be used after it."""
@@ -168,27 +143,6 @@ class Pool:
     def num_free(self) -> int:
         """Of :attr:`num_pages` those that new sequences could have."""
         return self._main.num_free
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether the pages of some layers move along with their sequence, while it grows."""
-        return any(part.window is not None for part in self.parts)
-
-    def check_whole(self) -> None:
-        """Refuse what needs all rows."""
-        if self.divided:
-            raise SnapshotError("the pool is divided over several ranks: its sequences take no cache and give none")
-
-    def check_opening(self, max_tokens: int) -> None:
-        """Refuse a sequence that the pool is not made for, or one too many."""
-        if type(max_tokens) is not int or max_tokens < 1:
-            raise ValueError(f"max_tokens is {max_tokens!r}; expected a positive int")
-        if max_tokens > self.max_seq_len:
-            raise ContextError(
-                f"a sequence of {max_tokens} tokens is asked for; one of this pool has at most {self.max_seq_len}"
-            )
-        if self.num_sequences == self.max_sequences:
-            raise ContextError(f"the pool is for {self.max_sequences} sequences; all of them are in use")
 
     def pages_needed(self, max_tokens: int) -> int:
         """Pages, of :attr:`num_pages`, for a sequence of so many tokens that shares none."""

@@ -3,22 +3,18 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from kvant.cache.layer import AttentionCache
 from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
 from kvant.cache.pages import pages_for, runs
-from kvant.cache.pool_sequence import PoolSequence
+from kvant.cache.pool_sequence import PoolSequence, PoolState
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged, put_rows
 from kvant.operators.paged_kernel import StepPages, step_pages
 from kvant.threads import Turn
-
-if TYPE_CHECKING:
-    from kvant.cache.pool import Pool
 
 Waiting = defaultdict[PagedLayers, list[tuple[PoolLayer, list[mx.array]]]]  # new tokens, as a layer stores them
 
@@ -41,7 +37,7 @@ class PoolBatch:
         unwritten: new tokens of the layers that keep them until the step is committed.
     """
 
-    def __init__(self, pool: "Pool", sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
+    def __init__(self, pool: PoolState, sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
         self.pool = pool
         self.sequences = tuple(sequences)
         count = len(self.sequences)

@@ -1,19 +1,93 @@
 """A sequence of a pool: its tokens, and the pages they are in."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Self
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import mlx.core as mx
 
+from kvant.cache.identity import Identity
 from kvant.cache.layer_format import SLACK, difference
-from kvant.cache.paged_layers import PageTable, PoolLayer
+from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
 from kvant.cache.pages import PAGE_SIZE, runs
 from kvant.cache.prefix import digests, extended, root
-from kvant.errors import ContextError
+from kvant.errors import ContextError, SnapshotError
 from kvant.operators.paged_attention import put_rows, stored_rows
+from kvant.operators.rotary import Rotary
+from kvant.threads import Turn
 
-if TYPE_CHECKING:
-    from kvant.cache.pool import Pool
+
+class PoolState:
+    """What the sequences of a pool have in common.
+
+    Attributes:
+        turn: held by the thread that computes through the pool.
+        layers: of the model, in order.
+        parts: the same layers by the page tables that they share.
+        places: each layer, behind its part.
+        max_sequences: sequences that can be open at once.
+        num_sequences: sequences that are open.
+        max_seq_len: tokens that a sequence can have.
+        alone: it is for one sequence, which shares no pages.
+        prefill_step_size: new tokens of a sequence in one step, at most; any number where it is alone.
+        make_cache: makes a :class:`kvant.cache.ModelCache` for so many tokens, in the pool's format.
+        identity: of the model whose tokens it holds; None: not known.
+        rotary: how the model turns keys; None: not known.
+        layout: what a bridged model expects in its cache, as JSON; "": a decoder's.
+        divided: other ranks hold a part of the rows. A sequence takes no cache and gives none then.
+        takes_back: a step of a sequence may be committed in part, one of several sequences too.
+        made_for: the config of the model that made it; None: not known.
+    """
+
+    divided = False
+    takes_back = True
+    made_for: object = None
+    rotary: Rotary | None = None
+    layout = ""
+
+    def __init__(
+        self,
+        layers: Sequence[PoolLayer],
+        parts: Sequence[PagedLayers],
+        *,
+        max_sequences: int,
+        max_seq_len: int,
+        prefill_step_size: int | None,
+        make_cache: Callable[[int], Any],
+        identity: Identity | None,
+    ) -> None:
+        self.turn = Turn()
+        self.layers = tuple(layers)
+        self.parts = tuple(parts)
+        self.places = tuple((part, layer) for layer in layers for part in parts if layer in part.layers)
+        self.max_sequences = max_sequences
+        self.num_sequences = 0
+        self.max_seq_len = max_seq_len
+        self.alone = prefill_step_size is None
+        self.prefill_step_size = prefill_step_size or sys.maxsize
+        self.make_cache = make_cache
+        self.identity = identity
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether the pages of some layers move along with their sequence, while it grows."""
+        return any(part.window is not None for part in self.parts)
+
+    def check_whole(self) -> None:
+        """Refuse what needs all rows."""
+        if self.divided:
+            raise SnapshotError("the pool is divided over several ranks: its sequences take no cache and give none")
+
+    def check_opening(self, max_tokens: int) -> None:
+        """Refuse a sequence that the pool is not made for, or one too many."""
+        if type(max_tokens) is not int or max_tokens < 1:
+            raise ValueError(f"max_tokens is {max_tokens!r}; expected a positive int")
+        if max_tokens > self.max_seq_len:
+            raise ContextError(
+                f"a sequence of {max_tokens} tokens is asked for; one of this pool has at most {self.max_seq_len}"
+            )
+        if self.num_sequences == self.max_sequences:
+            raise ContextError(f"the pool is for {self.max_sequences} sequences; all of them are in use")
 
 
 class PoolSequence:
@@ -27,7 +101,9 @@ class PoolSequence:
         step: the step that it takes part in and that is not committed; None: none.
     """
 
-    def __init__(self, pool: "Pool", tables: list[PageTable], max_tokens: int, ids: Sequence[int], salt: bytes) -> None:
+    def __init__(
+        self, pool: PoolState, tables: list[PageTable], max_tokens: int, ids: Sequence[int], salt: bytes
+    ) -> None:
         """With ``ids`` of tokens whose rows are in the tables' pages already."""
         self.pool = pool
         self.tables = tables
@@ -240,7 +316,7 @@ class PoolSequence:
         for part, table in zip(self.pool.parts, self.tables, strict=True):
             part.go_back(table, 0)
 
-    def _check_format(self, given: "Pool") -> None:
+    def _check_format(self, given: PoolState) -> None:
         """Refuse tokens of another model or format."""
         if len(given.layers) != len(self.pool.layers):
             raise ValueError(f"the cache has {len(given.layers)} layers; expected {len(self.pool.layers)}")
@@ -274,7 +350,7 @@ def check_num_tokens(num_tokens: int) -> None:
         raise ValueError(f"num_tokens is {num_tokens!r}; expected an int, 0 or more")
 
 
-def close(pool: "Pool", tables: Sequence[PageTable]) -> None:
+def close(pool: PoolState, tables: Sequence[PageTable]) -> None:
     """Give back the pages of the first parts' tables, or of all."""
     for part, table in zip(pool.parts, tables, strict=False):
         part.close(table)
