@@ -1,5 +1,6 @@
 """How a layer's cache stores its tokens: what two caches must have in common for one to take the other's."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -118,7 +119,8 @@ class LayerFormat:
     def _check(self) -> None:
         """Raise a ValueError where fields contradict each other."""
         if self.kind == "state":
-            expected = LayerFormat("state", state=self.state)
+            if self != LayerFormat("state", state=self.state):
+                raise ValueError(f"a layer of kind {self.kind!r} has fields of another kind")
         else:
             if self.kv_bits not in (0, 4, 8) or not self.num_kv_heads or not self.head_dim:
                 raise ValueError(f"a layer of {self.kv_bits} bits, {self.num_kv_heads} kv heads of {self.head_dim}")
@@ -132,9 +134,6 @@ class LayerFormat:
             allowed = [stored_dtype(self.kv_bits)] if self.kv_bits else ["F32", "F16", "BF16"]
             if self.dtype not in allowed:
                 raise ValueError(f"dtype is {self.dtype!r} at {self.kv_bits} bits; expected {' or '.join(allowed)}")
-            return
-        if self != expected:
-            raise ValueError(f"a layer of kind {self.kind!r} has fields of another kind")
 
     def as_json(self) -> dict[str, Any]:
         """Numbers, text and lists."""
@@ -183,6 +182,12 @@ def state_format(arrays: Sequence[mx.array | None]) -> LayerFormat:
 def narrow_window(window: int | None, max_seq_len: int) -> int | None:
     """A layer's window; None where no sequence of so many tokens outgrows it."""
     return window if window is not None and window < max_seq_len else None
+
+
+def stored_bytes(stored: Stored) -> int:
+    """Bytes of an array."""
+    dtype, shape = stored
+    return DTYPES[dtype].size * math.prod(shape)
 
 
 def stored_dtype(kv_bits: int) -> str:

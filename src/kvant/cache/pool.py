@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from kvant.cache.identity import Identity
-from kvant.cache.layer_format import DTYPES, SLACK, LayerFormat
+from kvant.cache.layer_format import SLACK, LayerFormat, stored_bytes
 from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, backend_of, kernel_use, window_pages
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool_batch import PoolBatch
@@ -229,11 +229,7 @@ def pool_bytes(
         stored = [*own.arrays(rows).values(), *own.tables().values()]
         if own.split_pairs is not None:
             stored.append(("F32", (2, len(own.split_pairs), max_seq_len)))  # cosines and sines
-        for dtype, shape in stored:
-            size = DTYPES[dtype].size
-            for number in shape:
-                size *= number
-            total += size
+        total += sum(map(stored_bytes, stored))
     return total
 
 

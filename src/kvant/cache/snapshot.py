@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from kvant.atomic import atomic_file
 from kvant.cache.identity import Identity
-from kvant.cache.layer_format import DTYPES, Stored, difference
+from kvant.cache.layer_format import DTYPES, Stored, difference, stored_bytes
 from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.cache.snapshot_header import RopeFacts, SnapshotHeader, describe, parse
@@ -127,20 +127,11 @@ def _encode(header: SnapshotHeader) -> bytes:
     entries: dict[str, object] = {"__metadata__": header.as_metadata()}
     end = 0
     for name, (dtype, shape) in header.tensors().items():
-        first, end = end, end + _nbytes((dtype, shape))
+        first, end = end, end + stored_bytes((dtype, shape))
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [first, end]}
     data = json.dumps(entries, separators=(",", ":")).encode()
     data += b" " * (-len(data) % 8)
     return len(data).to_bytes(8, "little") + data
-
-
-def _nbytes(stored: Stored) -> int:
-    """Bytes of an array."""
-    dtype, shape = stored
-    size = DTYPES[dtype].size
-    for length in shape:
-        size *= length
-    return size
 
 
 def _contents(header: SnapshotHeader, sequence: PoolSequence) -> Iterator[bytes | memoryview]:
@@ -203,7 +194,7 @@ class _Reader:
 
     def take(self, stored: Stored) -> mx.array:
         """The next array."""
-        data = _read_exactly(self._file, _nbytes(stored))
+        data = _read_exactly(self._file, stored_bytes(stored))
         self._whole.update(data)
         return _as_array(data, stored)
 
@@ -231,21 +222,6 @@ def _open(path: Path) -> Iterator[tuple[BinaryIO, SnapshotHeader, "hashlib._Hash
 
     The header is compared with its digest, and with the tensors that follow from it, before any of it is used.
     """
-    with open_tensors(path) as (file, found):
-        try:
-            header = parse(found.metadata)
-            digest = file.read(DIGEST_BYTES)
-            if hashlib.sha256(found.data).digest() != digest:
-                raise ValueError("altered: the SHA-256 of its header is another")
-            _check_tensors(found, header)
-        except (OSError, ValueError, RecursionError) as error:
-            raise SnapshotError(f"{path}: {one_line(error)}") from error
-        yield file, header, hashlib.sha256(found.data + digest)
-
-
-@contextmanager
-def open_tensors(path: Path) -> Iterator[tuple[BinaryIO, TensorHeader]]:
-    """A safetensors file open behind its header, and the header. It may be a stranger's."""
     try:
         real = Path(os.path.realpath(path))  # whoever names a link means the file behind it
         if os.path.lexists(real) and not real.is_file():  # a device is not even opened
@@ -257,7 +233,15 @@ def open_tensors(path: Path) -> Iterator[tuple[BinaryIO, TensorHeader]]:
             found = read_tensor_header(path, file, os.fstat(file.fileno()).st_size, SnapshotError)
         except (OSError, ValueError, RecursionError) as error:
             raise SnapshotError(f"{path}: not a whole safetensors file: {one_line(error)}") from error
-        yield file, found
+        try:
+            header = parse(found.metadata)
+            digest = file.read(DIGEST_BYTES)
+            if hashlib.sha256(found.data).digest() != digest:
+                raise ValueError("altered: the SHA-256 of its header is another")
+            _check_tensors(found, header)
+        except (OSError, ValueError, RecursionError) as error:
+            raise SnapshotError(f"{path}: {one_line(error)}") from error
+        yield file, header, hashlib.sha256(found.data + digest)
 
 
 def _check_tensors(found: TensorHeader, header: SnapshotHeader) -> None:

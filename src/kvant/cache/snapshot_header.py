@@ -107,14 +107,9 @@ def describe(sequence: PoolSequence, metadata: Mapping[str, str]) -> SnapshotHea
     )
 
 
-def is_snapshot(metadata: Mapping[str, str]) -> bool:
-    """Whether a safetensors file's text is that of a snapshot, of any version."""
-    return metadata.get("format") == FORMAT
-
-
 def parse(metadata: Mapping[str, str]) -> SnapshotHeader:
     """The header of a file's text."""
-    if not is_snapshot(metadata):
+    if metadata.get("format") != FORMAT:
         raise ValueError("not a snapshot of a cache")
     version = metadata.get("version", "")
     if version != str(VERSION):
@@ -127,11 +122,7 @@ def parse(metadata: Mapping[str, str]) -> SnapshotHeader:
     text = _json_object("metadata", metadata["metadata"])
     if not all(isinstance(value, str) for value in text.values()):
         raise ValueError("metadata is not an object of strings")
-    return parse_facts(_json_object("cache", metadata["cache"]), text, metadata["kvant"])
-
-
-def parse_facts(raw: Mapping[str, Any], metadata: Mapping[str, str], kvant: str) -> SnapshotHeader:
-    """The header of an object as :meth:`SnapshotHeader.as_metadata` has it under "cache"."""
+    raw = _json_object("cache", metadata["cache"])
     if raw.keys() != FIELDS:
         raise ValueError("it has other fields than " + ", ".join(sorted(FIELDS)))
     if not isinstance(raw["layers"], list) or not 0 < len(raw["layers"]) <= MAX_LAYERS:
@@ -151,8 +142,8 @@ def parse_facts(raw: Mapping[str, Any], metadata: Mapping[str, str], kvant: str)
         written=written[0],
         layers=tuple(map(LayerFormat.from_json, raw["layers"])),
         layout=raw["layout"],
-        metadata=metadata,
-        kvant=kvant,
+        metadata=text,
+        kvant=metadata["kvant"],
     )
     _check_lengths(header)
     return header
