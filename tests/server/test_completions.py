@@ -152,7 +152,7 @@ REFUSED_PROMPTS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"suffix": "end"}, "suffix", "only continues text"),
     ({"best_of": 2}, "best_of", "is 2; expected 1, which is n"),
     ({"logprobs": 6}, "logprobs", "is 6; expected 0 to 5"),
-    ({"logprobs": 1, "echo": True}, "echo", "expected echo or logprobs"),
+    ({"max_tokens": 0}, "max_tokens", "is 0; expected at least 1"),
     ({"prompt": []}, "prompt", "has 0 prompts; expected 1 to 128"),
     ({"prompt": ["a"] * 129}, "prompt", "has 129 prompts"),
     ({"prompt": [1, "a"]}, "prompt", "numbers beside prompts"),
@@ -258,6 +258,31 @@ def test_many_prompts_are_more_than_run_at_once(server: Running) -> None:
     prompts = [f"A fox and {number} bears" for number in range(2 * server.service.settings.max_queue)]
     answer = complete(server, prompts, 2, echo=True)
     assert all(text.startswith(prompt) for text, prompt in zip(texts_of(answer), prompts, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_log_probabilities_of_a_prompt(exact: Running, pocket_mlx_lm: nn.Module, tokens: int) -> None:
+    """As evaluations ask for them: a prompt's own, the first token without one, by mlx-lm's logits of the same ids."""
+    ids = exact.service.tokenizer.encode("The fox and the bear went to the river, and there they saw a red boat. " * 8)
+    logits = np.array(pocket_mlx_lm(mx.array([ids]))[0].astype(mx.float32), np.float64)
+    logprobs = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    logprobs -= logits.max(-1, keepdims=True)
+    assert len(ids) > 128
+    for _ in range(2):  # nothing is taken from an earlier request
+        answer = complete(exact, ids, tokens, echo=True, logprobs=2)
+        (choice,) = answer["choices"]
+        told = choice["logprobs"]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert (len(told["tokens"]), answer["usage"]["completion_tokens"]) == (len(ids) + tokens, tokens)
+        assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+        own = [logprobs[place, token] for place, token in enumerate(ids[1:])]
+        assert told["token_logprobs"][1 : len(ids)] == pytest.approx(own, abs=1e-4)
+        for place, top in enumerate(told["top_logprobs"][1 : len(ids)]):
+            assert sorted(top.values())[-2:] == pytest.approx(np.sort(logprobs[place])[-2:], abs=1e-4)
+        assert "".join(told["tokens"])[: len(choice["text"])] == choice["text"]
+        assert choice["finish_reason"] == "length"
+    plain = complete(exact, ids, 1)["choices"][0]["text"]
+    assert choice["text"] == exact.service.tokenizer.decode(ids) + (plain if tokens else "")
 
 
 def test_log_probabilities_are_those_of_chat(server: Running) -> None:

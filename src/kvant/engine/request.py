@@ -48,6 +48,8 @@ class Request:
         progress: called with (prompt tokens fed, prompt tokens in all), first with 0; those shared with others do not
             count.
         keep_logprobs: each token brings the log-probabilities of the whole vocabulary.
+        prompt_logprobs: an answer's first token brings the prompt's, with as many others at each place as of its own.
+            Nothing of the prompt is taken from earlier requests then.
     """
 
     prompt: Sequence[int] | mx.array
@@ -64,6 +66,7 @@ class Request:
     begun: Sequence[int] = ()
     progress: PromptProgress | None = None
     keep_logprobs: bool = False
+    prompt_logprobs: bool = False
 
 
 @dataclass(slots=True)
@@ -83,6 +86,7 @@ class Token:
         cache: with the last token, where it was wanted.
         error: why an answer failed.
         from_draft: the token was drafted.
+        prompt_logprobs: id, log-probability and most probable tokens of each token of the prompt but the first.
     """
 
     request: Request
@@ -96,6 +100,7 @@ class Token:
     cache: ModelCache | None = None
     error: BaseException | None = None
     from_draft: bool = False
+    prompt_logprobs: Sequence[tuple[int, float, Sequence[tuple[int, float]]]] = ()
 
 
 def check_count(name: str, value: int, *, or_minus_one: bool = False) -> None:

@@ -93,6 +93,24 @@ def pick_rows(logits: mx.array, rows: Sequence[Row]) -> Sampled:
     return Sampled(rows, tokens, chosen, found)
 
 
+def read_tokens(logits: mx.array, tokens: Sequence[int], top: int) -> list[Picked]:
+    """Tokens that follow one another in a text, each with its log-probability by the logits (T, vocab) before it.
+
+    Args:
+        top: as many of the most probable tokens at each place.
+    """
+    logits = logits[: len(tokens)].astype(mx.float32)
+    logprobs = logits - logsumexp(logits)
+    ids = mx.array(list(tokens))
+    chosen = mx.take_along_axis(logprobs, ids[:, None], axis=-1).squeeze(-1)
+    tops = [_top(logprobs, place, top) for place in range(len(tokens))]
+    found = Sampled([Row(greedy, (), 0, (), None, top, False)] * len(tokens), ids, chosen, tops).read()
+    for each in found:
+        if isinstance(each, Exception):
+            raise each
+    return [each for each in found if isinstance(each, Picked)]
+
+
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
     """Refuse what a caller's sampler picked and the model does not know: as an index it is read out of bounds."""
     for token in tokens:

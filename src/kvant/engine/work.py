@@ -10,7 +10,7 @@ from kvant.cache.pool import Pool, PoolSequence
 from kvant.engine.drafts import Drafter
 from kvant.engine.processors import KINDS, Change
 from kvant.engine.request import CHUNK, FinishReason, Request, check_count, limit_in_words
-from kvant.engine.row_sampling import Row, check_options
+from kvant.engine.row_sampling import Picked, Row, check_options, read_tokens
 from kvant.engine.sampler import Sampler, SeededSampler, for_a_run, for_answer, greedy
 from kvant.errors import ContextError
 from kvant.models import LanguageModel
@@ -18,6 +18,7 @@ from kvant.models.language_model import context_limit
 from kvant.text.grammar import Grammar, Matcher
 from kvant.text.prompt import token_ids
 
+READ_LOGITS = 32  # tokens of a prompt whose logits are held at once, where each is read
 READ_AT_ONCE = 2048  # tokens that a drafter reads in a step: a long prompt holds nobody up
 
 
@@ -45,6 +46,7 @@ class Work:
     cached: int = 0  # of these, those of the prompt
     # tokens at the beginning that whole chunks of 128 computed, here or in the request they are shared with
     exact: int = 0
+    read: list[Picked] = field(default_factory=list)  # tokens of the prompt behind the first, where they are wanted
 
     @property
     def left(self) -> int:
@@ -54,7 +56,7 @@ class Work:
     def reserve(self, pool: Pool | ModelCache) -> None:
         """Open its sequences, with the beginning that others have fed."""
         ids, sequences, reserved = self.ids, self.sequences, self.reserved
-        known = () if self.cache is not None else ids
+        known = () if self.cache is not None or self.request.prompt_logprobs else ids
         try:
             whole_pages = self.is_exact  # chunks begin at their ends then
             sequences.append(pool.sequence(reserved, known, salt=self.request.salt, whole_pages=whole_pages))
@@ -77,6 +79,7 @@ class Work:
         """Feed a chunk, of ``room`` tokens at most. The logits (1, vocab) of the prompt's end, or None before."""
         ids, sequence = self.ids, self.sequences[0]
         start = sequence.length
+        room = min(room, READ_LOGITS) if self.request.prompt_logprobs else room
         end = min((start // CHUNK + 1) * CHUNK if self.is_exact else start + room, len(ids))
         if end == len(ids) and model.last_token_alone:
             end = max(end - 1, start + 1)
@@ -85,7 +88,12 @@ class Work:
         if tell is not None and start == self.start:
             tell(0, len(ids) - start)
         batch = pool.batch([sequence])
-        if end == len(ids):
+        if self.request.prompt_logprobs:
+            every = model.every_logits(mx.array([chunk]), batch)[0]
+            mx.eval(every)
+            self.read += read_tokens(every, ids[start + 1 : end + 1], self.request.top_logprobs)
+            logits = every[-1:] if end == len(ids) else None
+        elif end == len(ids):
             logits = model.next_logits(mx.array([chunk]), batch)
             mx.eval(logits)
         else:

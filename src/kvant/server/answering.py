@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 from kvant.engine.processors import Frequency, LogitsProcessor, Presence
 from kvant.engine.request import Request, Token
@@ -100,6 +101,7 @@ def _prepare(service: Service, generation: Generation) -> tuple[Prompt, Request]
         top_logprobs=generation.top_logprobs,
         answers=generation.answers,
         drafts=service.drafts_of(generation.draft),
+        prompt_logprobs=generation.echo and generation.logprobs,
     )
     return prompt, request
 
@@ -126,8 +128,13 @@ async def _events(
             raise ApiError("the server is shutting down", status=503)
         if not has_begun:
             has_begun = True
-            for number in texts if generation.echo and prompt.text else ():
-                yield Text(number, prompt.text)
+            for number, each in texts.items() if generation.echo and prompt.text else ():
+                yield Text(number, prompt.text, logprobs=each.read(prompt.ids[:1], token.prompt_logprobs))
+        if generation.only_prompt:
+            service.cancel(request, token.answer)
+            del texts[token.answer]
+            yield End(token.answer, "length", 0, cached_tokens=token.cached_tokens)
+            continue
         for event in await asyncio.to_thread(text.take, token) if waits else text.take(token):
             yield event
         if token.finish_reason is None:
@@ -245,6 +252,15 @@ class AnswerText:
             self.thinking_tokens = self.tokens
         return events
 
+    def read(self, first: Sequence[int], others: Sequence[tuple[int, float, Any]]) -> list[TokenLogprob]:
+        """The prompt's tokens, where its log-probabilities are wanted: its first, and the others with theirs."""
+        if not self._logprobs:
+            return []
+        told = [self._told(token, None) for token in first]
+        for token, logprob, top in others:
+            told.append(self._told(token, logprob, [self._told(*pair) for pair in top]))
+        return told
+
     def _split(self, text: str) -> Sequence[Part]:
         if self._parts is not None:
             return self._parts.add(text)
@@ -293,6 +309,7 @@ class AnswerText:
         top = [self._told(other, logprob) for other, logprob in token.top_logprobs]
         return self._told(token.token, token.logprob, top)
 
-    def _told(self, token: int, logprob: float, top: Sequence[TokenLogprob] = ()) -> TokenLogprob:
+    def _told(self, token: int, logprob: float | None, top: Sequence[TokenLogprob] = ()) -> TokenLogprob:
         written = self._text.token_bytes(token)
-        return TokenLogprob(written.decode("utf-8", "replace"), max(logprob, LEAST_LOGPROB), written, top)
+        told = None if logprob is None else max(logprob, LEAST_LOGPROB)
+        return TokenLogprob(written.decode("utf-8", "replace"), told, written, top)

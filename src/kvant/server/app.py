@@ -47,7 +47,7 @@ def make_app(service: Service) -> Starlette:
     routes += page.routes
     pages = []
     if origins := service.settings.allow_origins:  # a browser asks without a key whether it may ask with one
-        told = ("request-id", "retry-after")
+        told = ("request-id", "retry-after", "x-kvant-ignored")
         pages = [Middleware(CORSMiddleware, origins, ("GET", "POST"), ("*",), expose_headers=told)]
     app = Starlette(
         routes=routes,

@@ -58,7 +58,8 @@ class Generation:
         answers: how many; answer i draws with the seed + i.
         logprobs: log-probabilities are wanted, and of ``top_logprobs`` other tokens.
         ignore_eos: go on after the model's end of text.
-        echo: the prompt is part of the answer's text.
+        echo: the prompt is part of the answer's text, with its log-probabilities where they are wanted.
+        only_prompt: nothing is generated; with ``echo``.
         variables: of the chat template, such as ``enable_thinking``; they go before the server's own.
         thinking_budget: tokens after which thinking ends; None: the model ends it.
         draft: what its answers draft from, "none", "prompt" or "model"; None: what the server's do.
@@ -80,6 +81,7 @@ class Generation:
     top_logprobs: int = 0
     ignore_eos: bool = False
     echo: bool = False
+    only_prompt: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
     thinking_budget: int | None = None
     draft: ServedSource | None = None
@@ -89,10 +91,13 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's text and bytes, its log-probability, and the most probable tokens at its place."""
+    """A token's text and bytes, its log-probability, and the most probable tokens at its place.
+
+    The first token of a prompt has no log-probability.
+    """
 
     text: str
-    logprob: float
+    logprob: float | None
     bytes: bytes
     top: Sequence["TokenLogprob"] = ()
 

@@ -365,14 +365,14 @@ def completions_generations(body: CompletionsBody, service: Service, left_out: L
         raise ApiError(said, param="best_of")
     if body.logprobs is not None:
         check_range("logprobs", body.logprobs, 0, MAX_LOGPROBS)
-        if body.echo:
-            raise ApiError("echo has no log-probabilities; expected echo or logprobs", param="echo")
+    only_prompt = bool(body.echo) and body.max_tokens == 0
     prompts = _prompts(body.prompt)
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise ApiError(f"prompt has {len(prompts)} prompts; expected 1 to {MAX_PROMPTS}", param="prompt")
     generation = Generation(
         format=_structured_format(body.structured_outputs),
-        max_tokens=_max_tokens(body, DEFAULT_MAX_TOKENS),
+        max_tokens=1 if only_prompt else _max_tokens(body, DEFAULT_MAX_TOKENS),
+        only_prompt=only_prompt,
         logprobs=body.logprobs is not None,
         top_logprobs=body.logprobs or 0,
         echo=bool(body.echo),
