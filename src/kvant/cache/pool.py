@@ -189,6 +189,11 @@ class Pool(PoolState):
                 raise
             return self.sequence_kind(self, tables, max_tokens, prompt[:length], salt)
 
+    def stored_after(self, ids: Sequence[int], salt: bytes) -> list[int]:
+        """Tokens that are stored behind a text, of the page that was stored last; none: nothing is."""
+        chain = digests(ids, salt)
+        return list(self._main.prefix.stored_after(chain[-1] if chain else root(salt))[len(ids) % PAGE_SIZE :])
+
     def batch(self, sequences: Sequence[Any], rows: int | None = None) -> PoolBatch:
         """The cache of steps in which these sequences take part.
 

@@ -73,6 +73,11 @@ class PrefixIndex:
             if digest in self._found:
                 self._found.move_to_end(digest)
 
+    def stored_after(self, before: bytes) -> Sequence[int]:
+        """The tokens of the page behind a text that was stored last; none: there is no such page."""
+        last = next(reversed(self._after.get(before, {})), None)
+        return () if last is None else self._found[last].ids
+
     def most_alike(self, before: bytes, ids: Sequence[int]) -> tuple[int, int]:
         """Of the pages that follow a text, the one that shares the most of its first tokens with ``ids``.
 

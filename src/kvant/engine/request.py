@@ -86,6 +86,8 @@ class Token:
         cache: with the last token, where it was wanted.
         error: why an answer failed.
         from_draft: the token was drafted.
+        miss: with an answer's first token, why no more of the prompt was shared: "new", nothing was stored behind what
+            was; "differs", other tokens were.
         prompt_logprobs: id, log-probability and most probable tokens of each token of the prompt but the first.
     """
 
@@ -100,6 +102,7 @@ class Token:
     cache: ModelCache | None = None
     error: BaseException | None = None
     from_draft: bool = False
+    miss: str = ""
     prompt_logprobs: Sequence[tuple[int, float, Sequence[tuple[int, float]]]] = ()
 
 

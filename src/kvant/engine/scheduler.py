@@ -342,7 +342,8 @@ class Scheduler:
                 cache, error = self._leave(answer)
                 reason = reason if error is None else "error"
             token = Token(work.request, answer.number, *each, reason, work.cached, cache, error, from_draft)
-            if work.read and len(answer.tokens) == len(work.ids) + 1:
+            if len(answer.tokens) == len(work.ids) + 1:
+                token.miss = work.miss
                 token.prompt_logprobs = [picked[:3] for picked in work.read]
             self._hand_out(work, token)
 

@@ -1,5 +1,6 @@
 """Requests under way in a scheduler, and their answers."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,8 @@ from kvant.models.language_model import context_limit
 from kvant.text.grammar import Grammar, Matcher
 from kvant.text.prompt import token_ids
 
+logger = logging.getLogger("kvant.engine")
+SAID = 8  # tokens that are said of a prompt that is not shared
 READ_LOGITS = 32  # tokens of a prompt whose logits are held at once, where each is read
 READ_AT_ONCE = 2048  # tokens that a drafter reads in a step: a long prompt holds nobody up
 
@@ -46,6 +49,7 @@ class Work:
     cached: int = 0  # of these, those of the prompt
     # tokens at the beginning that whole chunks of 128 computed, here or in the request they are shared with
     exact: int = 0
+    miss: str = ""  # why no more was shared: "new", nothing is stored behind it; "differs", other tokens are
     read: list[Picked] = field(default_factory=list)  # tokens of the prompt behind the first, where they are wanted
 
     @property
@@ -65,6 +69,8 @@ class Work:
             first = sequences[0]
             if self.cache is None:
                 self.start = self.cached = self.exact = first.length
+                if isinstance(pool, Pool):
+                    self._explain(pool)
                 return
             assert isinstance(first, PoolSequence)
             first.load(self.cache.held)
@@ -74,6 +80,14 @@ class Work:
         except BaseException:
             self.release()
             raise
+
+    def _explain(self, pool: Pool) -> None:
+        """Note why no more of the prompt was shared, and say it to whoever debugs, by its token ids."""
+        shared = self.cached
+        stored = pool.stored_after(self.ids[:shared], self.request.salt)
+        self.miss = "differs" if stored else "new"
+        sent = self.ids[shared : shared + SAID]
+        logger.debug("%d of %d prompt tokens were stored; then %s, sent %s", shared, len(self.ids), stored[:SAID], sent)
 
     def feed(self, model: LanguageModel, pool: Pool | ModelCache, room: int) -> mx.array | None:
         """Feed a chunk, of ``room`` tokens at most. The logits (1, vocab) of the prompt's end, or None before."""

@@ -36,6 +36,12 @@ class Metrics:
         self._answers = Counter("kvant_answers", "Answers that ended, by reason.", ["reason"], registry=registry)
         self._prompt = Counter("kvant_prompt_tokens", "Tokens of prompts.", registry=registry)
         self._cached = Counter("kvant_cached_tokens", "Of them those that a shared prefix had.", registry=registry)
+        self._misses = Counter(
+            "kvant_prefix_ends",
+            "Prompts by what was stored behind their shared beginning: nothing (new), or other tokens (differs).",
+            ["reason"],
+            registry=registry,
+        )
         self._generated = Counter("kvant_generated_tokens", "Tokens generated.", registry=registry)
         self._first = Histogram(
             "kvant_time_to_first_token_seconds",
@@ -76,6 +82,7 @@ class Metrics:
                 if not last:
                     self._prompt.inc(len(request.prompt))
                     self._cached.inc(token.cached_tokens)
+                    self._misses.labels(token.miss).inc()
                     self._first.observe(now - submitted)
                 if (before := last.get(token.answer)) is not None:
                     self._between.observe(now - before)
