@@ -15,7 +15,7 @@ from kvant.text.call_form import ToolFormat, to_json
 from kvant.text.stream import TextStream
 from kvant.text.thinking import HARMONY, HARMONY_TOKENS, Marks, marks_of
 from kvant.text.tokenizer import Tokenizer, load_tokenizer
-from kvant.text.tool_forms import Hermes, Llama3, Mistral, MistralArgs, QwenCoder
+from kvant.text.tool_forms import DeepSeek, Glm, Hermes, Llama3, MiniMax, Mistral, MistralArgs, QwenCoder
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS: list[dict[str, Any]] = [
@@ -26,6 +26,22 @@ TOOLS: list[dict[str, Any]] = [
 ROME = CallPart("weather", '{"city":"Rome"}')
 NOW = CallPart("now", "{}")
 HERMES_ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+GLM_ROME = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>"
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rome</parameter>\n</invoke>\n'
+    '<invoke name="now">\n</invoke>\n</minimax:tool_call>'
+)
+CALLS_BEGIN, CALL_BEGIN, SEP, CALL_END, CALLS_END = (
+    f"<\uff5ctool\u2581{words}\uff5c>"
+    for words in ("calls\u2581begin", "call\u2581begin", "sep", "call\u2581end", "calls\u2581end")
+)
+DEEPSEEK = (
+    f'{CALLS_BEGIN}{CALL_BEGIN}function{SEP}weather\n```json\n{{"city": "Rome"}}\n```{CALL_END}\n'
+    f"{CALL_BEGIN}function{SEP}now\n```json\n{{}}\n```{CALL_END}{CALLS_END}"
+)
+DEEPSEEK_V31 = (
+    f'{CALLS_BEGIN}{CALL_BEGIN}weather{SEP}{{"city": "Rome"}}{CALL_END}{CALL_BEGIN}now{SEP}{{}}{CALL_END}{CALLS_END}'
+)
 HERMES_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 CODER_ROME = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
 LLAMA_ROME = '{"name": "weather", "parameters": {"city": "Rome"}}'
@@ -104,6 +120,23 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
     (MistralArgs(), "[TOOL_CALLS]weather", None),
     (MistralArgs(), "[TOOL_CALLS]weather[ARGS] 5", None),
     (MistralArgs(), '[TOOL_CALLS]weather[ARGS]{"city"', None),
+    (Glm(), GLM_ROME, [ROME]),
+    (Glm(), f"Yes.\n{GLM_ROME}\n{GLM_ROME}", ["Yes.", ROME, ROME]),
+    (Glm(), GLM_ROME.replace("</tool_call>", "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"),
+     [CallPart("weather", '{"city":"Rome","days":3}')]),
+    (Glm(), GLM_ROME.removesuffix("</tool_call>"), [ROME]),
+    (Glm(), "<tool_call>now</tool_call>", [NOW]),
+    (Glm(), GLM_ROME.replace("weather", "wether"), None),
+    (Glm(), GLM_ROME.replace("</tool_call>", "so</tool_call>"), None),
+    (Glm(), f"<tool_call>{HERMES_ROME}", None),
+    (MiniMax(), MINIMAX, [ROME, NOW]),
+    (MiniMax(), f"Yes. {MINIMAX} And {MINIMAX}", ["Yes.", ROME, NOW, "And", ROME, NOW]),
+    (MiniMax(), MINIMAX.replace("</invoke>\n<", "</invoke>\nso <"), None),
+    (MiniMax(), MINIMAX.replace('name="city"', 'nam="city"'), None),
+    (DeepSeek(), DEEPSEEK, [ROME, NOW]),
+    (DeepSeek(), DEEPSEEK.removesuffix(CALLS_END), [ROME, NOW]),
+    (DeepSeek(), DEEPSEEK_V31, [ROME, NOW]),
+    (DeepSeek(), DEEPSEEK.replace('"Rome"}', '"Rome"'), None),
 ]  # fmt: skip
 THINK = Marks(("<think>",), "</think>")
 CHANNEL = Marks(("<|channel>thought",), "<channel|>")

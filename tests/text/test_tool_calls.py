@@ -2,18 +2,19 @@
 
 import json
 import random
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mlx_lm.tool_parsers import json_tools, mistral, qwen3_coder
+from mlx_lm.tool_parsers import glm47, json_tools, minimax_m2, mistral, qwen3_coder
 from support.counts import count
 from support.tokenizers_made import write_tokenizer
 from transformers import AutoTokenizer
 
 from kvant.text.answer_parts import AnswerParts, CallPart, TextPart
-from kvant.text.call_form import schemas
+from kvant.text.call_form import schemas, to_json
 from kvant.text.tokenizer import Tokenizer, load_tokenizer
 from kvant.text.tool_forms import Hermes, Mistral, MistralArgs, QwenCoder, tool_format
 
@@ -238,6 +239,61 @@ def test_a_form_that_is_not_known(tmp_path: Path, pocket: tuple[object, Tokenize
     other = TEMPLATES["qwen2"].replace("tool_call>", "a_call>")
     assert tool_format(load_tokenizer(write_tokenizer(tmp_path / "other", "qwen2", chat_template=other))) is None
     assert isinstance(tool_format(pocket[1]), Hermes)
+
+
+ARGUMENTS = (
+    "{% for k, v in c.function.arguments.items() %}KEY{{ k }}VALUE{{ v if v is string else v | tojson }}END{% endfor %}"
+)
+WRITTEN = {  # as the templates of GLM 4.5, MiniMax M2, DeepSeek V3 and V3.1 write calls
+    "glm": (
+        "\n<tool_call>{{ c.function.name }}\n"
+        + ARGUMENTS.replace("KEY", "<arg_key>")
+        .replace("VALUE", "</arg_key>\n<arg_value>")
+        .replace("END", "</arg_value>\n")
+        + "</tool_call>"
+    ),
+    "minimax": (
+        '<minimax:tool_call>\n<invoke name="{{ c.function.name }}">\n'
+        + ARGUMENTS.replace("KEY", '<parameter name="').replace("VALUE", '">').replace("END", "</parameter>\n")
+        + "</invoke>\n</minimax:tool_call>"
+    ),
+    "deepseek": (
+        "{{ '<MARKcallsBARbegin><MARKcallBARbegin>function<MARKsep>' + c.function.name + '\n```json\n' "
+        "+ c.function.arguments + '\n```<MARKcallBARend><MARKcallsBARend>' }}"
+    ),
+    "deepseek_v31": (
+        "{{ '<MARKcallsBARbegin><MARKcallBARbegin>' + c.function.name + '<MARKsep>' + c.function.arguments "
+        "+ '<MARKcallBARend><MARKcallsBARend>' }}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_forms_between_marks(tmp_path: Path, name: str) -> None:
+    """The form is found in the template, and what mlx-lm's parser reads of a call is what is read here."""
+    written = WRITTEN[name].replace("MARK", "\uff5ctool\u2581").replace("BAR", "\u2581")
+    written = re.sub("(begin|end|sep)>", "\\1\uff5c>", written) if "deepseek" in name else written
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+        + written
+        + "{% endfor %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, "qwen2", chat_template=template))
+    form = tool_format(tokenizer)
+    assert form is not None
+    assert form.name == name.removesuffix("_v31")
+    given: dict[str, Any] = {"text": "a b", "count": 3}
+    arguments = to_json(given) if form.text_arguments else given
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "note", "arguments": arguments}}
+    tool = {"type": "function", "function": {"name": "note", "parameters": {"type": "object", "properties": {
+        "text": {"type": "string"}, "count": {"type": "integer"}}}}}  # fmt: skip
+    asked = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    text = str(tokenizer.apply_chat_template(asked, [tool], tokenize=False)).partition("[assistant]")[2]
+    assert form.calls(text.strip(), schemas([tool])) == [("note", given)]
+    if (parser := {"glm": glm47, "minimax": minimax_m2}.get(name)) is not None:
+        body = text.partition(parser.tool_call_start)[2].partition(parser.tool_call_end)[0]
+        theirs: Any = parser.parse_tool_call(body, [tool])
+        assert (theirs["name"], theirs["arguments"]) == ("note", given)
 
 
 @pytest.mark.parametrize("ends", ["<think>\n", "<think>\n\n</think>\n\n", "<tool", "[x]<", ""])

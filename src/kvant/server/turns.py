@@ -17,7 +17,7 @@ from kvant.server.generation import Generation, Tool
 from kvant.server.left_out import LeftOut
 from kvant.server.security import MAX_VALUES, count_marks, count_values
 from kvant.server.service import Service
-from kvant.text.call_form import ToolFormat
+from kvant.text.call_form import ToolFormat, to_json
 from kvant.text.grammar_source import check_size
 from kvant.text.prompt import mentioned
 from kvant.text.thinking import marks_of
@@ -223,6 +223,11 @@ def for_template(messages: Sequence[Mapping[str, Any]], form: ToolFormat | None)
     for place, message in enumerate(made):
         if form is None and ("tool_calls" in message or message["role"] == "tool"):
             raise ApiError(f"messages[{place}] has to do with tools; {NO_TOOLS}", param=f"messages[{place}]")
+        if form is not None and form.text_arguments and "tool_calls" in message:
+            message["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": to_json(call["function"]["arguments"])}}
+                for call in message["tool_calls"]
+            ]
         if form is None or form.id_length is None:
             continue
         if "tool_calls" in message:

@@ -63,6 +63,7 @@ class ToolFormat(ABC):
         first: one that may begin them where an answer begins; "": none.
         several: an answer may have more than one call.
         writing: how they are written.
+        text_arguments: the template takes arguments as JSON text.
         id_length: of the ids of calls, which are letters and digits; None: the template takes any.
     """
 
@@ -70,6 +71,7 @@ class ToolFormat(ABC):
     starts: ClassVar[tuple[str, ...]]
     first: ClassVar[str] = ""
     several: ClassVar[bool] = True
+    text_arguments: ClassVar[bool] = False
     writing: Writing
     id_length: ClassVar[int | None] = None
 

@@ -5,7 +5,8 @@ Calls are read here and not by mlx-lm's parsers, which take whole texts and chan
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, ClassVar
 
 from kvant.errors import PromptError
 from kvant.text.answer_parts import AnswerParts, CallPart
@@ -21,6 +22,7 @@ from kvant.text.call_form import (
     load_json,
     may_be,
     skip_space,
+    to_json,
 )
 from kvant.text.tokenizer import Tokenizer
 
@@ -260,11 +262,97 @@ class Llama3(ToolFormat):
         return [call_of(load_json(text.removeprefix("<|python_tag|>")), "parameters", "arguments")]
 
 
-FORMS: tuple[ToolFormat, ...] = (Hermes(), QwenCoder(), Mistral(), Mistral(space=""), MistralArgs(), Llama3())
+class _Marked(ToolFormat):
+    """Calls between two marks. A value may not have the mark that ends them in it.
+
+    Attributes:
+        end: the mark that ends them; an answer may end before it.
+        call: a call's name, and its arguments as JSON or in elements.
+        argument: an element's name and value; None: arguments are JSON.
+    """
+
+    end: ClassVar[str]
+    call: ClassVar[re.Pattern[str]]
+    argument: ClassVar[re.Pattern[str] | None] = None
+
+    def __init__(self) -> None:
+        self.writing = Writing("", "", "", begin=self.starts[0], arguments="xml")
+
+    def reader(self) -> Reader:
+        return _MarkedReader(self.end)
+
+    def read(self, text: str, tools: Schemas) -> list[Call]:
+        body = text.removeprefix(self.starts[0]).removesuffix(self.end)
+        if self.call.sub("", body).strip():
+            raise ValueError("more than calls")
+        return [(name, self._arguments(given, tools.get(name, {}))) for name, given in self.call.findall(body)]
+
+    def _arguments(self, text: str, schema: Mapping[str, Any]) -> Any:
+        if self.argument is None:
+            return load_json(text)
+        found = self.argument.findall(text)
+        if self.argument.sub("", text).strip() or len(dict(found)) < len(found):
+            raise ValueError("more than arguments, or one twice")
+        return {name: _value(value, name, schema) for name, value in found}
+
+
+class _MarkedReader(Reader):
+    def __init__(self, mark: str) -> None:
+        self._mark, self._at = mark, 0  # its end is not before
+
+    def end(self, text: str, is_all: bool) -> int | None:
+        found = text.find(self._mark, self._at)
+        self._at = max(0, len(text) - len(self._mark))
+        return found + len(self._mark) if found >= 0 else len(text) if is_all else None
+
+
+class Glm(_Marked):
+    """Of GLM 4.5 to 4.7: ``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>``."""
+
+    name = "glm"
+    starts = ("<tool_call>",)
+    end = "</tool_call>"
+    call = re.compile(r"\s*([^<>\s{}]+)\s*((?:<arg_key>.*)?)", re.DOTALL)
+    argument = re.compile(r"<arg_key>([^<>]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+class MiniMax(_Marked):
+    """Of MiniMax M2: ``<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>`` between marks."""
+
+    name = "minimax"
+    starts = ("<minimax:tool_call>",)
+    end = "</minimax:tool_call>"
+    call = re.compile(r'<invoke name="([^"<>]+)">(.*?)</invoke>', re.DOTALL)
+    argument = re.compile(r'<parameter name="([^"<>]+)">(.*?)</parameter>', re.DOTALL)
+
+
+def _mark(words: str) -> str:
+    """A mark of DeepSeek's, with its bars and its spaces."""
+    return f"<\uff5c{words.replace(' ', chr(0x2581))}\uff5c>"
+
+
+class DeepSeek(_Marked):
+    """Of DeepSeek V3, whose JSON is in a block of Markdown, and of V3.1: a name, a mark, JSON."""
+
+    name = "deepseek"
+    text_arguments = True
+    starts = (_mark("tool calls begin"),)
+    end = _mark("tool calls end")
+    call = re.compile(
+        _mark("tool call begin") + f"(?:function{_mark('tool sep')})?" + r"([^\s<>]+)"
+        f"(?:{_mark('tool sep')}|" + r"\s*```json\s*)(.*?)(?:\s*```\s*)?" + _mark("tool call end"),
+        re.DOTALL,
+    )
+
+
+FORMS: tuple[ToolFormat, ...] = (
+    *(Hermes(), QwenCoder(), Mistral(), Mistral(space=""), MistralArgs(), Llama3()),
+    *(Glm(), MiniMax(), DeepSeek()),
+)
 PROBE = "kvant_probe"
 PROBE_SCHEMA = {"type": "object", "properties": {"value": {"type": "string"}}, "required": ["value"]}
 PROBE_TOOL = {"type": "function", "function": {"name": PROBE, "description": "A probe.", "parameters": PROBE_SCHEMA}}
-PROBE_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": PROBE, "arguments": {"value": "x"}}}
+PROBE_ARGUMENTS = {"value": "x"}
 
 
 def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
@@ -273,24 +361,34 @@ def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
     None: the template writes no tools, or it writes calls in no form that is known here.
     """
     asked = [{"role": "user", "content": "x"}]
-    call = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
 
     def rendered(messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
         return str(tokenizer.apply_chat_template(messages, [PROBE_TOOL], tokenize=False, **given))
 
     try:
         prompt = rendered(asked, add_generation_prompt=True)
-        called = rendered([*asked, call])
     except PromptError:
         return None
     if PROBE not in prompt:
         return None
+    for as_text in (False, True):
+        function = {"name": PROBE, "arguments": to_json(PROBE_ARGUMENTS) if as_text else PROBE_ARGUMENTS}
+        call = {"id": "abcdefghi", "type": "function", "function": function}
+        with suppress(PromptError):
+            called = rendered([*asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
+            if found := _form_of(tokenizer, prompt, called, [form for form in FORMS if form.text_arguments is as_text]):
+                return found
+    return None
+
+
+def _form_of(tokenizer: Tokenizer, prompt: str, called: str, forms: Sequence[ToolFormat]) -> ToolFormat | None:
+    """The form of the call that a template wrote behind a prompt."""
     same = next((n for n, (a, b) in enumerate(zip(prompt, called, strict=False)) if a != b), len(prompt))
     mark = max(prompt.rfind("<", 0, same), prompt.rfind("[", 0, same))
     if mark >= 0 and not {">", "]"} & {*prompt[mark:same]}:  # <think> of the prompt and <tool_call> begin alike
         same = mark
     written = called[same:]
-    for form in FORMS:
+    for form in forms:
         parts = AnswerParts(tokenizer, prompt[:same], [PROBE_TOOL], form)
         if form.writing.begin in written and CallPart(PROBE, '{"value":"x"}') in [*parts.add(written), *parts.finish()]:
             return form
