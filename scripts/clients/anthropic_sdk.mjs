@@ -53,7 +53,8 @@ await main({
   async errors() {
     const bad = await raises(Anthropic.BadRequestError, ask({ temperature: 9 }), "temperature");
     assert.equal(bad.error.error.type, "invalid_request_error");
-    await raises(Anthropic.BadRequestError, ask({ nobody_knows: 1 }), "nobody_knows");
+    const { response } = await ask({ nobody_knows: 1 }).withResponse();
+    assert.equal(response.headers.get("x-kvant-ignored"), "nobody_knows");
     await raises(Anthropic.NotFoundError, ask({ model: "claude" }));
     const keyed = new Anthropic({ baseURL: KEYED_URL, apiKey: KEY, maxRetries: 0 });
     assert.equal((await keyed.messages.create({ ...given, max_tokens: 4 })).usage.output_tokens, 4);

@@ -86,7 +86,8 @@ await main({
   async errors() {
     const bad = await raises(OpenAI.BadRequestError, ask({ temperature: 9 }), "temperature");
     assert.equal(bad.status, 400);
-    await raises(OpenAI.BadRequestError, ask({ nobody_knows: 1 }), "nobody_knows");
+    const { response } = await ask({ nobody_knows: 1 }).withResponse();
+    assert.equal(response.headers.get("x-kvant-ignored"), "nobody_knows");
     await raises(OpenAI.NotFoundError, ask({ model: "gpt-4" }));
     const keyed = new OpenAI({ baseURL: `${KEYED_URL}/v1`, apiKey: KEY, maxRetries: 0 });
     assert.equal((await keyed.models.list()).data[0].id, MODEL);

@@ -1,7 +1,7 @@
 """Run coding agents themselves against kvant serve: a hello, a tool and its result, a continued session, another one.
 
-Usage: python scripts/clients/agents.py NODE_FOLDER
-NODE_FOLDER has a node_modules of agents/package.json. The server has a scripted model. Everything is in a network
+Usage: python scripts/clients/coding.py NODE_FOLDER
+NODE_FOLDER has a node_modules of coding/package.json. The server has a scripted model. Everything is in a network
 namespace with loopback alone, with an empty home and a dummy key. Ends with exit code 1 when a check fails, and with a
 line and 0 where no namespace can be made, or an agent is not there.
 """
