@@ -263,16 +263,19 @@ class Llama3(ToolFormat):
 
 
 class _Marked(ToolFormat):
-    """Calls between two marks. A value may not have the mark that ends them in it.
+    """Calls between two marks. A value may not have the marks that end it in it.
 
     Attributes:
-        end: the mark that ends them; an answer may end before it.
-        call: a call's name, and its arguments as JSON or in elements.
-        argument: an element's name and value; None: arguments are JSON.
+        end: the mark that ends the calls; an answer may end before it.
+        call_end: ends each of them; "": there is one.
+        call: what is before that: a name and arguments, as JSON or each with its end.
+        argument_end, argument: of an argument, its name and value; "" and None: arguments are JSON.
     """
 
     end: ClassVar[str]
+    call_end: ClassVar[str] = ""
     call: ClassVar[re.Pattern[str]]
+    argument_end: ClassVar[str] = ""
     argument: ClassVar[re.Pattern[str] | None] = None
 
     def __init__(self) -> None:
@@ -283,17 +286,25 @@ class _Marked(ToolFormat):
 
     def read(self, text: str, tools: Schemas) -> list[Call]:
         body = text.removeprefix(self.starts[0]).removesuffix(self.end)
-        if self.call.sub("", body).strip():
-            raise ValueError("more than calls")
-        return [(name, self._arguments(given, tools.get(name, {}))) for name, given in self.call.findall(body)]
+        found = _pieces(body, self.call_end, self.call)
+        return [(name, self._arguments(given, tools.get(name, {}))) for name, given in found]
 
     def _arguments(self, text: str, schema: Mapping[str, Any]) -> Any:
         if self.argument is None:
-            return load_json(text)
-        found = self.argument.findall(text)
-        if self.argument.sub("", text).strip() or len(dict(found)) < len(found):
-            raise ValueError("more than arguments, or one twice")
+            return load_json(text.strip().removesuffix("```"))
+        found = _pieces(text, self.argument_end, self.argument)
+        if len(dict(found)) < len(found):
+            raise ValueError("an argument twice")
         return {name: _value(value, name, schema) for name, value in found}
+
+
+def _pieces(text: str, end: str, form: re.Pattern[str]) -> list[tuple[str, str]]:
+    """The name and the rest of each piece of a text that ends with a mark; without one, of all of it."""
+    *pieces, rest = text.split(end) if end else [text, ""]
+    matches = [form.fullmatch(piece.lstrip()) for piece in pieces]
+    if rest.strip() or None in matches:
+        raise ValueError("not what was expected between the marks")
+    return [(match[1], match[2]) for match in matches if match is not None]
 
 
 class _MarkedReader(Reader):
@@ -312,8 +323,9 @@ class Glm(_Marked):
     name = "glm"
     starts = ("<tool_call>",)
     end = "</tool_call>"
-    call = re.compile(r"\s*([^<>\s{}]+)\s*((?:<arg_key>.*)?)", re.DOTALL)
-    argument = re.compile(r"<arg_key>([^<>]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+    call = re.compile(r"([^<>\s{}]+)(.*)", re.DOTALL)
+    argument_end = "</arg_value>"
+    argument = re.compile(r"<arg_key>([^<>]*)</arg_key>\s*<arg_value>(.*)", re.DOTALL)
 
 
 class MiniMax(_Marked):
@@ -322,8 +334,10 @@ class MiniMax(_Marked):
     name = "minimax"
     starts = ("<minimax:tool_call>",)
     end = "</minimax:tool_call>"
-    call = re.compile(r'<invoke name="([^"<>]+)">(.*?)</invoke>', re.DOTALL)
-    argument = re.compile(r'<parameter name="([^"<>]+)">(.*?)</parameter>', re.DOTALL)
+    call_end = "</invoke>"
+    call = re.compile(r'<invoke name="([^"<>]+)">(.*)', re.DOTALL)
+    argument_end = "</parameter>"
+    argument = re.compile(r'<parameter name="([^"<>]+)">(.*)', re.DOTALL)
 
 
 def _mark(words: str) -> str:
@@ -338,9 +352,10 @@ class DeepSeek(_Marked):
     text_arguments = True
     starts = (_mark("tool calls begin"),)
     end = _mark("tool calls end")
+    call_end = _mark("tool call end")
     call = re.compile(
-        _mark("tool call begin") + f"(?:function{_mark('tool sep')})?" + r"([^\s<>]+)"
-        f"(?:{_mark('tool sep')}|" + r"\s*```json\s*)(.*?)(?:\s*```\s*)?" + _mark("tool call end"),
+        f"{_mark('tool call begin')}(?:function{_mark('tool sep')})?"
+        rf"([^\s<>]+)(?:{_mark('tool sep')}|\s*```json)(.*)",
         re.DOTALL,
     )
 
