@@ -17,15 +17,18 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import scripted
-from run import serving
+from run import figures, serving
 
 NAMESPACE = "KVANT_AGENTS_NAMESPACE"
 MODEL = "scripted"
 STEP_S = 180
 SHARED = 0.8  # of a second session's prompt, at least
+COUNTERS = ("kvant_prompt_tokens_total", "kvant_cached_tokens_total", "kvant_answers_total")
+QUIET: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,8 @@ def main() -> int:
     if NAMESPACE not in os.environ:
         for unshare in (["unshare", "-n"], ["unshare", "-rn"]):
             if shutil.which("unshare") and subprocess.run([*unshare, "true"], capture_output=True).returncode == 0:
-                return subprocess.run(
-                    [*unshare, sys.executable, *sys.argv], env=os.environ | {NAMESPACE: "1"}
-                ).returncode
+                inside = os.environ | {NAMESPACE: "1"}
+                return subprocess.run([*unshare, sys.executable, *sys.argv], env=inside).returncode
         print("skipped: the agents, as no network namespace can be made here")
         return 0
     _raise_loopback()
@@ -101,7 +103,7 @@ def run(name: str, agent: Agent, command: Path) -> int:
             kept = {key: os.environ[key] for key in ("PATH", "LANG", "TERM") if key in os.environ}
             given = dict(each.format(url).split("=", 1) for each in agent.environ)
             environ = kept | given | {"HOME": str(home), "NO_PROXY": "127.0.0.1"}
-            version = subprocess.run([command, "--version"], env=environ, capture_output=True, text=True).stdout.split()
+            version = subprocess.run([command, "--version"], env=environ, **QUIET).stdout.split()
             said = f"{name} {next((word for word in version if word[0].isdigit()), '')}"
             for step, options, prompt in (
                 ("says hello", agent.start, "hello"),
@@ -111,39 +113,26 @@ def run(name: str, agent: Agent, command: Path) -> int:
             ):
                 before = _counters(url)
                 arguments = [option.format(url) if option == CODEX else option for option in options]
-                done = subprocess.run(
-                    [command, *arguments, prompt],
-                    cwd=home,
-                    env=environ,
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    text=True,
-                    timeout=STEP_S,
-                )
+                done = subprocess.run([command, *arguments, prompt], cwd=home, env=environ, timeout=STEP_S, **QUIET)
                 after = _counters(url)
                 fed, cached, requests = (after[key] - before.get(key, 0) for key in COUNTERS)
                 wrong = [key for key in after if 'status="4' in key or 'status="5' in key]
                 right = done.returncode == 0 and scripted.SAID in done.stdout and not wrong
                 right &= requests >= (2 if prompt == "use the tool" else 1)
                 right &= prompt == "hello" or cached >= SHARED * fed
-                print(
-                    f"{'ok    ' if right else 'FAILED'} {said} {step}: {cached:.0f} of {fed:.0f} tokens from the cache"
-                )
+                mark = "ok    " if right else "FAILED"
+                print(f"{mark} {said} {step}: {cached:.0f} of {fed:.0f} tokens from the cache")
                 failed += not right
                 if not right:
-                    print(
-                        json.dumps({"wrong": wrong, "out": done.stdout[-1500:], "err": done.stderr[-1500:]}, indent=1)
-                    )
+                    ended = {"wrong": wrong, "out": done.stdout[-1500:], "err": done.stderr[-1500:]}
+                    print(json.dumps(ended, indent=1))
     return failed
-
-
-COUNTERS = ("kvant_prompt_tokens_total", "kvant_cached_tokens_total", "kvant_answers_total")
 
 
 def _counters(url: str) -> dict[str, float]:
     """The server's counters; answers of all reasons together."""
-    lines = httpx2.get(f"{url}/metrics", trust_env=False).text.splitlines()
-    found = {key: float(value) for key, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+    with httpx2.Client(base_url=url, trust_env=False) as client:
+        found = figures(client)
     answers = sum(value for key, value in found.items() if key.startswith("kvant_answers_total{"))
     return found | {"kvant_answers_total": answers}
 

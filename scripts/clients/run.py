@@ -115,9 +115,15 @@ def still(url: str, headers: dict[str, str]) -> str:
         health = client.get("/health")
         if health.status_code != 200 or health.json()["running"] or health.json()["waiting"]:
             return health.text
-        figures = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if line[0] != "#")
-        pages, free = float(figures["kvant_pages"]), float(figures["kvant_pages_free"])
-        return "" if pages == free else f"{free:g} of {pages:g} pages are free"
+        samples = figures(client)
+    pages, free = samples["kvant_pages"], samples["kvant_pages_free"]
+    return "" if pages == free else f"{free:g} of {pages:g} pages are free"
+
+
+def figures(client: httpx2.Client) -> dict[str, float]:
+    """The samples of a server's /metrics, by name and labels."""
+    lines = client.get("/metrics").text.splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from kvant.engine.drafts import ServedSource
 from kvant.engine.sampling import MIN_TEMP, NEEDS_TEMP, SamplingOptions
 from kvant.errors import ArgumentError
 from kvant.server.errors import ApiError
-from kvant.server.left_out import LeftOut, known
+from kvant.server.left_out import LeftOut, kinds, known
 from kvant.server.service import Service
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ FLAT = {int, float, bool, str, type(None)}
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # texts of stop, and characters of one
 MAX_BIASES = 1024  # tokens of logit_bias
 ALL_TOKENS = 2**30  # more than a context has
-LEFT_OUT = (*NEEDS_TEMP, "xtc_threshold")  # at temperature 0, where they have no effect
+WITHOUT_EFFECT = (*NEEDS_TEMP, "xtc_threshold")  # at temperature 0, where they have no effect
 
 
 class Fields(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -83,9 +83,8 @@ def allowed(kind: type, place: str) -> list[Any]:
 
 
 def _kinds(node: inspect.Type) -> list[inspect.Type]:
-    """A type, or those of a union."""
-    found = list(node.types) if isinstance(node, inspect.UnionType) else [node]
-    return [each.type if isinstance(each, inspect.Metadata) else each for each in found]
+    """A type, or those of a union, without what is said of them."""
+    return [each.type if isinstance(each, inspect.Metadata) else each for each in kinds(node)]
 
 
 def check_depth(found: object) -> None:
@@ -103,9 +102,7 @@ def check_depth(found: object) -> None:
 
 
 def _children(node: object) -> Iterable[object]:
-    if isinstance(node, msgspec.Struct):
-        return (getattr(node, name) for name in node.__struct_fields__)
-    return node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
+    return node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
 
 
 # kvant's own field: a value that is not named is refused, as an option of the command is.
@@ -161,8 +158,10 @@ def sampling_options(given: SamplingFields) -> SamplingOptions:
         options["top_k"] = max(given.top_k, 0) if given.top_k == -1 else given.top_k  # -1 is vLLM's word for all
     try:
         if options.get("temp") == 0:
-            SamplingOptions(**{name: value for name, value in options.items() if name in LEFT_OUT})  # their ranges
-            options = {name: value for name, value in options.items() if name not in LEFT_OUT}
+            SamplingOptions(
+                **{name: value for name, value in options.items() if name in WITHOUT_EFFECT}
+            )  # their ranges
+            options = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
         return SamplingOptions(**options)
     except ArgumentError as error:
         raise refused(error) from error

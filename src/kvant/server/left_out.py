@@ -53,7 +53,7 @@ def _type_info(kind: type) -> inspect.Type:
 
 def _known(value: Any, node: inspect.Type, place: str, left_out: LeftOut) -> Any:
     if isinstance(value, list):
-        for each in _kinds(node):
+        for each in kinds(node):
             if isinstance(each, inspect.ListType):
                 item = each.item_type
                 return [_known(one, item, f"{place}[{at}]", left_out) for at, one in enumerate(value)]
@@ -84,7 +84,7 @@ def _may_be(value: Any, node: inspect.Type) -> bool:
     if isinstance(node, inspect.NoneType):
         return True
     named: list[Any] = []
-    for each in _kinds(node):
+    for each in kinds(node):
         if not isinstance(each, inspect.LiteralType | inspect.NoneType):
             return True
         named += each.values if isinstance(each, inspect.LiteralType) else [None]
@@ -93,12 +93,12 @@ def _may_be(value: Any, node: inspect.Type) -> bool:
 
 def _struct(value: Mapping[str, Any], node: inspect.Type) -> inspect.StructType | None:
     """The type of an object among those that it may have."""
-    structs = [each for each in _kinds(node) if isinstance(each, inspect.StructType)]
+    structs = [each for each in kinds(node) if isinstance(each, inspect.StructType)]
     if len(structs) == 1:
         return structs[0]
     return next((each for each in structs if each.tag_field and value.get(each.tag_field) == each.tag), None)
 
 
-def _kinds(node: inspect.Type) -> tuple[inspect.Type, ...]:
+def kinds(node: inspect.Type) -> tuple[inspect.Type, ...]:
     """A type, or those of a union."""
     return node.types if isinstance(node, inspect.UnionType) else (node,)

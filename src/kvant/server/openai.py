@@ -1,7 +1,7 @@
 """OpenAI's /v1/chat/completions and /v1/completions (platform.openai.com), and further fields.
 
-A field with the type None is one of OpenAI's that an answer without would mislead: it may be null, and is refused else.
-Null is a field that was not given, throughout. Fields that are not here are left out, and said.
+A field with the type None may only be null: to leave it out would mislead the client. Null is a field that was not
+given, throughout. Fields that are not here are left out, and said.
 """
 
 import time
@@ -340,7 +340,8 @@ def _max_tokens(body: CommonBody, default: int | None = None) -> int | None:
 def _variables(body: ChatBody, service: Service, left_out: LeftOut) -> dict[str, Any]:
     """The client's variables of the chat template. One that it does not mention has no effect."""
     given = dict(body.chat_template_kwargs or {})
-    for name in given.keys() - mentioned(service.tokenizer) - GIVEN if given else ():
+    known = mentioned(service.tokenizer) | GIVEN if given else set()
+    for name in [name for name in given if name not in known]:
         left_out.add(f"chat_template_kwargs.{name}")
         del given[name]
     try:

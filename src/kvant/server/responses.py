@@ -1,7 +1,7 @@
 """OpenAI's /v1/responses (platform.openai.com), as far as this server follows it. Nothing is stored.
 
-A field with the type None is one of OpenAI's that an answer without would mislead: it may be null, and is refused else.
-Fields that are not here are left out, and said.
+A field with the type None may only be null: to leave it out would mislead the client. Fields that are not here are left
+out, and said.
 """
 
 import time
@@ -83,38 +83,33 @@ class MessageItem(Fields, frozen=True, kw_only=True):
     phase: Any = None  # of an answer; templates know no such mark
 
 
-class CallItem(Fields, frozen=True, kw_only=True):
-    type: Literal["function_call"]
+class CalledItem(Fields, frozen=True, kw_only=True):
+    """What calls and their results have in common."""
+
     call_id: str
-    name: str
-    arguments: str
     namespace: str | None = None
     id: str | None = None
     status: Any = None
     caller: Any = None
+
+
+class CallItem(CalledItem, frozen=True, kw_only=True):
+    type: Literal["function_call"]
+    name: str
+    arguments: str
     parsed_arguments: Any = None  # as OutputText.parsed
 
 
-class CustomCallItem(Fields, frozen=True, kw_only=True):
+class CustomCallItem(CalledItem, frozen=True, kw_only=True):
     type: Literal["custom_tool_call"]
-    call_id: str
     name: str
     input: str
-    namespace: str | None = None
-    id: str | None = None
-    status: Any = None
-    caller: Any = None
 
 
-class ResultItem(Fields, frozen=True, kw_only=True):
+class ResultItem(CalledItem, frozen=True, kw_only=True):
     type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: str
     output: str | list[Any]
-    id: str | None = None
-    status: Any = None
-    caller: Any = None
     name: str | None = None
-    namespace: str | None = None
 
 
 class SummaryText(Fields, frozen=True):
