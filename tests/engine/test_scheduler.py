@@ -219,6 +219,8 @@ def test_why_no_more_of_a_prompt_was_shared(
             first = run_all(scheduler, [Request(prompt, max_tokens=1)]).popitem()[1][0]
         assert (first.cached_tokens, first.miss) == (cached, miss)
         assert said in caplog.messages[-1]
+    read = run_all(scheduler, [Request(ids, max_tokens=1, prompt_logprobs=True)]).popitem()[1][0]
+    assert (read.cached_tokens, read.miss) == (0, "")  # all of it is fed: none was looked for
 
 
 def test_a_cache_that_was_changed_since(pocket: Pocket) -> None:

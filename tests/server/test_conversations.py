@@ -219,7 +219,9 @@ def test_thinking_is_switched_by_the_template() -> None:
         (THINKS, always, {}),
     ):
         assert _made(MESSAGES, on, thinking=asked, max_tokens=2000).variables == told
-    assert _said(MESSAGES, never, thinking=THINKS, max_tokens=2000) == ["thinking on"]
+    no_budget = "thinking.budget_tokens 1024"
+    assert _said(MESSAGES, never, thinking=THINKS, max_tokens=2000) == [no_budget, "thinking on"]
+    assert _said(MESSAGES, service(SWITCHED), thinking=THINKS, max_tokens=2000) == [no_budget]
     assert _made(MESSAGES, never, LeftOut(), thinking=THINKS, max_tokens=2000).thinking_budget is None
     assert _said(MESSAGES, always, thinking={"type": "disabled"}) == ["thinking off"]
     assert _said(RESPONSES, always, reasoning={"effort": "none"}) == ["reasoning.effort off"]

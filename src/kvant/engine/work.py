@@ -49,7 +49,8 @@ class Work:
     cached: int = 0  # of these, those of the prompt
     # tokens at the beginning that whole chunks of 128 computed, here or in the request they are shared with
     exact: int = 0
-    miss: str = ""  # why no more was shared: "new", nothing is stored behind it; "differs", other tokens are
+    # why no more was shared: "new", nothing is stored behind it; "differs", other tokens are; "": none was looked for
+    miss: str = ""
     read: list[Picked] = field(default_factory=list)  # tokens of the prompt behind the first, where they are wanted
 
     @property
@@ -69,7 +70,7 @@ class Work:
             first = sequences[0]
             if self.cache is None:
                 self.start = self.cached = self.exact = first.length
-                if isinstance(pool, Pool):
+                if isinstance(pool, Pool) and known:
                     self._explain(pool)
                 return
             assert isinstance(first, PoolSequence)

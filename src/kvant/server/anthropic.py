@@ -207,9 +207,12 @@ def messages_generation(body: MessagesBody, service: Service, left_out: LeftOut)
             f"thinking.budget_tokens is {budget}; expected 1 to {body.max_tokens - 1}, less than max_tokens",
             param="thinking.budget_tokens",
         )
+    if budget is not None and marks_of(service.tokenizer) is None:
+        left_out.add("thinking.budget_tokens", budget)
+        budget = None
     return replace(
         conversation(body, service, left_out),
-        thinking_budget=budget if marks_of(service.tokenizer) is not None else None,
+        thinking_budget=budget,
         sampling=sampling,
         max_tokens=max_tokens(body.max_tokens),
         stop=stops(body.stop_sequences, "stop_sequences"),
@@ -228,7 +231,7 @@ def conversation(body: Conversation, service: Service, left_out: LeftOut) -> Gen
     edits = body.context_management.edits if body.context_management is not None else None
     for at, edit in enumerate(edits or ()):
         if edit != KEEP_THINKING:
-            left_out.add(f"context_management.edits[{at}]", edit.get("type"))
+            left_out.add(f"context_management.edits[{at}]", edit.get("type", ""))
     given = known_tools(body.tools, {"custom": ToolBody}, left_out, "custom")
     made = [Tool(each.name, each.description, each.input_schema, each.strict) for _, each in given]
     tools = checked_tools(made, [f"{place}.name" for place, _ in given])

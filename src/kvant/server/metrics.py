@@ -82,7 +82,8 @@ class Metrics:
                 if not last:
                     self._prompt.inc(len(request.prompt))
                     self._cached.inc(token.cached_tokens)
-                    self._misses.labels(token.miss).inc()
+                    if token.miss:
+                        self._misses.labels(token.miss).inc()
                     self._first.observe(now - submitted)
                 if (before := last.get(token.answer)) is not None:
                     self._between.observe(now - before)
