@@ -17,6 +17,7 @@ ROOT = Path(kvant.__file__).parent
 METHODS = {"match", "search", "fullmatch", "sub", "subn", "split", "findall", "finditer"}
 # Names in patterns that are made in functions, each with a value of its kind.
 LOCALS = {"longest": 64, "digits": 40, "key": "abc", "dest": Path("made"), "mark": "```", "longest_first": ["<a>", "<"]}
+LOCALS["members"] = "[^a-c]"
 UNITS = ["\n", " ", "\t", "[", "]", "{", "(", '"', "'", "\\", "`", "<", ">", "a", "0", ".", "/", "\r", "\x1b", "\x7f"]
 UNITS += ["a[\n", '\\"', "' ", "a ", "a.", "\n ", " [", '"a', "</", "1.", "\x1b[", "_-", "a\n"]
 

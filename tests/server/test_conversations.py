@@ -11,7 +11,8 @@ from kvant.server.body import decode
 from kvant.server.errors import ApiError
 from kvant.server.generation import Format, Generation, Tool
 from kvant.server.left_out import LeftOut
-from kvant.server.responses import ResponsesBody, responses_generation
+from kvant.server.responses import INPUT, ResponsesBody, responses_generation
+from kvant.text.tool_forms import QwenCoder
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"name": "weather", "description": "Of a city.", "input_schema": SCHEMA}
@@ -280,7 +281,7 @@ REFUSED_ITEMS: list[tuple[dict[str, Any], str | None]] = [
     ({"reasoning": {"summary": "concise"}}, "reasoning.summary"),
     ({"text": {"verbosity": "low"}}, "text.verbosity"),
     ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
-    ({"tools": [{"type": "custom", "name": "a"}]}, "tools[0]"),
+    ({"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar"}}]}, "tools[0].format.syntax"),
     ({"tools": [{"name": "a"}]}, "tools[0].type"),
     ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name"),
     ({"tool_choice": "required"}, "tool_choice"),
@@ -350,7 +351,7 @@ def test_what_is_left_out_and_said(to: Interface, fields: dict[str, Any], said: 
 
 
 def test_a_namespaces_functions_are_tools() -> None:
-    space = {"type": "namespace", "name": "agents", "description": "d", "tools": [FUNCTION, {"type": "custom"}]}
+    space = {"type": "namespace", "name": "agents", "description": "d", "tools": [FUNCTION, {"type": "mcp"}]}
     left_out = LeftOut()
     made = _made(RESPONSES, left_out=left_out, tools=[space, FUNCTION], input=[
         HI, {**CALL, "namespace": "agents"}, {"type": "function_call_output", "call_id": "a", "output": "sun"},
@@ -358,7 +359,7 @@ def test_a_namespaces_functions_are_tools() -> None:
     assert [tool.name for tool in made.tools] == ["agents__weather", "weather"]
     assert made.messages is not None
     assert made.messages[1]["tool_calls"][0]["function"]["name"] == made.messages[2]["name"] == "agents__weather"
-    assert [*left_out.names.values()] == ["tools[0].tools[1] custom"]
+    assert [*left_out.names.values()] == ["tools[0].tools[1] mcp"]
 
 
 def test_results_that_are_no_text_become_notes() -> None:
@@ -390,6 +391,29 @@ def test_results_that_are_no_text_become_notes() -> None:
         (RESPONSES, {"input": [{"role": "user", "content": shown}]}),
     ):
         assert "expected" in _refused(to, left_out=LeftOut(), **fields).message
+
+
+def test_tools_that_take_text() -> None:
+    form = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+    patch = {"type": "custom", "name": "patch", "description": "Edits.", "format": form}
+    expression = {**patch, "format": {**form, "syntax": "regex", "definition": r"a/\/b"}}
+    space = {"type": "namespace", "name": "x", "tools": [{"type": "custom", "name": "say", "format": {"type": "text"}}]}
+    choice = {"type": "custom", "name": "patch"}
+    said = "Edits.\n\nThe input is text that follows this grammar"
+    for given, told, grammar in (
+        (patch, f'{said} (lark):\nstart: "a"', 'start: "a"'),
+        (expression, f"{said} (regex):\na/\\/b", r"start: /a\/\/b/"),
+    ):
+        made = _made(RESPONSES, tools=[given, space], tool_choice=choice)
+        assert made.tools[0] == Tool("patch", told, INPUT, strict=True, custom=True, grammar=grammar)
+        assert made.tools[1] == Tool("x__say", "", INPUT, custom=True)
+        assert made.tool_choice == made.tools[0]
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [choice]}
+    assert [tool.name for tool in _made(RESPONSES, tools=[patch, space], tool_choice=allowed).tools] == ["patch"]
+    xml = service(form=QwenCoder())
+    left_out = LeftOut()
+    made = _made(RESPONSES, xml, left_out, tools=[patch])
+    assert ([*left_out.names.values()], made.tools[0].strict) == (["tools[0].format lark"], False)
 
 
 def test_custom_calls_come_back() -> None:
@@ -428,7 +452,7 @@ def test_blocks_that_are_refused(role: str, block: dict[str, Any], place: str) -
 
 def test_what_is_not_stored_is_said_and_what_is_expected() -> None:
     message = _refused(RESPONSES, tool_choice={"type": "mcp"}).message
-    assert message.endswith('\'mcp\' - at `$.tool_choice.type`; expected "function" or "allowed_tools"')
+    assert message.endswith('\'mcp\' - at `$.tool_choice.type`; expected "function" or "custom" or "allowed_tools"')
     for fields in ({"previous_response_id": "r"}, {"input": [{"type": "item_reference", "id": "m"}]}):
         assert "send the whole conversation" in _refused(RESPONSES, left_out=LeftOut(), **fields).message
     # With this code Anthropic's tool runner sends the whole conversation.

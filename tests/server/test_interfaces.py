@@ -148,6 +148,26 @@ def test_a_call_and_its_result(server: Running, to: Interface) -> None:
     assert "text" in pieces(after)[0]
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "custom", "name": "say"}], ids=["required", "named"])
+def test_a_tool_that_takes_text(server: Running, choice: Any) -> None:
+    """Its text follows its grammar and is not JSON; the call and its result come back as they were."""
+    form = {"type": "grammar", "syntax": "lark", "definition": 'start: "a \\"fox\\"\\n" /[a-c\\n]{3}/'}
+    tool = {"type": "custom", "name": "say", "description": "Speaks.", "format": form}
+    fields: Any = {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
+    asked = [{"role": "user", "content": FOX}]
+    answer = RESPONSES.ask(server, asked, 90, **fields)
+    (call,) = answer["output"]
+    assert re.fullmatch('a "fox"\n[a-c\n]{3}', call["input"])
+    assert (call["type"], call["name"], call["status"]) == ("custom_tool_call", "say", "completed")
+    told = answer["tools"][0]
+    assert (told["type"], told["name"], told["format"]) == ("custom", "say", form)
+    events = sse_events(server, RESPONSES.path, RESPONSES.body(asked, 90, **fields))
+    delta, done = (event for event in events if event["type"].startswith("response.custom_tool_call_input."))
+    assert delta["delta"] == done["input"] == call["input"]
+    result = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "Said."}
+    assert text_of(RESPONSES.ask(server, [*asked, call, result], 5, tools=[tool], tool_choice="none"))
+
+
 @each
 def test_an_answer_that_fails(server: Running, monkeypatch: pytest.MonkeyPatch, to: Interface) -> None:
     """Before its first byte it is a status; afterwards an event that clients raise."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvant.server.endpoint import Encoder
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Event, Text
+from kvant.text.call_form import ToolFormat
 from support.server import Running
 
 FOX = "Tell me a story about a fox."
@@ -81,11 +82,11 @@ def counts_of(usage: dict[str, Any]) -> tuple[int, int, int]:
 SWITCHED = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 
 
-def service(template: str = "{{ messages }}", *, thinks: bool = False) -> Any:
-    """A service with a template, and a vocabulary with or without marks of thinking."""
+def service(template: str = "{{ messages }}", *, thinks: bool = False, form: ToolFormat | None = None) -> Any:
+    """A service with a template, a vocabulary with or without marks of thinking, and a form of calls."""
     marks = {"think_start": "<think>" if thinks else None, "think_end": "</think>" if thinks else None}
     ids = {"unk_token_id": None, "convert_tokens_to_ids": lambda tokens: [None for _ in tokens]}
-    return SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template, **marks, **ids))
+    return SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template, **marks, **ids), tool_format=form)
 
 
 def refused(make: Callable[[], object]) -> ApiError:

@@ -87,7 +87,7 @@ class Token:
         error: why an answer failed.
         from_draft: the token was drafted.
         miss: with an answer's first token, why no more of the prompt was shared: "new", nothing was stored behind what
-            was; "differs", other tokens were.
+            was; "differs", other tokens were; "", none was looked for.
         prompt_logprobs: id, log-probability and most probable tokens of each token of the prompt but the first.
     """
 

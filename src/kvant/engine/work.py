@@ -49,8 +49,7 @@ class Work:
     cached: int = 0  # of these, those of the prompt
     # tokens at the beginning that whole chunks of 128 computed, here or in the request they are shared with
     exact: int = 0
-    # why no more was shared: "new", nothing is stored behind it; "differs", other tokens are; "": none was looked for
-    miss: str = ""
+    miss: str = ""  # why no more was shared, as of :class:`Token`
     read: list[Picked] = field(default_factory=list)  # tokens of the prompt behind the first, where they are wanted
 
     @property

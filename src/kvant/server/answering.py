@@ -171,7 +171,7 @@ def _compile(service: Service, generation: Generation, prompt: str) -> Grammar:
     tools = [choice] if isinstance(choice, Tool) else generation.tools
     shown = [as_shown(tool) for tool in tools]
     for tool, made in zip(tools, shown, strict=True):
-        made["function"]["strict"] = tool.strict
+        made["function"] |= {"strict": tool.strict, "grammar": tool.grammar if tool.strict else ""}
     source = build_tool_grammar(
         service.tool_format, shown, "auto" if choice == "auto" else "required", generation.parallel_tool_calls, text
     )

@@ -18,12 +18,16 @@ class Tool:
     Attributes:
         parameters: the JSON schema of its arguments, an object.
         strict: its arguments keep to the schema by a grammar.
+        custom: it takes text, which is its one argument, ``input``, for the model.
+        grammar: of the text, in llguidance's form of Lark's language; "": any, or there is no text.
     """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False
+    custom: bool = False
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,7 +200,9 @@ def chat_generation(body: ChatBody, service: Service, left_out: LeftOut) -> Gene
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs has no effect without logprobs: true", param="top_logprobs")
     given = known_tools(body.tools, {"function": FunctionTool}, left_out)
-    tools = tools_of({f"{place}.function.name": tool.function for place, tool in given})
+    tools = checked_tools(
+        [tool_of(tool.function) for _, tool in given], [f"{place}.function.name" for place, _ in given]
+    )
     return Generation(
         messages=_messages(body.messages, left_out),
         tools=tools,
@@ -272,13 +274,10 @@ def _add(turns: Turns, message: Message, place: str, left_out: LeftOut) -> None:
         turns.add_call(call.id, function.name, function.arguments, f"{place}.tool_calls[{at}].function.arguments")
 
 
-def tools_of(functions: Mapping[str, Function]) -> tuple[Tool, ...]:
-    """The functions that the model may call, by the fields that their names are in."""
-    made = []
-    for function in functions.values():
-        given = {} if function.parameters is None else {"parameters": function.parameters}
-        made.append(Tool(function.name, function.description or "", strict=bool(function.strict), **given))
-    return checked_tools(made, [*functions])
+def tool_of(function: Function, name: str | None = None) -> Tool:
+    """A function that the model may call, under its own name or another."""
+    made = Tool(name or function.name, function.description or "", strict=bool(function.strict))
+    return made if function.parameters is None else replace(made, parameters=function.parameters)
 
 
 def _tool_choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice | Tool:

@@ -4,10 +4,11 @@ A field with the type None may only be null: to leave it out would mislead the c
 out, and said.
 """
 
+import json
+import re
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, Literal
 
 import msgspec
@@ -36,12 +37,13 @@ from kvant.server.openai import (
     RefusalPart,
     TextFormat,
     logprobs_content,
-    tools_of,
+    tool_of,
 )
 from kvant.server.service import Service
 from kvant.server.turns import (
     Turns,
     check_arguments,
+    checked_tools,
     from_opaque,
     joined,
     known_tools,
@@ -146,8 +148,22 @@ class FunctionBody(Function, frozen=True, kw_only=True):
     type: Literal["function"]
 
 
+class GrammarFormat(Fields, frozen=True, tag="grammar"):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class CustomBody(Fields, frozen=True, kw_only=True):
+    """A tool that takes text, which may have a grammar."""
+
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: TextFormat | GrammarFormat | None = None
+
+
 class NamespaceBody(Fields, frozen=True, kw_only=True):
-    """Functions whose calls carry its name."""
+    """Tools whose calls carry its name."""
 
     type: Literal["namespace"]
     name: str
@@ -155,8 +171,12 @@ class NamespaceBody(Fields, frozen=True, kw_only=True):
     tools: list[Any]
 
 
-class NamedFunction(Fields, frozen=True):
-    type: Literal["function"]
+TOOLS: Mapping[str, Any] = {"function": FunctionBody, "custom": CustomBody}
+INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of custom tools
+
+
+class NamedTool(Fields, frozen=True):
+    type: Literal["function", "custom"]
     name: str
 
 
@@ -164,9 +184,13 @@ class FunctionChoice(Fields, frozen=True, tag="function"):
     name: str
 
 
+class CustomChoice(Fields, frozen=True, tag="custom"):
+    name: str
+
+
 class AllowedTools(Fields, frozen=True, tag="allowed_tools"):
     mode: Literal["auto", "required"]
-    tools: list[NamedFunction]
+    tools: list[NamedTool]
 
 
 class JsonSchema(NamedSchema, frozen=True, tag="json_schema"):
@@ -196,7 +220,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     include: list[str] | None = None
     tools: list[Any] | None = None
-    tool_choice: Literal["auto", "none", "required"] | FunctionChoice | AllowedTools | None = None
+    tool_choice: Literal["auto", "none", "required"] | FunctionChoice | CustomChoice | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -228,7 +252,7 @@ def responses_generation(body: ResponsesBody, service: Service, left_out: LeftOu
             left_out.add(f"include[{at}]", name)
     top_logprobs = body.top_logprobs or 0
     check_range("top_logprobs", top_logprobs, 0, MAX_TOP_LOGPROBS)
-    tools, choice = _tools(body, left_out)
+    tools, choice = _tools(body, service, left_out)
     effort = body.reasoning.effort if body.reasoning is not None else None
     variables = {} if effort is None else with_effort(service.tokenizer, effort, "reasoning.effort", left_out)
     return Generation(
@@ -247,18 +271,19 @@ def responses_generation(body: ResponsesBody, service: Service, left_out: LeftOu
     )
 
 
-def _tools(body: ResponsesBody, left_out: LeftOut) -> tuple[Sequence[Tool], ToolChoice | Tool]:
+def _tools(body: ResponsesBody, service: Service, left_out: LeftOut) -> tuple[Sequence[Tool], ToolChoice | Tool]:
     """The tools, and which of them is to be called. Of a namespace they carry its name before their own."""
-    functions: dict[str, Function] = {}
-    for place, tool in known_tools(body.tools, {"function": FunctionBody, "namespace": NamespaceBody}, left_out):
-        if isinstance(tool, FunctionBody):
-            functions[f"{place}.name"] = tool
-            continue
-        for inner, function in known_tools(tool.tools, {"function": FunctionBody}, left_out, at=f"{place}."):
-            functions[f"{inner}.name"] = msgspec.structs.replace(function, name=_named(function.name, tool.name))
-    tools: Sequence[Tool] = tools_of(functions)
+    made: dict[str, Tool] = {}
+    for place, tool in known_tools(body.tools, {**TOOLS, "namespace": NamespaceBody}, left_out):
+        space = tool.name if isinstance(tool, NamespaceBody) else None
+        inner = [(place, tool)] if space is None else known_tools(tool.tools, TOOLS, left_out, at=f"{place}.")
+        for at, each in inner:
+            name = _named(each.name, space)
+            is_custom = isinstance(each, CustomBody)
+            made[f"{at}.name"] = _custom(each, name, at, service, left_out) if is_custom else tool_of(each, name)
+    tools: Sequence[Tool] = checked_tools([*made.values()], [*made])
     choice = body.tool_choice
-    if isinstance(choice, FunctionChoice):
+    if isinstance(choice, FunctionChoice | CustomChoice):
         return tools, tool_named(tools, choice.name)
     if isinstance(choice, AllowedTools):
         tools = tuple({each.name: tool_named(tools, each.name) for each in choice.tools}.values())
@@ -266,6 +291,22 @@ def _tools(body: ResponsesBody, left_out: LeftOut) -> tuple[Sequence[Tool], Tool
     if choice == "required" and not tools:
         raise ApiError("tool_choice is 'required'; expected tools with it", param="tool_choice")
     return tools, choice or "auto"
+
+
+def _custom(tool: CustomBody, name: str, place: str, service: Service, left_out: LeftOut) -> Tool:
+    """A tool that takes text, as the model knows it: a function of one argument, whose grammar it reads."""
+    said, form = tool.description or "", tool.format
+    if not isinstance(form, GrammarFormat):
+        return Tool(name, said, INPUT, custom=True)
+    grammar = form.definition
+    if form.syntax == "regex":
+        slashed = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], grammar)
+        grammar = f"start: /{slashed}/"
+    held = service.tool_format is None or service.tool_format.writing.arguments == "json"
+    if not held:
+        left_out.add(f"{place}.format", form.syntax)
+    said = f"{said}\n\nThe input is text that follows this grammar ({form.syntax}):\n{form.definition}"
+    return Tool(name, said, INPUT, strict=held, custom=True, grammar=grammar)
 
 
 def _format(body: ResponsesBody) -> Format | None:
@@ -359,6 +400,7 @@ class ResponseStream(Encoder):
             raise refused(error) from error
         self._response = _response(name, body, generation, sampling)
         self._namespaces = _namespaces(body)
+        self._custom = {tool.name for tool in generation.tools if tool.custom}
         reasoning = body.reasoning
         self._summary = reasoning is not None and (reasoning.summary or reasoning.generate_summary) is not None
         self._keeps_opaque = "reasoning.encrypted_content" in (body.include or [])
@@ -451,19 +493,23 @@ class ResponseStream(Encoder):
     def call(self, event: Call) -> Iterator[dict[str, Any]]:
         yield from self._close("completed")
         namespace, name = self._namespaces.get(event.name, (None, event.name))
+        custom = event.name in self._custom
+        kind, field = ("custom_tool_call", "input") if custom else ("function_call", "arguments")
+        events = f"response.{kind}_{field}"
+        given = _input(event.arguments) if custom else event.arguments
         item = {
-            "type": "function_call",
-            "id": _id("fc"),
+            "type": kind,
+            "id": _id("ctc" if custom else "fc"),
             "call_id": _id("call"),
             "name": name,
-            "arguments": "",
+            field: "",
             "status": "in_progress",
             **({} if namespace is None else {"namespace": namespace}),
         }
         yield self._added(item)
-        yield self._of_item("response.function_call_arguments.delta", delta=event.arguments)
-        yield self._of_item("response.function_call_arguments.done", name=name, arguments=event.arguments)
-        item |= {"arguments": event.arguments, "status": "completed"}
+        yield self._of_item(f"{events}.delta", delta=given)
+        yield self._of_item(f"{events}.done", **({} if custom else {"name": name}), **{field: given})
+        item |= {field: given, "status": "completed"}
         yield self._event("response.output_item.done", output_index=self._index, item=dict(item))
 
     def end(self, event: End) -> Iterator[dict[str, Any]]:
@@ -542,14 +588,29 @@ def _response(model: str, body: ResponsesBody, generation: Generation, sampling:
         "store": False,
         "temperature": sampling.temp,
         "text": {"format": {name: value for name, value in form.items() if value is not None}, "verbosity": "medium"},
-        "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice.name},
-        "tools": [{"type": "function", **asdict(tool)} for tool in generation.tools],
+        "tool_choice": choice if isinstance(choice, str) else {"type": _told(choice)["type"], "name": choice.name},
+        "tools": [_told(tool) for tool in generation.tools],
         "top_logprobs": generation.top_logprobs,
         "top_p": sampling.top_p,
         "truncation": "disabled",
         "usage": None,
         "user": body.user,
     }
+
+
+def _told(tool: Tool) -> dict[str, Any]:
+    """A tool as a response says it."""
+    said = {"name": tool.name, "description": tool.description}
+    if not tool.custom:
+        return {"type": "function", **said, "parameters": tool.parameters, "strict": tool.strict}
+    grammar = {"type": "grammar", "syntax": "lark", "definition": tool.grammar}
+    return {"type": "custom", **said, "format": grammar if tool.grammar else {"type": "text"}}
+
+
+def _input(arguments: str) -> str:
+    """The text that a custom tool is called with; whatever the model has written where that is none."""
+    text = json.loads(arguments).get("input")
+    return text if isinstance(text, str) else arguments
 
 
 def _id(kind: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from kvant.errors import GrammarError, printable
 from kvant.text.call_form import ToolFormat
+from kvant.text.quoted_lark import quoted
 from kvant.text.thinking import marks_of
 from kvant.text.tokenizer import Tokenizer
 
@@ -31,6 +32,7 @@ NEXT = 1e-12
 # Comments, texts and regular expressions of a grammar. Their ends may be missing, so that nothing is read twice.
 QUOTED = re.compile(r'(?://|#)[^\n]*|"(?:\\.|[^"\\])*"?|/(?:\\.|[^/\\])*/?', re.DOTALL)
 TEMPERATURE = re.compile(r"\btemperature\b\s*=")  # a rule's
+NO_TEMPERATURE = "the grammar has a temperature; expected none: an answer is sampled with its request's"
 ANY_TEXT = "/(?s:.*)/"
 
 
@@ -39,14 +41,14 @@ class ToolGrammar:
     """Tool calls that an answer has to be, or may have.
 
     Attributes:
-        schemas: of arguments, by the tool's name.
+        schemas: of arguments, by the tool's name; or a grammar in Lark's language, of the one argument ``input``.
         must: the answer is calls; else it is text, with or without calls.
         several: there may be more than one.
         text: kind and source of what the answer is where it is not calls; None: any text, also beside calls.
     """
 
     form: ToolFormat
-    schemas: Mapping[str, Mapping[str, Any]]
+    schemas: Mapping[str, Mapping[str, Any] | str]
     must: bool
     several: bool
     text: tuple[Kind, Mapping[str, Any] | str | bool] | None = None
@@ -63,7 +65,8 @@ def build_tool_grammar(
 
     Args:
         form: of the model's calls.
-        tools: in OpenAI's form. For one that has to be called: this one alone.
+        tools: in OpenAI's form, with a ``grammar`` in place of ``parameters`` where the one argument ``input`` has
+            one. For one that has to be called: this one alone.
         choice: "required": the answer is calls. "auto": text, in which a call may come; then the arguments of tools
             that are ``strict`` satisfy their schemas, and others are any object.
         parallel: there may be more than one call, where the form has several.
@@ -74,12 +77,12 @@ def build_tool_grammar(
     if not tools:
         raise GrammarError("there are no tools; expected at least one")
     check_size("list of tools", tools)
-    schemas = {}
+    schemas: dict[str, Mapping[str, Any] | str] = {}
     for tool in tools:
         function = tool["function"]
         bound = choice == "required" or text is not None or function.get("strict")
         schema = (function.get("parameters") or {}) if bound else {}
-        schemas[function["name"]] = {"type": "object", **schema}
+        schemas[function["name"]] = function.get("grammar") or {"type": "object", **schema}
     return ToolGrammar(form, schemas, choice == "required", parallel and form.several, text)
 
 
@@ -139,17 +142,17 @@ def document(
 def _grammars(kind: Kind, source: Mapping[str, Any] | str | bool | ToolGrammar, marked: Marked) -> list[dict[str, Any]]:
     """The grammar of an answer, and those that it refers to by name."""
     check_size(kind, list(source.schemas.items()) if isinstance(source, ToolGrammar) else source)
-    schemas: dict[str, Any] = {}
+    named: list[dict[str, Any]] = []
     if isinstance(source, ToolGrammar) and source.text is not None and not source.must:
         calls, *more = _grammars("tool_calls", replace(source, must=True, text=None), marked)
         text, *others = _grammars(*source.text, marked)
         named = [{"name": "calls", **calls}, {"name": "text", **text}]
         return [_lark(["start: @calls | @text"]), *named, *more, *others]
     if isinstance(source, ToolGrammar):
-        lines, schemas = _calls(source, marked)
+        lines, named = _calls(source, marked)
     elif kind in ("json_object", "json_schema"):
         schema = {"type": "object"} if kind == "json_object" else _schema(source)
-        lines, schemas = ["start: @json"], {"json": _exact(schema) | {"x-guidance": COMPACT}}
+        lines, named = ["start: @json"], [_json("json", schema, COMPACT)]
     elif not isinstance(source, str) or kind == "tool_calls":
         raise GrammarError(f"the {kind} is a {type(source).__name__}; expected text")
     elif kind == "regex":
@@ -157,10 +160,15 @@ def _grammars(kind: Kind, source: Mapping[str, Any] | str | bool | ToolGrammar, 
 
         lines = ["start: TEXT", f"TEXT: /{regex_to_lark(source, '')}/"]
     elif TEMPERATURE.search(QUOTED.sub('""', source)):
-        raise GrammarError("the grammar has a temperature; expected none: an answer is sampled with its request's")
+        raise GrammarError(NO_TEMPERATURE)
     else:
         lines = [source]
-    return [_lark(lines), *({"name": name, "json_schema": schema} for name, schema in schemas.items())]
+    return [_lark(lines), *named]
+
+
+def _json(name: str, schema: Mapping[str, Any], how: Mapping[str, Any]) -> dict[str, Any]:
+    """A grammar of JSON by its schema, under a name."""
+    return {"name": name, "json_schema": _exact(schema) | {"x-guidance": how}}
 
 
 def _lark(lines: Sequence[str]) -> dict[str, Any]:
@@ -244,8 +252,8 @@ def _move(
         schema[inclusive] = strictest(moved, other) if isinstance(other, int | float) else moved
 
 
-def _calls(source: ToolGrammar, marked: Marked) -> tuple[list[str], dict[str, Any]]:
-    """The lines of a grammar of tool calls, and its schemas."""
+def _calls(source: ToolGrammar, marked: Marked) -> tuple[list[str], list[dict[str, Any]]]:
+    """The lines of a grammar of tool calls, and the grammars of arguments that they name."""
     form, writing = source.form, source.form.writing
     rules = {name: f"tool{number}" for number, name in enumerate(source.schemas)}
 
@@ -267,8 +275,18 @@ def _calls(source: ToolGrammar, marked: Marked) -> tuple[list[str], dict[str, An
         else:
             lines.append(f"rest: {' | '.join(call(name, mark) for name in rules)}")
         lines += _free(source, marked, mark)
-    schemas = {rules[name]: _exact(schema) | {"x-guidance": SPACED} for name, schema in source.schemas.items()}
-    return lines, schemas
+    arguments = []
+    for name, schema in source.schemas.items():
+        arguments += _input(rules[name], schema) if isinstance(schema, str) else [_json(rules[name], schema, SPACED)]
+    return lines, arguments
+
+
+def _input(name: str, source: str) -> list[dict[str, Any]]:
+    """The grammar of a JSON object with one text, ``input``, under a name, and that of the text."""
+    if TEMPERATURE.search(QUOTED.sub('""', source)):
+        raise GrammarError(NO_TEMPERATURE)
+    lines = [rf'start: "{{\"input\": \"" @{name}_text "\"}}"']
+    return [{"name": name, **_lark(lines)}, {"name": f"{name}_text", **_lark([quoted(source)])}]
 
 
 def _free(source: ToolGrammar, marked: Marked, mark: str) -> list[str]:
