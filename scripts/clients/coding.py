@@ -24,7 +24,7 @@ import scripted
 from run import figures, serving
 
 NAMESPACE = "KVANT_AGENTS_NAMESPACE"
-MODEL = "scripted"
+MODEL, PATCHER = "scripted", "gpt-5.5"  # Codex gives models that it knows a tool that takes a patch
 STEP_S = 180
 SHARED = 0.8  # of a second session's prompt, at least
 COUNTERS = ("kvant_prompt_tokens_total", "kvant_cached_tokens_total", "kvant_answers_total")
@@ -99,7 +99,7 @@ def run(name: str, agent: Agent, command: Path) -> int:
         home, model = Path(scratch) / "home", Path(scratch) / "model"
         home.mkdir()
         scripted.write(model)
-        with serving(Path(scratch) / "log", "--model", str(model), "--alias", MODEL) as url:
+        with serving(Path(scratch) / "log", "--model", str(model), "--alias", MODEL, "--alias", PATCHER) as url:
             kept = {key: os.environ[key] for key in ("PATH", "LANG", "TERM") if key in os.environ}
             given = dict(each.format(url).split("=", 1) for each in agent.environ)
             environ = kept | given | {"HOME": str(home), "NO_PROXY": "127.0.0.1"}
@@ -110,16 +110,21 @@ def run(name: str, agent: Agent, command: Path) -> int:
                 ("runs a tool and reads its result", agent.start, "use the tool"),
                 ("goes on with a session", agent.again, "hello again"),
                 ("begins another session with what it has read", agent.start, "another"),
+                *[("edits a file", agent.start, "use the patch")] * (name == "Codex"),
             ):
                 before = _counters(url)
+                patched, patches = home / scripted.PATCHED, prompt == "use the patch"
+                if patches:
+                    options = tuple(PATCHER if option == MODEL else option for option in options)
                 arguments = [option.format(url) if option == CODEX else option for option in options]
                 done = subprocess.run([command, *arguments, prompt], cwd=home, env=environ, timeout=STEP_S, **QUIET)
                 after = _counters(url)
                 fed, cached, requests = (after[key] - before.get(key, 0) for key in COUNTERS)
                 wrong = [key for key in after if 'status="4' in key or 'status="5' in key]
                 right = done.returncode == 0 and scripted.SAID in done.stdout and not wrong
-                right &= requests >= (2 if prompt == "use the tool" else 1)
-                right &= prompt == "hello" or cached >= SHARED * fed
+                right &= requests >= (2 if "use the" in prompt else 1)
+                right &= prompt == "hello" or patches or cached >= SHARED * fed
+                right &= not patches or (patched.exists() and patched.read_text() == 'one "two"\n')
                 mark = "ok    " if right else "FAILED"
                 print(f"{mark} {said} {step}: {cached:.0f} of {fed:.0f} tokens from the cache")
                 failed += not right

@@ -2,8 +2,8 @@
 
 It has one layer that adds nothing: the token that follows is a matter of the last one alone. The chat template ends a
 prompt with a token that begins a script: a call of one of CALLS' tools, where the user's last message says "use the
-tool" and has no result yet, else a sentence. So calls come under ``tool_choice: auto``, as a model writes them.
-Like Qwen3.5's the template wants the system's message first.
+tool" or "use the patch" and has no result yet, else a sentence. So calls come under ``tool_choice: auto``, as a model
+writes them. Like Qwen3.5's the template wants the system's message first.
 """
 
 import json
@@ -15,12 +15,13 @@ import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SAID = "Everything is in order."
-COMMAND = "echo kvant-ok"
+COMMAND, PATCHED = "echo kvant-ok", "patched.txt"
 CALLS = {  # the shell's tool of each client, and its arguments
     "Bash": {"command": COMMAND, "description": "say ok"},  # Claude Code
     "bash": {"command": COMMAND, "description": "say ok"},  # opencode
     "exec_command": {"cmd": COMMAND},  # Codex
     "run_shell_command": {"command": COMMAND, "description": "say ok", "is_background": False},  # Qwen Code
+    "apply_patch": {"input": f'*** Begin Patch\n*** Add File: {PATCHED}\n+one "two"\n*** End Patch\n'},  # Codex
 }
 END, START = "<|im_end|>", "<|im_start|>"
 WIDTH, HEADS, HEAD_DIM, VOCAB, CONTEXT = 256, 4, 64, 8000, 65536
@@ -55,8 +56,9 @@ Call a tool with <tool_call>{"name": ..., "arguments": ...}</tool_call>. These a
 </tool_call>
 {%- endfor -%}
 <|im_end|>
-{% if message.role == 'user' and 'use the tool' in message.content -%}
-{%- for tool in tools or [] if tool.function.name in CALLS -%}
+{% if message.role == 'user' and 'use the ' in message.content -%}
+{%- for tool in tools or [] if tool.function.name in CALLS
+    and (tool.function.name == 'apply_patch') == ('use the patch' in message.content) -%}
 {%- set ns.go = tool.function.name -%}
 {%- endfor -%}
 {%- elif message.role == 'user' -%}
@@ -82,7 +84,7 @@ def write(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     follows = {}
     for name, text in scripts.items():
-        begin, said, end = (tokenizer.token_to_id(token) for token in (f"<go {name}>", text, END))
+        begin, said, end = (tokenizer.token_to_id(token) for token in (f"<go {name}>", _written(text), END))
         follows |= {begin: said, said: end}
     vocab = tokenizer.get_vocab_size()
     mx.save_safetensors(str(folder / "model.safetensors"), _weights(vocab, follows), {"format": "pt"})
@@ -117,10 +119,19 @@ def _tokenizer(scripts: dict[str, str]) -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=VOCAB, initial_alphabet=alphabet, show_progress=False)
     found.train([str(path) for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))], trainer)
+    described = json.loads(found.to_str())
+    vocab = described["model"]["vocab"]
+    vocab |= {_written(text): len(vocab) + number for number, text in enumerate(scripts.values())}
+    found = Tokenizer.from_str(json.dumps(described))
     special = [START, END, *(f"<go {name}>" for name in scripts)]
     found.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    found.add_tokens([AddedToken(text, normalized=False) for text in scripts.values()])
     return found
+
+
+def _written(text: str) -> str:
+    """A text as a byte-level vocabulary has it."""
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return "".join(piece for piece, _ in level.pre_tokenize_str(text))
 
 
 def _weights(vocab: int, follows: dict[int, int]) -> dict[str, mx.array]:
