@@ -228,12 +228,12 @@ class _Machine(RuleBasedStateMachine):
             return
         held = sequence.length
         assert held == 0 or held < length
-        assert held % PAGE == 0 or not (whole_pages or self.pool.has_windows)
+        assert held % PAGE == 0 or not whole_pages
         self.texts.append(own := _Text(sequence, prompt[:held], salt, floor=held))
         while len(own.ids) < length:
             assert self._step([own], [prompt[len(own.ids) :][: self.step_size]]), "nobody shares these pages"
             if shares:
-                sequence.share_prefix()
+                sequence.share_prefix(last_page=not whole_pages)
 
     @precondition(lambda self: self.alone)
     @rule(data=st.data(), text=st.integers(0, 1), length=st.sampled_from([500, 1, 30, 140, 700, 900]), new=FEW)

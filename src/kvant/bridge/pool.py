@@ -18,6 +18,7 @@ from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pool import Pool, pool_bytes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence
+from kvant.cache.prefix import digests
 from kvant.errors import ModelError
 from kvant.models.caches import check_memory
 
@@ -107,9 +108,16 @@ class BridgedSequence(PoolSequence):
         self._states = {length: [*states]}
 
     def share_prefix(self, upto: int | None = None, *, last_page: bool = False) -> None:
-        """As :meth:`PoolSequence.share_prefix`; nothing where there are states, which no page holds."""
-        if not self._empty:
+        """As :meth:`PoolSequence.share_prefix`. Where there are states, texts can be joined where they were kept.
+
+        They are those after all of its tokens: with fewer, or without a whole last page, none are kept.
+        """
+        if self._empty and not self.pool.checkpoints:
+            return
+        with self.pool.turn:
             super().share_prefix(upto, last_page=last_page)
+            if self._empty and upto in (None, self.length):
+                self.pool.keep(self.ids, self.salt, self.states)
 
     def close(self) -> None:
         """As :meth:`PoolSequence.close`, the states too."""
@@ -140,11 +148,45 @@ class BridgedPool(Pool):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers, and of the states that as many sequences have as can be open."""
-        return super().nbytes + self.max_sequences * sum(state.nbytes for state in self.states)
+        """Bytes of all layers, and of the states that as many sequences have as can be open, and checkpoints."""
+        return super().nbytes + (self.max_sequences + self.checkpoints) * sum(state.nbytes for state in self.states)
 
     def batch(self, sequences: Sequence[PoolSequence], rows: int | None = None) -> "BridgedBatch":
         return BridgedBatch(self, sequences, rows)
+
+    def sequence(
+        self, max_tokens: int, prompt: Sequence[int] = (), *, salt: bytes = b"", whole_pages: bool = True
+    ) -> BridgedSequence:
+        with self.turn:
+            made = super().sequence(max_tokens, prompt, salt=salt, whole_pages=whole_pages)
+            assert isinstance(made, BridgedSequence)
+            if not self.states or not made.length:
+                return made
+            states = self._main.prefix.states(digests(made.ids, salt, last_page=True)[-1])
+            if states is None:  # they went where pages were needed for the sequence itself
+                made.close()
+                return self.sequence(max_tokens)
+            made.states = states
+            return made
+
+    def keep(self, ids: Sequence[int], salt: bytes, states: list[Arrays]) -> None:
+        """Keep the states after a text whose pages are shared, for those who go on there."""
+        chain = digests(ids, salt, last_page=True)
+        if not chain or chain[-1] not in self._main.prefix or self._main.prefix.states(chain[-1]) is not None:
+            return
+        # Copies: an array may be a part of what a whole step computed.
+        first = mx.array([0])
+        copies = [[None if array is None else array[first] for array in arrays] for arrays in states]
+        mx.eval(copies)
+        self._main.prefix.keep(chain[-1], copies)
+
+    def _behind(self, before: bytes, ids: Sequence[int], whole_pages: bool) -> int | None:
+        if not self.states:
+            return super()._behind(before, ids, whole_pages)
+        for count in self._main.prefix.kept_behind(before, ids):
+            if not count or (not whole_pages and self._alike(before, ids[:count]) == count):
+                return count
+        return None
 
 
 class BridgedBatch(PoolBatch):
@@ -250,7 +292,8 @@ def reserve(
     own = [entry for number, entry in enumerate(found) if number not in absent]
     check_memory(sizes["tokens"], sum(pool_needs(own, sizes, options)))
     formats = formats_of(found, sizes["max_seq_len"], options, absent)
-    return BridgedPool(found, formats, **sizes, make_cache=make_cache, kernels=options.kernels, dtype=dtype)
+    further = {"checkpoints": options.checkpoints, "kernels": options.kernels, "dtype": dtype}
+    return BridgedPool(found, formats, **sizes, **further, make_cache=make_cache)
 
 
 def check_entries(found: Sequence[Entry], model: Model, name: str) -> None:
@@ -265,8 +308,10 @@ def check_entries(found: Sequence[Entry], model: Model, name: str) -> None:
 
 def pool_needs(found: Sequence[Entry], sizes: Mapping[str, Any], options: CacheOptions) -> CacheBytes:
     """Bytes of a pool and of its sequences' states; arguments as in :func:`reserve`."""
-    states = sizes["sequences"] * sum(leaf.nbytes for leaf in leaves_of(found) if isinstance(leaf, State))
-    return CacheBytes(pool_bytes(formats_of(found, sizes["max_seq_len"], options), **sizes), states)
+    one = sum(leaf.nbytes for leaf in leaves_of(found) if isinstance(leaf, State))
+    formats = formats_of(found, sizes["max_seq_len"], options)
+    rows = pool_bytes(formats, **sizes, checkpoints=options.checkpoints)
+    return CacheBytes(rows, (sizes["sequences"] + options.checkpoints) * one)
 
 
 def attends_apart(model: Model, name: str, pool: BridgedPool, dtype: mx.Dtype) -> bool:

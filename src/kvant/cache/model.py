@@ -101,6 +101,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
     # A scheduler takes a cache in the place of a pool.
     attends_apart, has_windows, page_size = True, False, PAGE_SIZE  # pages that are shared have no windows here
     max_sequences = num_free = 1
+    checkpoints = 0
     takes_back = True  # a step may be committed in part: of up to 17 tokens where there are windows
 
     def __init__(self, pool: Pool) -> None:

@@ -17,6 +17,7 @@ class CacheFields(TypedDict, total=False):
     kv_group_size: int
     bias_split: bool
     kernels: str | None
+    checkpoints: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class CacheOptions:
         kv_group_size: elements of a head that share one scale; without meaning at 0 bits.
         bias_split: the projections' biases stay out of the cache, and attention adds them exactly.
         kernels: "fused" or "unfused"; None: KVANT_KERNELS, else fused on a GPU that it works on.
+        checkpoints: places in texts that can be gone back to, where windows and states move on: so many at once.
 
     Raises:
         ArgumentError: a field out of range. Whether a group divides a head is checked with the model.
@@ -37,6 +39,7 @@ class CacheOptions:
     kv_group_size: int = DEFAULT_KV_GROUP_SIZE
     bias_split: bool = True
     kernels: str | None = None
+    checkpoints: int = 0
 
     def __post_init__(self) -> None:
         if type(self.kv_bits) is not int or self.kv_bits not in QUANT_BITS:
@@ -45,6 +48,8 @@ class CacheOptions:
             raise ArgumentError("kv_group_size", f"is {self.kv_group_size!r:.80}; expected a positive int")
         if self.kernels not in (None, *KERNELS):
             raise ArgumentError("kernels", f"is {self.kernels!r:.80}; expected {' or '.join(map(repr, KERNELS))}")
+        if type(self.checkpoints) is not int or self.checkpoints < 0:
+            raise ArgumentError("checkpoints", f"is {self.checkpoints!r:.80}; expected an int, 0 or more")
 
     @property
     def fields(self) -> CacheFields:
@@ -54,6 +59,7 @@ class CacheOptions:
             "kv_group_size": self.kv_group_size,
             "bias_split": self.bias_split,
             "kernels": self.kernels,
+            "checkpoints": self.checkpoints,
         }
 
     def check_head(self, width: int) -> None:

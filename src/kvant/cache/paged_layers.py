@@ -97,13 +97,15 @@ class PagedLayers:
         copied: page, page and number of rows of each copy since it was emptied; None: nobody wants to know.
     """
 
-    def __init__(self, window: int | None, layers: Sequence[PoolLayer], num_pages: int, step_size: int) -> None:
-        """``step_size``: new tokens of a sequence in one step, at most."""
+    def __init__(
+        self, window: int | None, layers: Sequence[PoolLayer], num_pages: int, step_size: int, slots: int = 0
+    ) -> None:
+        """``step_size``: new tokens of a sequence in one step, at most. ``slots``: of the prefix index."""
         self.window = window
         self.in_chunks = window is not None and any(layer.format.kind == "chunks" for layer in layers)
         self.layers = tuple(layers)
         self.pages = Pages(num_pages)
-        self.prefix = PrefixIndex(self.pages)
+        self.prefix = PrefixIndex(self.pages, slots)
         self.promised = 0
         self.copied: list[tuple[int, int, int]] | None = None
         self.is_fused = any(layer.backend is not None for layer in layers)
@@ -135,6 +137,10 @@ class PagedLayers:
         if self.in_chunks and self.window is not None:
             return length // self.window * self.window
         return self.first_seen(length)
+
+    def sees(self, chain: Sequence[bytes]) -> bool:
+        """Whether the index holds the pages that the next token behind a text sees, by the digests of its pages."""
+        return all(digest in self.prefix for digest in chain[self.first_seen(len(chain) * PAGE_SIZE) // PAGE_SIZE :])
 
     def open(self, chain: Sequence[bytes], max_tokens: int) -> PageTable:
         """Pages for ``max_tokens`` tokens, of which those under a chain of digests are shared."""
@@ -169,7 +175,7 @@ class PagedLayers:
         page, count = self.prefix.most_alike(before, ids)
         if count:
             self._extend(table, length + count)
-            self.copy(page, table.pages[length // PAGE_SIZE], count)
+            self.copy(page, table.pages[(length - table.start) // PAGE_SIZE], count)
         return count
 
     def close(self, table: PageTable) -> None:

@@ -19,6 +19,8 @@ from kvant.operators.kernels.launch import Backend
 from kvant.sizes import format_bytes
 from kvant.threads import check_process
 
+FEWEST_COPIED = 16  # tokens; fewer are fed as fast as they are copied
+
 __all__ = ["Pool", "PoolSequence", "check_sizes", "pool_bytes", "rows_alone", "sizes_alone"]
 
 
@@ -29,6 +31,7 @@ class Pool(PoolState):
     with pages of 128 rows, cache_layout 3, one layer. T is as many rows as all pages have.
 
     Attributes:
+        checkpoints: ends of texts that are kept beside those of its sequences.
         attends_apart: whether the attention of each sequence is computed for it alone. If not, its logits change by
             rounding with the lengths of the others, in steps of as many rows too.
     """
@@ -48,6 +51,7 @@ class Pool(PoolState):
         sequences: int,
         max_seq_len: int,
         prefill_step_size: int | None,
+        checkpoints: int = 0,
         make_cache: Callable[[int], Any],
         identity: Identity | None = None,
         kernels: str | None = None,
@@ -67,6 +71,8 @@ class Pool(PoolState):
             prefill_step_size: new tokens of one in a step, at most. None: any number. The pool is for one sequence
                 then, which shares no pages; it has as many rows as it has tokens, and of a window few more than
                 are seen.
+            checkpoints: ends of texts whose windows and states are kept for those who go on there, beside what the
+                sequences have: of each the pages that a window sees, and one for a part of a page.
             make_cache: makes a :class:`kvant.cache.ModelCache` for so many tokens, in the same format.
             identity: of the model; None: not known.
             kernels: "unfused" or "fused" forces how attention is computed, as in :class:`kvant.cache.QuantizedKVCache`.
@@ -90,10 +96,11 @@ class Pool(PoolState):
         kinds = [(window, "quantized") for window in windows] or [(own.window, own.kind) for own in formats]
         for window, kind in dict.fromkeys(kinds) or [(None, "")]:
             of_part = [layer for layer in layers if (layer.format.window, layer.format.kind) == (window, kind)]
-            num_pages, rows = _size(window, tokens, sequences, prefill_step_size)
+            num_pages, rows = _size(window, tokens, sequences, prefill_step_size, checkpoints)
             for layer in of_part:
                 layer.allocate(rows)
-            parts.append(PagedLayers(window, of_part, num_pages, prefill_step_size or SLACK + 1))
+            parts.append(PagedLayers(window, of_part, num_pages, prefill_step_size or SLACK + 1, checkpoints))
+        self.checkpoints = checkpoints
         super().__init__(
             layers,
             parts,
@@ -117,7 +124,8 @@ class Pool(PoolState):
             kinds.append(f"{part.pages.num} pages for {len(part.layers)} layers that see {seen}")
         own = self.layers[0].format
         bits = f"{own.kv_bits} bits" if own.kv_bits else own.dtype
-        return f"{format_bytes(self.nbytes)} at {bits} for {self.max_sequences} sequences: {', '.join(kinds)}"
+        kept = f" and {self.checkpoints} checkpoints" if self.checkpoints else ""
+        return f"{format_bytes(self.nbytes)} at {bits} for {self.max_sequences} sequences{kept}: {', '.join(kinds)}"
 
     @property
     def backend(self) -> Backend | None:
@@ -163,8 +171,8 @@ class Pool(PoolState):
             prompt: ids that it will begin with. As many as others have shared are there at once, and at least one less
                 than given: one has to be fed for there to be logits.
             salt: sequences share pages only with those of the same one.
-            whole_pages: only whole pages are shared, which takes no copy. Else, without windows, the rows of a page
-                that begins alike are copied as well.
+            whole_pages: only whole pages are shared, which takes no copy. Else the rows of a page that begins alike
+                are copied as well.
 
         Returns:
             a sequence that holds the shared tokens, and must be released.
@@ -174,16 +182,17 @@ class Pool(PoolState):
             if len(prompt) > max_tokens:
                 raise ContextError(f"the prompt has {len(prompt)} tokens; max_tokens of its sequence is {max_tokens}")
             known = prompt[: max(0, len(prompt) - 1)]
-            chain = self._shared(digests(known, salt))
+            chain, rest = self._beginning(known, salt, whole_pages)
             tables: list[PageTable] = []
             try:
                 for part in self.parts:
                     part.prefix.use(chain)
                     tables.append(part.open(chain, max_tokens))
                 length = len(chain) * PAGE_SIZE
-                if not whole_pages and not self.has_windows:
-                    before = chain[-1] if chain else root(salt)
-                    length += self.parts[0].copy_alike(tables[0], length, before, known[length:])
+                if rest:
+                    before, behind = chain[-1] if chain else root(salt), known[length : length + rest]
+                    parts = zip(self.parts, tables, strict=True)
+                    length += min([part.copy_alike(table, length, before, behind) for part, table in parts])
             except BaseException:
                 close(self, tables)
                 raise
@@ -207,30 +216,48 @@ class Pool(PoolState):
     def _main(self) -> PagedLayers:
         return max(self.parts, key=lambda part: float("inf") if part.window is None else part.window)
 
-    def _shared(self, chain: list[bytes]) -> list[bytes]:
-        """As much of the beginning of a text as the pages of all layers hold."""
+    def _beginning(self, known: Sequence[int], salt: bytes, whole_pages: bool) -> tuple[list[bytes], int]:
+        """What the pages of all layers hold of the beginning of a text.
+
+        Returns:
+            the digests of its whole pages, and the number of tokens behind them.
+        """
+        chain = digests(known, salt)
         count = len(chain)
         for part in self.parts:
             if part.window is None:
                 count = min(count, sum(1 for _ in takewhile(part.prefix.__contains__, chain)))
-        windows = [part for part in self.parts if part.window is not None]
+        for pages in range(count, -1, -1):
+            before = chain[pages - 1] if pages else root(salt)
+            if all(part.sees(chain[:pages]) for part in self.parts if part.window is not None):
+                rest = self._behind(before, known[pages * PAGE_SIZE : (pages + 1) * PAGE_SIZE], whole_pages)
+                if rest is not None:
+                    return chain[:pages], rest
+        return [], 0
 
-        def held(part: PagedLayers) -> bool:
-            first = part.first_seen(count * PAGE_SIZE) // PAGE_SIZE
-            return all(digest in part.prefix for digest in chain[first:count])
+    def _behind(self, before: bytes, ids: Sequence[int], whole_pages: bool) -> int | None:
+        """How many of the tokens behind the whole pages of a text can be copied; None: nobody goes on there."""
+        alike = 0 if whole_pages else self._alike(before, ids)
+        return alike if alike >= FEWEST_COPIED else 0
 
-        while count and not all(held(part) for part in windows):
-            count -= 1
-        return chain[:count]
+    def _alike(self, before: bytes, ids: Sequence[int]) -> int:
+        """How many of the tokens behind a text have rows in all layers."""
+        return min(part.prefix.most_alike(before, ids)[1] for part in self.parts)
 
 
 def pool_bytes(
-    formats: Sequence[LayerFormat], *, tokens: int, sequences: int, max_seq_len: int, prefill_step_size: int | None
+    formats: Sequence[LayerFormat],
+    *,
+    tokens: int,
+    sequences: int,
+    max_seq_len: int,
+    prefill_step_size: int | None,
+    checkpoints: int = 0,
 ) -> int:
     """:attr:`Pool.nbytes` of a pool with these arguments, which is not made."""
     total = 0
     for own in formats:
-        _, rows = _size(own.window, tokens, sequences, prefill_step_size)
+        _, rows = _size(own.window, tokens, sequences, prefill_step_size, checkpoints)
         stored = [*own.arrays(rows).values(), *own.tables().values()]
         if own.split_pairs is not None:
             stored.append(("F32", (2, len(own.split_pairs), max_seq_len)))  # cosines and sines
@@ -238,9 +265,11 @@ def pool_bytes(
     return total
 
 
-def _size(window: int | None, tokens: int, sequences: int, step_size: int | None) -> tuple[int, int]:
-    """Pages and rows of a layer: as many as the sequences can use of those that the tokens take."""
+def _size(window: int | None, tokens: int, sequences: int, step_size: int | None, checkpoints: int) -> tuple[int, int]:
+    """Pages and rows of a layer: as many as the sequences can use of those that the tokens take, and checkpoints'."""
     num_pages = int(min(pages_for(tokens), sequences * window_pages(window, step_size or SLACK + 1)))
+    if step_size is not None:
+        num_pages += checkpoints * (1 if window is None else pages_for(window) + 1)
     rows = num_pages * PAGE_SIZE
     return num_pages, rows if step_size else min(rows, tokens)
 
@@ -259,4 +288,4 @@ def sizes_alone(max_seq_len: int) -> dict[str, Any]:
 
 def rows_alone(window: int | None, max_seq_len: int) -> int:
     """Rows of a layer in the cache of one sequence of so many tokens."""
-    return _size(window, max_seq_len, 1, None)[1]
+    return _size(window, max_seq_len, 1, None, 0)[1]

@@ -10,7 +10,7 @@ from kvant.cache.identity import Identity
 from kvant.cache.layer_format import SLACK, difference
 from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
 from kvant.cache.pages import PAGE_SIZE, runs
-from kvant.cache.prefix import digests, extended, root
+from kvant.cache.prefix import digests, root
 from kvant.errors import ContextError, SnapshotError
 from kvant.operators.paged_attention import put_rows, stored_rows
 from kvant.operators.rotary import Rotary
@@ -216,18 +216,16 @@ class PoolSequence:
 
         Args:
             upto: only pages of its first tokens, up to this one; None: of all.
-            last_page: the last page too, where it is not whole and there are no windows. It is copied for whoever
-                begins alike, and before this sequence writes there again.
+            last_page: the last page too, where it is not whole. It is copied for whoever begins alike, and before this
+                sequence writes there again.
         """
         if self.pool.alone:  # the next sequence begins with what this one leaves
             return
         with self.pool.turn:
             self.check_open()
             ids = self.ids[:upto]
-            chain = digests(ids, self.salt)
+            chain = digests(ids, self.salt, last_page=last_page)
             before = [root(self.salt), *chain]
-            if last_page and len(ids) % PAGE_SIZE and not self.pool.has_windows:
-                chain.append(extended(before[-1], ids[len(chain) * PAGE_SIZE :]))
             for part, table in zip(self.pool.parts, self.tables, strict=True):
                 first = -(-table.first // PAGE_SIZE)  # the first whole page that is there
                 for number in range(first, len(chain)):

@@ -6,31 +6,37 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
+from typing import Any
 
 from kvant.cache.pages import PAGE_SIZE, Pages
 
 MOST_COMPARED = 64  # pages that follow the same text, the latest ones
-FEWEST_COPIED = 16  # tokens; fewer are fed as fast as they are copied
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Held:
-    """A page, the digest of the text before it, and the tokens in it."""
+    """A page, the digest of the text before it, the tokens in it, and the states after them, where they are kept."""
 
     page: int
     before: bytes
     ids: Sequence[int]
+    states: Any = None
 
 
 class PrefixIndex:
     """Pages of committed tokens, each under the :func:`digests` of the text up to its end.
 
     It holds its pages. Those that nobody else holds are given up where pages are needed, least recently used first.
+    Beside some of them it keeps the states of layers that have one in place of rows; they go with the page.
     """
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: Pages, slots: int = 0) -> None:
+        """``slots``: for states, of so many texts."""
         self._pages = pages
+        self._slots = slots
+        self._kept: OrderedDict[bytes, None] = OrderedDict()  # texts whose states are kept
         self._found: OrderedDict[bytes, _Held] = OrderedDict()  # the least recently used first
+        self._by_page: dict[int, bytes] = {}
         self._after: dict[bytes, dict[bytes, None]] = {}  # of a text's digest, those of the pages that follow it
 
     def __contains__(self, digest: bytes) -> bool:
@@ -42,7 +48,7 @@ class PrefixIndex:
     @property
     def pages(self) -> list[int]:
         """The pages it holds."""
-        return [held.page for held in self._found.values()]
+        return list(self._by_page)
 
     @property
     def num_idle(self) -> int:
@@ -50,15 +56,18 @@ class PrefixIndex:
         return sum(self._pages.refcount(held.page) == 1 for held in self._found.values())
 
     def put(self, digest: bytes, page: int, before: bytes, ids: Sequence[int]) -> None:
-        """Hold a page, unless there is one of the same text.
+        """Hold a page, unless there is one of the same text. Once, for the longest text that it was given for.
 
         Args:
             before: the digest of the text before the page.
             ids: the tokens of the page, all of them or its first ones.
         """
-        if digest not in self._found:
+        if (other := self._by_page.get(page)) is not None and len(self._found[other].ids) < len(ids):
+            self._drop(other)
+        if digest not in self._found and page not in self._by_page:
             self._pages.share([page])
             self._found[digest] = _Held(page, before, array("q", ids))
+            self._by_page[page] = digest
             self._after.setdefault(before, {})[digest] = None
 
     def hold(self, chain: Sequence[bytes]) -> list[int]:
@@ -82,9 +91,9 @@ class PrefixIndex:
         """Of the pages that follow a text, the one that shares the most of its first tokens with ``ids``.
 
         Returns:
-            the page, and the number of these tokens; 0 where they are fewer than 16.
+            the page, and the number of these tokens.
         """
-        best, most = b"", FEWEST_COPIED - 1
+        best, most = b"", 0
         for digest in islice(reversed(self._after.get(before, {})), MOST_COMPARED):
             pairs = zip(self._found[digest].ids, ids, strict=False)
             if (alike := sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))) > most:
@@ -94,6 +103,32 @@ class PrefixIndex:
         self.use([best])
         return self._found[best].page, most
 
+    def keep(self, digest: bytes, states: Any) -> None:
+        """Keep the states after the text of a page that it holds, in place of those that were used least recently."""
+        self._found[digest].states = states
+        self._kept[digest] = None
+        while len(self._kept) > self._slots:
+            oldest, _ = self._kept.popitem(last=False)
+            self._found[oldest].states = None
+            if len(self._found[oldest].ids) < PAGE_SIZE:  # nobody goes on there without them
+                self._drop(oldest)
+
+    def states(self, digest: bytes) -> Any:
+        """The states after a text; None: they are not kept. They count as used."""
+        if digest not in self._kept:
+            return None
+        self._kept.move_to_end(digest)
+        return self._found[digest].states
+
+    def kept_behind(self, before: bytes, ids: Sequence[int]) -> list[int]:
+        """How many of the tokens behind a text, fewer than a page, states are kept after; the most first."""
+        found = [0] if before in self._kept else []
+        for digest in self._after.get(before, {}):
+            own = self._found[digest].ids
+            if digest in self._kept and len(own) < PAGE_SIZE and list(own) == list(ids[: len(own)]):
+                found.append(len(own))
+        return sorted(found, reverse=True)
+
     def give_up(self, count: int) -> None:
         """Let ``count`` of the pages that it alone holds become free, or as many as there are."""
         idle = (digest for digest, held in self._found.items() if self._pages.refcount(held.page) == 1)
@@ -102,11 +137,13 @@ class PrefixIndex:
 
     def forget(self, page: int) -> None:
         """Hold a page no longer, where it is held."""
-        for digest in [digest for digest, held in self._found.items() if held.page == page]:
+        if (digest := self._by_page.get(page)) is not None:
             self._drop(digest)
 
     def _drop(self, digest: bytes) -> None:
         held = self._found.pop(digest)
+        self._kept.pop(digest, None)
+        del self._by_page[held.page]
         after = self._after[held.before]
         del after[digest]
         if not after:
@@ -124,13 +161,15 @@ def extended(before: bytes, ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(before + array("q", ids).tobytes(), digest_size=32).digest()
 
 
-def digests(ids: Sequence[int], salt: bytes) -> list[bytes]:
+def digests(ids: Sequence[int], salt: bytes, *, last_page: bool = False) -> list[bytes]:
     """A digest for each whole page of a text: of the salt and all its tokens up to the page's end.
+
+    ``last_page``: one for the last page too, where it is not whole.
 
     Two texts have the same BLAKE2b digest of 256 bits only if they are the same, as far as anybody knows.
     """
     found, digest = [], root(salt)
-    for first in range(0, len(ids) - PAGE_SIZE + 1, PAGE_SIZE):
+    for first in range(0, len(ids) - (0 if last_page else PAGE_SIZE - 1), PAGE_SIZE):
         digest = extended(digest, ids[first : first + PAGE_SIZE])
         found.append(digest)
     return found

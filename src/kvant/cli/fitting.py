@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
-from kvant.cli.options import AUTO, PARALLEL, KvSize, named
+from kvant.cache import CacheOptions
+from kvant.cli.options import AUTO, PARALLEL, BadValueError, KvSize, RunOptions, named
 from kvant.errors import ContextError, ModelError
 from kvant.machine import Machine
 from kvant.models.caches import DEFAULT_RESERVATION
@@ -21,6 +22,7 @@ from kvant.tools.plan import (
     plan,
 )
 
+CHECKPOINTS = 2  # for each of several sequences
 Pairs = Sequence[int] | None  # ``split_pairs`` of :func:`kvant.tools.plan.plan`
 
 
@@ -107,6 +109,16 @@ def longest_on(
     """The longest context that fits into a machine."""
     limit, device = machine.limit_bytes, machine.device
     return longest_context(checkpoint, limit, settings=settings, device=device, split_pairs=split_pairs)
+
+
+def cache_options(run: RunOptions, checkpoint: AnyCheckpoint, sequences: int | None) -> CacheOptions:
+    """How caches store tokens, with the checkpoints that are not asked for: where there is more than one sequence."""
+    if run.checkpoints and not checkpoint.moves_on:
+        raise BadValueError(
+            f"--checkpoints is {run.checkpoints}; this model has no windows and no states: others go on from any place"
+        )
+    default = CHECKPOINTS * sequences if sequences is not None and checkpoint.moves_on else 0
+    return replace(run.cache, checkpoints=default if run.checkpoints is None else run.checkpoints)
 
 
 def named_format(settings: Settings) -> AbstractContextManager[None]:

@@ -146,6 +146,13 @@ class RunOptions:
             "on.",
         ),
     ] = None
+    checkpoints: Annotated[
+        int | None,
+        typer.Option(
+            help="Of a model with windows or states: ends of texts that others, or a retry, go on from, so many at "
+            "once; default: 2 for each of several sequences, else 0."
+        ),
+    ] = None
     prefill_step_size: PrefillStepSize = 512
     # What drafts.
     draft: Annotated[
@@ -208,7 +215,7 @@ class RunOptions:
         if self.kv_bits == 0 and self.kv_group_size is not None:
             raise BadValueError(f"--kv-group-size is {self.kv_group_size}, but --kv-bits 0 does not quantize")
         group = DEFAULT_KV_GROUP_SIZE if self.kv_group_size is None else self.kv_group_size
-        return CacheOptions(self.kv_bits, group, self.kv_bias_split, self.kernels)
+        return CacheOptions(self.kv_bits, group, self.kv_bias_split, self.kernels, self.checkpoints or 0)
 
     @property
     def shared(self) -> dict[str, Any]:

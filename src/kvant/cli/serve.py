@@ -120,7 +120,10 @@ def serve(
         planned = session.plan(wanted)
         tell(planned)
         settings = replace(
-            settings, max_kv_size=planned.max_kv_size, template_variables=dict(session.template_variables)
+            settings,
+            cache=session.settings.cache,
+            max_kv_size=planned.max_kv_size,
+            template_variables=dict(session.template_variables),
         )
         bound_memory(planned.arrays, planned.scratch)
         with named_format(session.settings):

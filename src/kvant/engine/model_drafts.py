@@ -251,7 +251,8 @@ class ModelDrafter(Drafter):
 def draft_format(config: Any, options: CacheOptions) -> CacheOptions:
     """The options of a draft model's cache: the run's, with the largest group that divides its heads too."""
     head_dim = getattr(config, "head_dim", None)
-    return options if head_dim is None else replace(options, kv_group_size=math.gcd(options.kv_group_size, head_dim))
+    group = options.kv_group_size if head_dim is None else math.gcd(options.kv_group_size, head_dim)
+    return replace(options, kv_group_size=group, checkpoints=0)
 
 
 def asked_drafts(

@@ -1,7 +1,7 @@
 """Requests under way in a scheduler, and their answers."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -23,6 +23,7 @@ logger = logging.getLogger("kvant.engine")
 SAID = 8  # tokens that are said of a prompt that is not shared
 READ_LOGITS = 32  # tokens of a prompt whose logits are held at once, where each is read
 READ_AT_ONCE = 2048  # tokens that a drafter reads in a step: a long prompt holds nobody up
+APART = 2048  # tokens between places of a prompt that can be gone back to, where its turns have no ends
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +44,7 @@ class Work:
     reserved: int  # tokens that the sequence of each answer has room for
     is_exact: bool  # chunks end at multiples of 128, and only pages that such chunks computed are shared
     open: set[int]  # the numbers of the answers that have not ended
+    places: Sequence[int] = ()  # of the prompt, where chunks end and others may go on
     # reserved for its answers until they run; the first is fed
     sequences: list[PoolSequence] = field(default_factory=list)
     start: int = 0  # tokens at the beginning that a shared prefix had, or the request's own cache
@@ -95,6 +97,7 @@ class Work:
         start = sequence.length
         room = min(room, READ_LOGITS) if self.request.prompt_logprobs else room
         end = min((start // CHUNK + 1) * CHUNK if self.is_exact else start + room, len(ids))
+        end = min([end, *(place for place in self.places if start < place)])
         if end == len(ids) and model.last_token_alone:
             end = max(end - 1, start + 1)
         chunk, logits = ids[start:end], None
@@ -118,8 +121,8 @@ class Work:
             self.exact = end
         if tell is not None:
             tell(end - self.start, len(ids) - self.start)
-        if pool.has_windows:  # its pages are given back as it moves on
-            self.share()
+        if pool.has_windows or end in self.places:  # its pages are given back, or its states lost, as it moves on
+            self.share(last_page=end in self.places and not self.is_exact)
         return logits
 
     def begin_answers(self) -> list["Answer"]:
@@ -293,7 +296,25 @@ def check_request(
         reserved=reserved,
         is_exact=is_exact,
         open=set(range(request.answers)),
+        places=_places(ids, stop_tokens, pool.checkpoints, CHUNK if is_exact else 1),
     )
+
+
+def _places(ids: Sequence[int], stop_tokens: Collection[int], checkpoints: int, unit: int) -> list[int]:
+    """The places of a prompt that later ones are likely to go on from.
+
+    The end of its first turn, in which system prompt and tools are, and of its last two: an answer before may be
+    written in another way the next time. And some between, so that half of the checkpoints are enough for all.
+
+    Args:
+        unit: each is a multiple of it.
+    """
+    if not checkpoints:
+        return []
+    ends = [place for place, token in enumerate(ids, 1) if token in stop_tokens]
+    apart = APART * -(-len(ids) // (APART * max(1, checkpoints // 4)))
+    found = {place // unit * unit for place in (*ends[:1], *ends[-2:], *range(apart, len(ids), apart))}
+    return sorted(place for place in found if 0 < place < len(ids))
 
 
 def own_tokens(prompt_tokens: int, reserved: int, pool: Pool | ModelCache) -> int:

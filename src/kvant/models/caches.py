@@ -116,12 +116,13 @@ def pool_size(
     """
     max_seq_len = longest_sequence(config, tokens, max_seq_len)
     sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
+    sizes |= {"prefill_step_size": prefill_step_size, "checkpoints": options.checkpoints}
     total = 0
     # Layers of a kind together: a folder may name tens of thousands of them.
     for (window, pairs), count in Counter(zip(config.windows, split_pairs or repeat(None), strict=False)).items():
         split = None if pairs is None else range(pairs)
         own = pool_format(config, options, dtype=dtype, max_seq_len=max_seq_len, window=window, pairs=split)
-        total += count * pool_bytes([own], **sizes, prefill_step_size=prefill_step_size)
+        total += count * pool_bytes([own], **sizes)
     return total
 
 

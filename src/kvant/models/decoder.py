@@ -296,7 +296,7 @@ class Decoder:
             for number, window in enumerate(self.config.windows)
         ]
         sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
-        sizes["prefill_step_size"] = prefill_step_size
+        sizes |= {"prefill_step_size": prefill_step_size, "checkpoints": chosen.checkpoints}
         check_memory(tokens, pool_bytes(formats, **sizes))
         splits = [bias.split(self.config, max_seq_len) for bias in split]
         pool = Pool(

@@ -106,6 +106,14 @@ class BridgedCheckpoint:
         """What a run's bytes depend on: what the layer asks of its caches."""
         return tuple(self._probed(False)[number] for number in self._list().caches[layer])
 
+    @property
+    def moves_on(self) -> bool:
+        """Whether a text cannot be gone back to anywhere: some layers have states, or windows."""
+        from kvant.bridge.probe import Attention, leaves_of
+
+        leaves = leaves_of(self._probed(False))
+        return any(not isinstance(leaf, Attention) or (leaf.window or leaf.chunk) for leaf in leaves)
+
     def itemsize(self, *, on_cpu: bool) -> int:
         """Bytes of a number as it is computed with."""
         return 4 if on_cpu else self.float_bytes

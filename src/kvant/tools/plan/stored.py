@@ -161,6 +161,11 @@ class Checkpoint:
         total = sum(size for _, size in self._vectors()) * self.float_bytes
         return total + sum(self._matrix_bytes(path, size, self.float_bytes) for path, size, _, _ in self._matrices())
 
+    @property
+    def moves_on(self) -> bool:
+        """Whether a text cannot be gone back to anywhere: some layers have windows."""
+        return any(window is not None for window in self.config.windows)
+
     def itemsize(self, *, on_cpu: bool) -> int:
         """Bytes of a number as it is computed with."""
         return FLOAT_BYTES["float32"] if on_cpu else self.float_bytes

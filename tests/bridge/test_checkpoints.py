@@ -1,0 +1,123 @@
+"""Turns of models with states and windows read only what is new, and the tokens are those of a fresh server."""
+
+import random
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.bridged import bridged
+from support.counts import count
+from support.pools import check_pages
+
+from kvant.bridge.model import BridgedModel
+from kvant.bridge.pool import BridgedPool
+from kvant.engine.request import Request, Token
+from kvant.engine.scheduler import Scheduler
+
+STOP = 96  # ends a turn
+SIZES: dict[str, Any] = {"tokens": 3072, "sequences": 2, "max_seq_len": 1024, "prefill_step_size": 64, "checkpoints": 6}
+# gated delta rule and keys; Mamba alone, and beside keys; convolutions; a recurrence beside latent attention; windows
+NAMES = ["qwen3_next", "mamba2", "falcon_h1", "lfm2", "kimi_linear", "gpt_oss", "gemma3_text"]
+
+
+def _turn(rng: random.Random, length: int) -> list[int]:
+    return [*(rng.randrange(90) for _ in range(length - 1)), STOP]
+
+
+def _run(scheduler: Scheduler, *prompts: list[int], **options: Any) -> list[tuple[list[int], Token]]:
+    """The tokens of each prompt's answer, and the first of them as it was told."""
+    requests = [Request(prompt, stop_tokens=[STOP], **{"max_tokens": 12} | options) for prompt in prompts]
+    given: dict[Request, list[Token]] = {request: [] for request in requests}
+    for request in requests:
+        scheduler.submit(request)
+    while not scheduler.idle:
+        for token in scheduler.step():
+            assert token.error is None
+            given[token.request].append(token)
+    return [([token.token for token in each if token.token is not None], each[0]) for each in given.values()]
+
+
+def _scheduler(
+    model: BridgedModel, bits: int = 0, deterministic: bool = False, **changes: Any
+) -> tuple[Scheduler, BridgedPool]:
+    pool = model.make_pool(**SIZES | {"kv_bits": bits} | changes)
+    return Scheduler(model, pool, max_batch=2, deterministic=deterministic), pool
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bits", [0, 8])
+def test_a_turn_reads_only_what_is_new(name: str, bits: int) -> None:
+    """Two conversations with the same system prompt, at once."""
+    model, rng = bridged(name), random.Random(0)
+    (scheduler, pool), (fresh, _) = _scheduler(model, bits), _scheduler(model, bits, checkpoints=0)
+    system = _turn(rng, 150)
+    texts = [[*system, *_turn(rng, length)] for length in (61, 200)]
+    known = [0, len(system)]
+    for _ in range(3):
+        answers = _run(scheduler, *texts)
+        assert [first.cached_tokens for _, first in answers] == known
+        assert [answer for answer, _ in answers] == [answer for answer, _ in _run(fresh, *texts)]
+        known = [len(text) + len(answer) - 1 for text, (answer, _) in zip(texts, answers, strict=True)]  # but the last
+        for text, (answer, _) in zip(texts, answers, strict=True):
+            text += [*answer, *_turn(rng, 40)]
+    check_pages(pool, [])
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba", "gpt_oss"])
+@pytest.mark.parametrize("whole_pages", [False, True])
+def test_the_logits_are_those_without_a_break(name: str, whole_pages: bool) -> None:
+    """Bit for bit, after the same chunks."""
+    model, rng = bridged(name), random.Random(1)
+    pool = model.make_pool(**SIZES, kv_bits=8)
+    text, place = _turn(rng, 300), 128 if whole_pages else 150
+    whole = pool.sequence(400)
+    for start, end in ((0, 64), (64, 128), (128, place), (place, place + 50), (place + 50, place + 60)):
+        if start < end:
+            batch = pool.batch([whole])
+            logits = model.next_logits(mx.array([text[start:end]]), batch)
+            mx.eval(logits, batch.state)
+            batch.commit()
+            if end == place:
+                whole.share_prefix(last_page=not whole_pages)
+    resumed = pool.sequence(400, text[: place + 60], whole_pages=whole_pages)
+    assert resumed.length == place
+    for start, end in ((place, place + 50), (place + 50, place + 60)):
+        batch = pool.batch([resumed])
+        again = model.next_logits(mx.array([text[start:end]]), batch)
+        mx.eval(again, batch.state)
+        batch.commit()
+    assert mx.array_equal(logits, again)
+    whole.release()
+    other = pool.sequence(400, [*text[:140], 91], whole_pages=whole_pages)  # no state was kept there
+    assert other.length == (128 if whole_pages or name == "gpt_oss" else 0)
+
+
+@settings(max_examples=count(12, 300), deadline=None, derandomize=count(True, False))
+@given(data=st.data())
+@pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss"])
+def test_any_turns_under_eviction(name: str, data: st.DataObject) -> None:
+    """Whatever was given up meanwhile, tokens are a fresh server's, and nothing is lost or held twice."""
+    model, rng = bridged(name), random.Random(data.draw(st.integers(0, 9)))
+    changes = {
+        "tokens": data.draw(st.sampled_from([768, 1152])),
+        "checkpoints": data.draw(st.sampled_from([1, 2, 4])),
+        "max_seq_len": 512,
+    }
+    deterministic = data.draw(st.booleans())
+    (scheduler, pool), (fresh, _) = (
+        _scheduler(model, 8, deterministic, prefill_step_size=128, **changes | each)
+        for each in ({}, {"checkpoints": 0})
+    )
+    systems = [_turn(rng, length) for length in (20, 128, 150)]
+    texts = [[*system, *_turn(rng, 30)] for system in systems] + [[*systems[2], *_turn(rng, 50)]]
+    for _ in range(data.draw(st.integers(2, 5))):
+        chosen = data.draw(st.lists(st.sampled_from(texts), min_size=1, max_size=3))
+        chosen = [list(text) for text in chosen]
+        answers = _run(scheduler, *chosen, max_tokens=5)
+        assert [answer for answer, _ in answers] == [answer for answer, _ in _run(fresh, *chosen, max_tokens=5)]
+        check_pages(pool, [])
+        for text in texts:
+            if text in chosen and len(text) < 400:
+                text += [*answers[chosen.index(text)][0], *_turn(rng, data.draw(st.integers(1, 60)))]
