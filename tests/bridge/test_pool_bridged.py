@@ -7,7 +7,7 @@ import architectures as table
 import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
-from support.bridged import LONG, OWN_ATTENTION, bridged
+from support.bridged import LONG, OWN_ATTENTION, REFUSED, bridged
 from support.counts import count
 from support.numbers import peak_bytes, relative_error
 
@@ -26,17 +26,6 @@ QUANTIZED_AGREE = 2e-2  # rounding flips a quantized value now and then
 # windows and learned sinks; windows of layers that keep all tokens; states; states beside keys; lists, an indexer and
 # latent attention; shared layers; states that are shorter at first
 SOME = ["gpt_oss", "qwen3_next", "deepseek_v32", "gemma3n", "longcat_flash_ngram"]
-# Every architecture whose model has no such step, and what the error says.
-REFUSED = {
-    "llama4": "attends in chunks",
-    "minimax_m3_vl": "selects blocks of keys",  # mlx-lm's own batch of long texts is wrong, too
-    "afm7": "logits would be others",  # the position from the number of rows that it reads
-    "recurrent_gemma": "logits would be others",  # its first token is not one after a state of zeros
-    "gemma2": "ValueError",  # a mask of four axes added to scores of five
-    "phi3small": "ValueError",  # a boolean mask that is added
-    "gpt_bigcode": "convert",  # the offset as a Python number
-    "internlm3": "convert",
-}
 
 
 def _pool(model: BridgedModel, bits: int = 0, **changes: Any) -> BridgedPool:

@@ -1,7 +1,7 @@
 """Any order of what can be done with pools, of many sequences and of one, against attention to all in float64."""
 
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.rotary import Rotary
 
+KEPT = 3  # places of a text alone
 H, K, RESERVED, MOST, ALONE = 4, 2, 1200, 20, 4  # ALONE: pools of one at once
 SLACK = 16  # tokens that a sequence goes back at least
 ROTARY, PAIRS = 100.0, (0, 3, 11)
@@ -43,6 +44,7 @@ class _Text:
     salt: bytes = b""
     cache: ModelCache | None = None  # the pool of one that it is in
     floor: int = 0
+    kept: set[int] = field(default_factory=set)  # lengths that it can go back to besides
 
     def copy(self, made: PoolSequence | ModelCache, back: int = RESERVED) -> "_Text":
         """The same text elsewhere, where it goes back ``back`` tokens at most."""
@@ -117,6 +119,7 @@ class _Machine(RuleBasedStateMachine):
             formats.append(layer.format if seen else replace(layer.format, window=None, slack=0))
             splits.append(layer.split and replace(layer.split, rotation=table))
         options = {"make_cache": self._cache, "dtype": mx.float32, "num_heads": H}
+        options |= {} if sizes else {"checkpoints": KEPT}
         pool = Pool(formats, splits, **sizes_alone(max_seq_len) | sizes, **options)
         for own in pool.layers:
             own.arrays[-1][:] = float("nan")
@@ -242,11 +245,11 @@ class _Machine(RuleBasedStateMachine):
         own, prompt = self._any(data, self.alone), TEXTS[text][:length]
         pairs = zip(own.ids, prompt[:-1], strict=False)
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own.ids), length - 1))
-        can = same and own.sequence.can_trim_to(same)
-        assert can or same < max(1, own.floor)
+        left = same if own.sequence.can_trim_to(same) else max((n for n in own.kept if n < same), default=0)
+        assert left == same or same < own.floor
         assert own.cache is not None
-        assert own.cache.keep_common(prompt) == (same if can else 0)
-        self._cut(own, same if can else 0)
+        assert own.cache.keep_common(prompt) == left
+        self._cut(own, left)
         self._append([own], new, text)
 
     @rule(
@@ -274,7 +277,19 @@ class _Machine(RuleBasedStateMachine):
 
     def _cut(self, own: _Text, length: int) -> None:
         del own.ids[length:]
-        own.floor = own.floor if own.ids else 0
+        own.floor = min(own.floor, length)
+        own.kept = {each for each in own.kept if each <= length}
+
+    @precondition(lambda self: self.alone)
+    @rule(data=st.data(), new=NEW)
+    def keep(self, data: st.DataObject, new: int) -> None:
+        """A place that can be gone back to, whatever comes behind it."""
+        own = self._any(data, self.alone)
+        own.sequence.keep()
+        own.kept |= {len(own.ids)} - {0}
+        if len(own.kept) > KEPT:
+            own.kept.remove(sorted(own.kept)[1])
+        self._append([own], new, 0)
 
     @rule(data=st.data(), text=st.integers(0, 1), new=NEW)
     def reset(self, data: st.DataObject, text: int, new: int) -> None:
@@ -338,9 +353,10 @@ class _Machine(RuleBasedStateMachine):
         """Every page is free or held, every row's bytes are those that were given, and it goes back far enough."""
         for text in getattr(self, "texts", []):
             assert (text.sequence.ids, text.sequence.length) == (text.ids, len(text.ids))
-            for length in {text.floor, *(len(text.ids) - back for back in (1, 18, 40, 130, 300, 600))}:
+            for length in {text.floor, *text.kept, *(len(text.ids) - back for back in (1, 18, 40, 130, 300, 600))}:
                 if 0 < length <= len(text.ids):
-                    assert text.sequence.can_trim_to(length) == _is_there(text.sequence, length)
+                    can = length in text.kept or _is_there(text.sequence, length)
+                    assert text.sequence.can_trim_to(length) == can
             assert text.floor > len(text.ids) or _is_there(text.sequence, text.floor)
             if text.cache is not None:
                 self._check(text.cache.pool, [text])

@@ -33,6 +33,17 @@ OWN_ATTENTION = {
     *("kimi_k3", "kimi_linear", "kimi_vl", "longcat_flash", "longcat_flash_ngram", "mistral4", "plamo"),
     *("plamo2", "stablelm"),
 }
+# Every architecture whose model has no such step, and what the error says.
+REFUSED = {
+    "llama4": "attends in chunks",
+    "minimax_m3_vl": "selects blocks of keys",  # mlx-lm's own batch of long texts is wrong, too
+    "afm7": "logits would be others",  # the position from the number of rows that it reads
+    "recurrent_gemma": "logits would be others",  # its first token is not one after a state of zeros
+    "gemma2": "ValueError",  # a mask of four axes added to scores of five
+    "phi3small": "ValueError",  # a boolean mask that is added
+    "gpt_bigcode": "convert",  # the offset as a Python number
+    "internlm3": "convert",
+}
 LONG = [(7 + 31 * i) % 97 for i in range(600)]
 PROMPT = LONG[:30]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"

@@ -84,7 +84,7 @@ class BridgedCache(ModelCache, BridgedBatch):
     @property
     def used(self) -> CacheBytes:
         """:attr:`nbytes` by kind."""
-        return CacheBytes(self.keys_values, sum(array.nbytes for array in self.states))
+        return CacheBytes(self.keys_values, sum(array.nbytes for array in [*self.states, *self.held.kept_arrays]))
 
     @property
     def nbytes(self) -> int:

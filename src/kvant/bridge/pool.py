@@ -17,7 +17,7 @@ from kvant.cache.options import CacheOptions
 from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pool import Pool, pool_bytes
 from kvant.cache.pool_batch import PoolBatch
-from kvant.cache.pool_sequence import PoolSequence
+from kvant.cache.pool_sequence import PoolSequence, own_copies
 from kvant.cache.prefix import digests
 from kvant.errors import ModelError
 from kvant.models.caches import check_memory
@@ -116,7 +116,7 @@ class BridgedSequence(PoolSequence):
             return
         with self.pool.turn:
             super().share_prefix(upto, last_page=last_page)
-            if self._empty and upto in (None, self.length):
+            if self._empty and upto in (None, self.length) and not self.pool.alone:
                 self.pool.keep(self.ids, self.salt, self.states)
 
     def close(self) -> None:
@@ -174,9 +174,7 @@ class BridgedPool(Pool):
         chain = digests(ids, salt, last_page=True)
         if not chain or chain[-1] not in self._main.prefix or self._main.prefix.states(chain[-1]) is not None:
             return
-        # Copies: an array may be a part of what a whole step computed.
-        first = mx.array([0])
-        copies = [[None if array is None else array[first] for array in arrays] for arrays in states]
+        copies = own_copies(states)
         mx.eval(copies)
         self._main.prefix.keep(chain[-1], copies)
 

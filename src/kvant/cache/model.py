@@ -101,7 +101,6 @@ class ModelCache(PoolBatch, Sequence[Any]):
     # A scheduler takes a cache in the place of a pool.
     attends_apart, has_windows, page_size = True, False, PAGE_SIZE  # pages that are shared have no windows here
     max_sequences = num_free = 1
-    checkpoints = 0
     takes_back = True  # a step may be committed in part: of up to 17 tokens where there are windows
 
     def __init__(self, pool: Pool) -> None:
@@ -156,8 +155,8 @@ class ModelCache(PoolBatch, Sequence[Any]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers."""
-        return self.pool.nbytes
+        """Bytes of all layers, and of the places that are kept."""
+        return self.pool.nbytes + sum(array.nbytes for array in self.held.kept_arrays)
 
     @property
     def keys_values(self) -> int:
@@ -267,27 +266,31 @@ class ModelCache(PoolBatch, Sequence[Any]):
         """Whether it can go back to its first ``num_tokens`` tokens, exactly."""
         return self.held.can_trim_to(num_tokens)
 
-    def go_back(self, num_tokens: int) -> bool:
-        """Forget what it has past ``num_tokens`` tokens; everything, if some layer cannot go back so far.
+    @property
+    def checkpoints(self) -> int:
+        """Places that are kept to be gone back to, at most, where windows and states move on."""
+        return self.pool.checkpoints
+
+    def go_back(self, num_tokens: int) -> int:
+        """Forget what it has past ``num_tokens`` tokens; if some layer cannot go back so far, past the last place kept.
 
         Returns:
-            whether the tokens up to there are still held.
+            how many tokens are still held.
         """
-        can = self.can_trim_to(num_tokens)
-        self.trim_to(num_tokens if can else 0)
-        return can
+        self.trim_to(self.held.nearest(num_tokens))
+        return self.offset
 
     def keep_common(self, ids: Sequence[int]) -> int:
         """Go back to what it has in common with these tokens.
 
         Returns:
-            how many of them it holds now, at least one less than there are: one has to be fed for there to be logits. 0
-            if a window or a state cannot go back so far.
+            how many of them it holds now, at least one less than there are: one has to be fed for there to be logits.
+            Fewer if a window or a state cannot go back so far.
         """
         held = self.held.ids
         length = min(len(held), len(ids) - 1)
         common = next((i for i in range(length) if held[i] != ids[i]), length)
-        return common if self.go_back(common) else 0
+        return self.go_back(common)
 
     def reset(self) -> None:
         """Forget every token; the memory stays reserved."""

@@ -259,6 +259,8 @@ def pool_bytes(
     for own in formats:
         _, rows = _size(own.window, tokens, sequences, prefill_step_size, checkpoints)
         stored = [*own.arrays(rows).values(), *own.tables().values()]
+        if own.window is not None and prefill_step_size is None:  # the rows that are kept beside
+            stored += list(own.arrays(min(own.window, max_seq_len)).values()) * checkpoints
         if own.split_pairs is not None:
             stored.append(("F32", (2, len(own.split_pairs), max_seq_len)))  # cosines and sines
         total += sum(map(stored_bytes, stored))

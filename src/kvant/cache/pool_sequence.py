@@ -37,7 +37,10 @@ class PoolState:
         divided: other ranks hold a part of the rows. A sequence takes no cache and gives none then.
         takes_back: a step of a sequence may be committed in part, one of several sequences too.
         made_for: the config of the model that made it; None: not known.
+        checkpoints: ends of texts whose windows and states are kept, so many at once.
     """
+
+    checkpoints = 0
 
     divided = False
     takes_back = True
@@ -112,6 +115,7 @@ class PoolSequence:
         self.step: object | None = None
         self._ids = list(ids)
         self._length = len(self._ids)
+        self._kept: dict[int, tuple[dict[PoolLayer, list[mx.array]], Any]] = {}  # places, by their lengths
         self._released = False
         pool.num_sequences += 1
 
@@ -153,6 +157,8 @@ class PoolSequence:
     def trim(self, num_tokens: int) -> int:
         """Forget the last tokens, or all it has.
 
+        Beside the lengths from :attr:`oldest` on it can go back to those that were kept.
+
         Returns:
             how many were forgotten.
         """
@@ -167,10 +173,54 @@ class PoolSequence:
                     f"than to {self.oldest} tokens, or to none"
                 )
             self.step = None
+            kept = self._kept.get(length) if 0 < length < min(self.oldest, self._length) else None
             self._length = length
             for part, table in zip(self.pool.parts, self.tables, strict=True):
-                part.go_back(table, length)
+                if kept is not None and table.moves:
+                    part.begin_at(table, part.first_seen(length), length)
+                else:
+                    part.go_back(table, length)
+            if kept is not None:
+                for layer, rows in kept[0].items():
+                    self.put(layer, rows, length)
+                self.restore_states(length, kept[1])
+            for later in [each for each in self._kept if each > length]:
+                del self._kept[later]
             return lost
+
+    @property
+    def states(self) -> Any:
+        """The arrays of the layers that have a state in place of rows: there are none."""
+        return []
+
+    def keep(self) -> None:
+        """Keep what is seen through windows, and the states, so that it can go back to the tokens that it has now.
+
+        Of more places than the pool has checkpoints the second one goes: behind the first is all of a conversation.
+        """
+        if not self.pool.checkpoints or not self._length or self._length in self._kept:
+            return
+        rows = {}
+        for part, table in zip(self.pool.parts, self.tables, strict=True):
+            for layer in part.layers if table.moves else ():
+                rows[layer] = self.held_rows(layer, max(table.first, part.first_seen(self._length)))
+        states = own_copies(self.states)
+        mx.eval([*rows.values()], states)
+        self._kept[self._length] = rows, states
+        if len(self._kept) > self.pool.checkpoints:
+            del self._kept[sorted(self._kept)[min(1, self.pool.checkpoints - 1)]]
+
+    @property
+    def kept_arrays(self) -> list[mx.array]:
+        """What is kept beside its rows."""
+        every = [arrays for rows, states in self._kept.values() for arrays in (*rows.values(), *states)]
+        return [array for arrays in every for array in arrays if array is not None]
+
+    def nearest(self, num_tokens: int) -> int:
+        """The greatest length, of that many tokens or fewer, that it can go back to."""
+        if self.can_trim_to(num_tokens):
+            return num_tokens
+        return max((length for length in self._kept if length < num_tokens), default=0)
 
     def trim_to(self, num_tokens: int) -> None:
         """Forget what it has past its first ``num_tokens`` tokens; errors as those of :meth:`trim`."""
@@ -179,7 +229,7 @@ class PoolSequence:
 
     def can_trim_to(self, num_tokens: int) -> bool:
         """Whether it can go back to its first ``num_tokens`` tokens, exactly."""
-        return num_tokens == 0 or num_tokens >= min(self.oldest, self._length)
+        return num_tokens == 0 or num_tokens >= min(self.oldest, self._length) or num_tokens in self._kept
 
     @property
     def oldest(self) -> int:
@@ -220,6 +270,8 @@ class PoolSequence:
                 sequence writes there again.
         """
         if self.pool.alone:  # the next sequence begins with what this one leaves
+            if last_page and upto in (None, self._length):
+                self.keep()
             return
         with self.pool.turn:
             self.check_open()
@@ -311,6 +363,7 @@ class PoolSequence:
 
     def empty(self) -> None:
         """Have none of what was put in."""
+        self._kept.clear()
         for part, table in zip(self.pool.parts, self.tables, strict=True):
             part.go_back(table, 0)
 
@@ -338,8 +391,15 @@ class PoolSequence:
         with self.pool.turn:
             if not self._released:
                 self._released = True
+                self._kept.clear()
                 self.pool.num_sequences -= 1
                 close(self.pool, self.tables)
+
+
+def own_copies(states: Sequence[Sequence[mx.array | None]]) -> list[list[mx.array | None]]:
+    """Copies of states (1, ...): an array may be a part of what a whole step computed."""
+    first = mx.array([0])
+    return [[None if array is None else array[first] for array in arrays] for arrays in states]
 
 
 def check_num_tokens(num_tokens: int) -> None:

@@ -22,7 +22,7 @@ from kvant.tools.plan import (
     plan,
 )
 
-CHECKPOINTS = 2  # for each of several sequences
+CHECKPOINTS, TURNS = 2, 6  # for each of several sequences; for a conversation
 Pairs = Sequence[int] | None  # ``split_pairs`` of :func:`kvant.tools.plan.plan`
 
 
@@ -111,14 +111,17 @@ def longest_on(
     return longest_context(checkpoint, limit, settings=settings, device=device, split_pairs=split_pairs)
 
 
-def cache_options(run: RunOptions, checkpoint: AnyCheckpoint, sequences: int | None) -> CacheOptions:
-    """How caches store tokens, with the checkpoints that are not asked for: where there is more than one sequence."""
+def cache_options(
+    run: RunOptions, checkpoint: AnyCheckpoint, sequences: int | None, *, talks: bool = False
+) -> CacheOptions:
+    """How caches store tokens; without --checkpoints a pool has some, and a conversation (``talks``)."""
     if run.checkpoints and not checkpoint.moves_on:
         raise BadValueError(
             f"--checkpoints is {run.checkpoints}; this model has no windows and no states: others go on from any place"
         )
-    default = CHECKPOINTS * sequences if sequences is not None and checkpoint.moves_on else 0
-    return replace(run.cache, checkpoints=default if run.checkpoints is None else run.checkpoints)
+    if run.checkpoints is not None or not checkpoint.moves_on:
+        return run.cache
+    return replace(run.cache, checkpoints=TURNS if talks else CHECKPOINTS * (sequences or 0))
 
 
 def named_format(settings: Settings) -> AbstractContextManager[None]:

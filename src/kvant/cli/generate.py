@@ -13,7 +13,7 @@ from kvant.cli import options, ranks
 from kvant.cli import prompt_cache_file as cache_file
 from kvant.cli.answer_output import AnswerOutput
 from kvant.cli.defaults import OF_THE_TEMPLATE
-from kvant.cli.options import BadValueError, RunOptions
+from kvant.cli.options import BadValueError, RunOptions, Without
 from kvant.cli.progress import LateProgress
 from kvant.cli.prompt import check_first_word, read_prompt, split_arguments
 from kvant.cli.prompts_file import Line, read_lines
@@ -44,7 +44,7 @@ def generate(
     ] = None,
     *,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt, instead of an argument.")] = None,
-    run: RunOptions,
+    run: Annotated[RunOptions, Without(["checkpoints"])],
     sampling: SamplingOptions,
     ignore_chat_template: Annotated[
         bool, typer.Option("--ignore-chat-template", help="Continue the prompt as it is, without the chat template.")

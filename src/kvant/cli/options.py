@@ -150,7 +150,7 @@ class RunOptions:
         int | None,
         typer.Option(
             help="Of a model with windows or states: ends of texts that others, or a retry, go on from, so many at "
-            "once; default: 2 for each of several sequences, else 0."
+            "once; default: 2 for each of several sequences, 6 of chat."
         ),
     ] = None
     prefill_step_size: PrefillStepSize = 512

@@ -122,9 +122,13 @@ def open_session(
     sampling: SamplingOptions | None = None,
     *,
     announce: bool = True,
+    talks: bool = False,
 ) -> Session:
-    """Plan the memory, load a model and reserve its cache; the reservation is printed, unless that is not wanted."""
-    session = load_session(run, process, sampling, max_kv_size=options.kv_size(run.max_kv_size))
+    """Plan the memory, load a model and reserve its cache; the reservation is printed, unless that is not wanted.
+
+    ``talks``: turns are going to be taken back.
+    """
+    session = load_session(run, process, sampling, max_kv_size=options.kv_size(run.max_kv_size), talks=talks)
     planned = session.plan(options.kv_size(run.max_kv_size))
     started = time.perf_counter()
     with named_format(session.settings):
@@ -165,6 +169,7 @@ def load_session(
     max_kv_size: KvSize,
     sequences: int | None = None,
     requests: int = 0,
+    talks: bool = False,
     tell: Callable[[MemoryPlan], None] = lambda planned: None,
 ) -> Session:
     """Plan the memory and load a model; nothing is reserved yet.
@@ -175,6 +180,7 @@ def load_session(
         max_kv_size: tokens that are going to be reserved, as far as that is known yet.
         sequences: of a pool; None: a conversation's cache.
         requests: bytes for a server's requests, if they come out of the same memory.
+        talks: as :func:`open_session` has it.
         tell: called with the plan, before anything is loaded.
     """
     started = time.perf_counter()
@@ -184,7 +190,7 @@ def load_session(
     draft_folder = None if run.draft_model is None else find_model(run.draft_model)
     if draft_folder is not None:
         check_folders(folder, draft_folder)
-    checkpoint, settings, machine = prepare(run, folder, sequences=sequences, requests=requests)
+    checkpoint, settings, machine = prepare(run, folder, sequences=sequences, requests=requests, talks=talks)
     arranged = None
     if ranks.guard() is None:
         planned = plan_that_fits(checkpoint, settings, max_kv_size, machine)
@@ -266,7 +272,7 @@ def follow(run: RunOptions, *, bounded: bool = False) -> None:
 
 
 def prepare(
-    run: RunOptions, folder: Path, *, sequences: int | None = None, requests: int = 0
+    run: RunOptions, folder: Path, *, sequences: int | None = None, requests: int = 0, talks: bool = False
 ) -> tuple[Checkpoint | BridgedCheckpoint, Settings, Machine]:
     """What a plan is made of: what is known of the model in a folder, the settings and this machine."""
     if run.parallel is not None and ranks.guard() is None:
@@ -276,7 +282,7 @@ def prepare(
     checkpoint = read_folder(folder)
     if run.adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
-    cache = cache_options(run, checkpoint, sequences)
+    cache = cache_options(run, checkpoint, sequences, talks=talks)
     machine, settings = this_machine(), Settings(cache, run.prefill_step_size, sequences=sequences)
     if run.draft_model is not None:
         settings = replace(settings, draft_model=DraftModel(read_folder(find_model(run.draft_model))))

@@ -87,7 +87,8 @@ class Token:
         error: why an answer failed.
         from_draft: the token was drafted.
         miss: with an answer's first token, why no more of the prompt was shared: "new", nothing was stored behind what
-            was; "differs", other tokens were; "", none was looked for.
+            was; "differs", other tokens were; "unkept", the same were, but no states that go on there, or only a part
+            of a page; "", none was looked for.
         prompt_logprobs: id, log-probability and most probable tokens of each token of the prompt but the first.
     """
 

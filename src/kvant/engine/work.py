@@ -87,7 +87,8 @@ class Work:
         """Note why no more of the prompt was shared, and say it to whoever debugs, by its token ids."""
         shared = self.cached
         stored = pool.stored_after(self.ids[:shared], self.request.salt)
-        self.miss = "differs" if stored else "new"
+        alike = stored == self.ids[shared : shared + len(stored)]
+        self.miss = "new" if not stored else "unkept" if alike else "differs"
         sent = self.ids[shared : shared + SAID]
         logger.debug("%d of %d prompt tokens were stored; then %s, sent %s", shared, len(self.ids), stored[:SAID], sent)
 
@@ -311,7 +312,7 @@ def _places(ids: Sequence[int], stop_tokens: Collection[int], checkpoints: int, 
     """
     if not checkpoints:
         return []
-    ends = [place for place, token in enumerate(ids, 1) if token in stop_tokens]
+    ends = [place for place, token in enumerate(ids, 1) if token in stop_tokens] or [len(ids) - 1]
     apart = APART * -(-len(ids) // (APART * max(1, checkpoints // 4)))
     found = {place // unit * unit for place in (*ends[:1], *ends[-2:], *range(apart, len(ids), apart))}
     return sorted(place for place in found if 0 < place < len(ids))

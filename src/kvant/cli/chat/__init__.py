@@ -54,7 +54,7 @@ def chat(
     if sys.stdin.isatty():
         signal.signal(signal.SIGTERM, interrupts.leave)  # the terminal is put back, the conversation saved
     with _silent():
-        session = open_session(run, context.obj, sampling, announce=False)
+        session = open_session(run, context.obj, sampling, announce=False, talks=True)
     unchanged = run.raw or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb"
     view: View = "unchanged" if unchanged else "markdown" if markdown else "plain"
     talk = Talk(run, sampling, session, view, overflow)
