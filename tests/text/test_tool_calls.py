@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlx_lm.tool_parsers import glm47, json_tools, minimax_m2, mistral, qwen3_coder
+from mlx_lm.tool_parsers import gemma4, glm47, json_tools, kimi_k2, minimax_m2, mistral, qwen3_coder
 from support.counts import count
 from support.tokenizers_made import write_tokenizer
 from transformers import AutoTokenizer
@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from kvant.text.answer_parts import AnswerParts, CallPart, TextPart
 from kvant.text.call_form import schemas, to_json
 from kvant.text.tokenizer import Tokenizer, load_tokenizer
-from kvant.text.tool_forms import Hermes, Mistral, MistralArgs, QwenCoder, tool_format
+from kvant.text.tool_forms import Harmony, Hermes, Mistral, MistralArgs, QwenCoder, tool_format
 
 # Chat templates that write messages, tools and calls as the published families do, and little else.
 TEMPLATES = {
@@ -265,7 +265,24 @@ WRITTEN = {  # as the templates of GLM 4.5, MiniMax M2, DeepSeek V3 and V3.1 wri
         "{{ '<MARKcallsBARbegin><MARKcallBARbegin>' + c.function.name + '<MARKsep>' + c.function.arguments "
         "+ '<MARKcallBARend><MARKcallsBARend>' }}"
     ),
+    "kimi": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+        "{{ c.function.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>"
+    ),
+    "gemma4": (
+        "<|tool_call>call:{{ c.function.name }}{{ '{' }}"
+        + "{% for k, v in c.function.arguments.items() %}{{ ',' if not loop.first }}{{ k }}:"
+        + "{{ '<|\"|>' + v + '<|\"|>' if v is string else v | tojson }}{% endfor %}"
+        + "{{ '}' }}<tool_call|>"
+    ),
+    "harmony": (
+        " to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>"
+        "{{ c.function.arguments | tojson }}<|call|>"
+    ),
 }
+
+
+PARSERS: dict[str, Any] = {"glm": glm47, "minimax": minimax_m2, "kimi": kimi_k2, "gemma4": gemma4}
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -282,17 +299,22 @@ def test_forms_between_marks(tmp_path: Path, name: str) -> None:
     form = tool_format(tokenizer)
     assert form is not None
     assert form.name == name.removesuffix("_v31")
-    given: dict[str, Any] = {"text": "a b", "count": 3}
+    given: dict[str, Any] = {"text": 'a "b": {c:', "count": 3}
     arguments = to_json(given) if form.text_arguments else given
-    call = {"id": "abcdefghi", "type": "function", "function": {"name": "note", "arguments": arguments}}
+    call = {
+        "id": form.call_id("abcdefghi", "note", 2),
+        "type": "function",
+        "function": {"name": "note", "arguments": arguments},
+    }
     tool = {"type": "function", "function": {"name": "note", "parameters": {"type": "object", "properties": {
         "text": {"type": "string"}, "count": {"type": "integer"}}}}}  # fmt: skip
     asked = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     text = str(tokenizer.apply_chat_template(asked, [tool], tokenize=False)).partition("[assistant]")[2]
     assert form.calls(text.strip(), schemas([tool])) == [("note", given)]
-    if (parser := {"glm": glm47, "minimax": minimax_m2}.get(name)) is not None:
+    if (parser := PARSERS.get(name)) is not None:
         body = text.partition(parser.tool_call_start)[2].partition(parser.tool_call_end)[0]
         theirs: Any = parser.parse_tool_call(body, [tool])
+        theirs = theirs[0] if isinstance(theirs, list) else theirs
         assert (theirs["name"], theirs["arguments"]) == ("note", given)
 
 
@@ -309,3 +331,34 @@ def test_a_prompt_that_begins_the_answer_hides_no_calls(tmp_path: Path, ends: st
     )
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, "qwen2", chat_template=template))
     assert isinstance(tool_format(tokenizer), Hermes)
+
+
+CALLED = '{"text": "<|message|>", "count": 3}'
+HARMONY = {  # what gpt-oss writes behind <|start|>assistant, and what is thought and said
+    f" to=functions.note<|channel|>commentary json<|message|>{CALLED}<|call|>": [],
+    f"<|channel|>commentary to=functions.note <|constrain|>json<|message|>{CALLED}": [],
+    f"<|channel|>analysis to=functions.note code<|message|>{CALLED}": [],
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    f"<|start|>assistant<|channel|>commentary to=functions.note <|constrain|>json<|message|>{CALLED}<|call|>":
+    ["Hm.", "I look."],
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.note<|channel|>commentary"
+    f"<|message|>{CALLED}": ["Hm."],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 500])
+def test_calls_of_gpt_oss(tmp_path: Path, size: int) -> None:
+    marks = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>"]
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, "qwen2", extra_special_tokens=marks))
+    tool = {"type": "function", "function": {"name": "note", "parameters": {"type": "object"}}}
+    for text, said in HARMONY.items():
+        splitter = AnswerParts(tokenizer, "<|start|>assistant", [tool], Harmony())
+        parts = [part for at in range(0, len(text), size) for part in splitter.add(text[at : at + size])]
+        parts += splitter.finish()
+        assert parts.pop() == CallPart("note", to_json(json.loads(CALLED))), text
+        texts = [part.text for part in parts if isinstance(part, TextPart)]
+        assert "".join(texts) == "".join(said)
+    for text in ("<|channel|>commentary to=functions.other <|message|>{}", " to=functions.note and so on", " to=x"):
+        splitter = AnswerParts(tokenizer, "<|start|>assistant", [tool], Harmony())
+        told = [*splitter.add(text), *splitter.finish()]
+        assert all(isinstance(part, TextPart) for part in told)

@@ -1,7 +1,6 @@
 """A conversation as clients give it: its turns, the tools that the model may call, and its thinking."""
 
 import base64
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -218,23 +217,27 @@ def as_shown(tool: Tool) -> dict[str, Any]:
 
 
 def for_template(messages: Sequence[Mapping[str, Any]], form: ToolFormat | None) -> list[dict[str, Any]]:
-    """Messages with ids of calls as the model's template takes them."""
+    """Messages with calls, and the ids of calls, as the model's template takes them."""
     made = [dict(message) for message in messages]
+    ids: dict[str, str] = {}
+    count = 0
     for place, message in enumerate(made):
         if form is None and ("tool_calls" in message or message["role"] == "tool"):
             raise ApiError(f"messages[{place}] has to do with tools; {NO_TOOLS}", param=f"messages[{place}]")
-        if form is not None and form.text_arguments and "tool_calls" in message:
-            message["tool_calls"] = [
-                {**call, "function": {**call["function"], "arguments": to_json(call["function"]["arguments"])}}
-                for call in message["tool_calls"]
-            ]
-        if form is None or form.id_length is None:
+        if form is None:
             continue
         if "tool_calls" in message:
-            calls = message["tool_calls"]
-            message["tool_calls"] = [{**call, "id": _call_id(call["id"], form.id_length)} for call in calls]
+            message["tool_calls"] = calls = [
+                {**call, "function": {**call["function"]}} for call in message["tool_calls"]
+            ]
+            for call in calls:
+                function = call["function"]
+                ids[call["id"]] = call["id"] = form.call_id(call["id"], function["name"], count)
+                count += 1
+                if form.text_arguments:
+                    function["arguments"] = to_json(function["arguments"])
         if "tool_call_id" in message:
-            message["tool_call_id"] = _call_id(message["tool_call_id"], form.id_length)
+            message["tool_call_id"] = ids[message["tool_call_id"]]
     return made
 
 
@@ -265,13 +268,6 @@ def with_system(messages: Sequence[dict[str, Any]], place: str) -> list[dict[str
             made.append(message)
     put_behind()
     return made
-
-
-def _call_id(given: str, length: int) -> str:
-    """The id of a call with so many letters and digits; another one where it has not, always the same."""
-    if len(given) == length and given.isascii() and given.isalnum():
-        return given
-    return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:length]
 
 
 def switched(tokenizer: Tokenizer, on: bool, field: str, left_out: LeftOut) -> Mapping[str, Any]:

@@ -64,7 +64,6 @@ class ToolFormat(ABC):
         several: an answer may have more than one call.
         writing: how they are written.
         text_arguments: the template takes arguments as JSON text.
-        id_length: of the ids of calls, which are letters and digits; None: the template takes any.
     """
 
     name: ClassVar[str]
@@ -73,7 +72,6 @@ class ToolFormat(ABC):
     several: ClassVar[bool] = True
     text_arguments: ClassVar[bool] = False
     writing: Writing
-    id_length: ClassVar[int | None] = None
 
     @abstractmethod
     def reader(self) -> Reader:
@@ -82,6 +80,10 @@ class ToolFormat(ABC):
     @abstractmethod
     def read(self, text: str, tools: Schemas) -> list[Call]:
         """The calls of a text that a reader found the end of, not checked yet."""
+
+    def call_id(self, given: str, name: str, number: int) -> str:
+        """The id of the ``number``-th call of a conversation, as the template takes it: any."""
+        return given
 
     def calls(self, text: str, tools: Schemas) -> list[Call]:
         """:meth:`read`, and each call checked: its tool is known, and its arguments are an object."""

@@ -26,10 +26,11 @@ class Marks:
 
 # gpt-oss names a channel before each part of its answer (github.com/openai/harmony, docs/format.md).
 HARMONY_TOKENS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
+HARMONY_SAID = ("final", "commentary")  # channels of what is said; of the second before a call
 HARMONY = Marks(
     ("<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>analysis<|message|>"),
     "<|end|>",
-    ("<|channel|>final<|message|>", "<|start|>assistant<|channel|>final<|message|>"),
+    tuple(f"{start}<|channel|>{name}<|message|>" for start in ("", "<|start|>assistant") for name in HARMONY_SAID),
 )
 
 

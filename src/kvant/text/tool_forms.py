@@ -3,9 +3,12 @@
 Calls are read here and not by mlx-lm's parsers, which take whole texts and change values: see docs/server.md.
 """
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 from typing import Any, ClassVar
 
 from kvant.errors import PromptError
@@ -191,11 +194,16 @@ class Mistral(ToolFormat):
 
     name = "mistral"
     starts = ("[TOOL_CALLS]",)
-    id_length = 9
 
     def __init__(self, space: str = " ") -> None:
         """``space``: what stands after the mark."""
         self.writing = Writing('{"name": "', '", "arguments": ', "}", ", ", begin=f"[TOOL_CALLS]{space}[", end="]")
+
+    def call_id(self, given: str, name: str, number: int) -> str:
+        """Nine letters and digits; of another id always the same ones."""
+        if len(given) == 9 and given.isascii() and given.isalnum():
+            return given
+        return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
     def reader(self) -> Reader:
         return _MistralReader()
@@ -360,9 +368,100 @@ class DeepSeek(_Marked):
     )
 
 
+class Kimi(_Marked):
+    """Of Kimi K2, whose calls have their names in their ids: ``functions.NAME:0``."""
+
+    name = "kimi"
+    starts = ("<|tool_calls_section_begin|>",)
+    end = "<|tool_calls_section_end|>"
+    call_end = "<|tool_call_end|>"
+    call = re.compile(
+        r"<\|tool_call_begin\|>\s*(?:functions\.)?([^\s<>]+):\d+\s*<\|tool_call_argument_begin\|>(.*)", re.DOTALL
+    )
+
+    def call_id(self, given: str, name: str, number: int) -> str:
+        return f"functions.{name}:{number}"
+
+
+class Gemma4(_Marked):
+    """Of Gemma 4: ``<|tool_call>call:NAME{KEY:<|"|>TEXT<|"|>,KEY:3}<tool_call|>``. Texts are as they are."""
+
+    name = "gemma4"
+    starts = ("<|tool_call>",)
+    end = "<tool_call|>"
+    call = re.compile(r"call:([^\s{}<>]+)(.*)", re.DOTALL)
+
+    def read(self, text: str, tools: Schemas) -> list[Call]:
+        found = self.call.fullmatch(text.removeprefix(self.starts[0]).removesuffix(self.end).strip())
+        if found is None:
+            raise ValueError("not a call")
+        return [(found[1], load_json(_GEMMA.sub(_gemma_as_json, found[2])))]
+
+
+# A text's end may be missing, so that nothing is read twice; what comes of it is no JSON.
+_GEMMA = re.compile(
+    r'<\|"\|>(?P<text>.*?)(?:<\|"\|>|\Z)|(?P<before>[{,]\s*)(?P<key>[^\s{}\[\]:,"<>]+)(?=\s*:)', re.DOTALL
+)
+
+
+def _gemma_as_json(found: re.Match[str]) -> str:
+    if found["key"] is not None:
+        return found["before"] + json.dumps(found["key"])
+    return json.dumps(found["text"])
+
+
+class Harmony(ToolFormat):
+    """Of gpt-oss: ``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>``.
+
+    The name may be before the channel, as its template writes it. A call ends the answer.
+    """
+
+    name = "harmony"
+    starts = tuple(
+        f"{before}{name}"
+        for before in ("<|end|><|start|>assistant", "<|start|>assistant", "")
+        for name in ("<|channel|>commentary to=", "<|channel|>analysis to=", " to=functions.")
+    )
+    several = False
+    writing = Writing("", "", "", arguments="xml")
+
+    def reader(self) -> Reader:
+        return _HarmonyReader()
+
+    def read(self, text: str, tools: Schemas) -> list[Call]:
+        head, _, body = text.partition("<|message|>")
+        name = _RECIPIENT.search(head)
+        if name is None:
+            raise ValueError("a call of no function")
+        return [(name[1], load_json(body.strip().removesuffix("<|call|>")))]
+
+
+_RECIPIENT = re.compile(r"to=functions\.([^\s<>]+)")
+MOST_HEAD = 400  # characters of a call before its arguments
+
+
+class _HarmonyReader(Reader):
+    def __init__(self) -> None:
+        self._json: JsonEnd | None = None
+
+    def end(self, text: str, is_all: bool) -> int | None:
+        if self._json is None:
+            at = text.find("<|message|>", 0, MOST_HEAD)
+            at = skip_space(text, at + len("<|message|>")) if at >= 0 else len(text)
+            if at == len(text) and at < MOST_HEAD and not is_all:
+                return None
+            may_be("{", text, at, 1)
+            self._json = JsonEnd(at)
+        end = self._json.end(text, is_all)
+        if end is None:
+            return None
+        after = may_be("<|call|>", text, skip_space(text, end), end) if end < len(text) else None
+        return after or (len(text) if is_all else None)
+
+
 FORMS: tuple[ToolFormat, ...] = (
     *(Hermes(), QwenCoder(), Mistral(), Mistral(space=""), MistralArgs(), Llama3()),
-    *(Glm(), MiniMax(), DeepSeek()),
+    *(Glm(), MiniMax(), DeepSeek(), Kimi(), Gemma4(), Harmony()),
 )
 PROBE = "kvant_probe"
 PROBE_SCHEMA = {"type": "object", "properties": {"value": {"type": "string"}}, "required": ["value"]}
@@ -386,9 +485,9 @@ def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
         return None
     if PROBE not in prompt:
         return None
-    for as_text in (False, True):
+    for as_text, call_id in product((False, True), ("abcdefghi", f"functions.{PROBE}:0")):  # Mistral's, and Kimi's
         function = {"name": PROBE, "arguments": to_json(PROBE_ARGUMENTS) if as_text else PROBE_ARGUMENTS}
-        call = {"id": "abcdefghi", "type": "function", "function": function}
+        call = {"id": call_id, "type": "function", "function": function}
         with suppress(PromptError):
             called = rendered([*asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
             if found := _form_of(tokenizer, prompt, called, [form for form in FORMS if form.text_arguments is as_text]):
