@@ -1,6 +1,7 @@
 """Turns of models with states and windows read only what is new, and the tokens are those of a fresh server."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import architectures as table
@@ -13,10 +14,13 @@ from support.counts import count
 from support.pools import check_pages
 
 from kvant.bridge.model import BridgedModel
-from kvant.bridge.pool import BridgedPool
+from kvant.bridge.pool import BridgedPool, pool_needs
+from kvant.cache import CacheOptions
+from kvant.cache.pages import pages_for
 from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.request import Request, Token
 from kvant.engine.scheduler import Scheduler
+from kvant.errors import ArgumentError
 
 STOP = 96  # ends a turn
 SIZES: dict[str, Any] = {"tokens": 3072, "sequences": 2, "max_seq_len": 1024, "prefill_step_size": 64, "checkpoints": 6}
@@ -165,3 +169,20 @@ def test_any_turns_under_eviction(name: str, data: st.DataObject) -> None:
         for text in texts:
             if text in chosen and len(text) < 400:
                 text += [*answers[chosen.index(text)][0], *_turn(rng, data.draw(st.integers(1, 60)))]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss"])
+def test_bytes_are_planned_and_counted(name: str) -> None:
+    model = bridged(name)
+    sizes = {key: value for key, value in SIZES.items() if key != "checkpoints"}
+    options = CacheOptions(8, 32, checkpoints=3)
+    pool = model.make_pool(**sizes, **options.fields)
+    assert pool.nbytes == sum(pool_needs(model.entries, sizes, options))
+    more = pool.nbytes - model.make_pool(**sizes, **replace(options, checkpoints=0).fields).nbytes
+    page = {layer: layer.nbytes // part.pages.num for part, layer in pool.places}
+    seen = {part: 1 if part.window is None else pages_for(part.window) + 1 for part, _ in pool.places}
+    assert more == 3 * sum(page[layer] * seen[part] for part, layer in pool.places) + 3 * sum(
+        state.nbytes for state in pool.states
+    )
+    with pytest.raises(ArgumentError, match="checkpoints is -1"):
+        model.make_cache(64, checkpoints=-1)

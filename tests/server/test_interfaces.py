@@ -127,6 +127,10 @@ def test_a_call_and_its_result(server: Running, to: Interface) -> None:
     given = json.loads(call["arguments"]) if "arguments" in call else call["input"]
     assert (call["name"], given) in [("weather", {"city": city}) for city in CITY["enum"]]
     assert reason_of(answer) == CALLED[to]
+    again = to.ask(server, asked, 90, tools=tools, **fields)  # after a prefix that was hit, the same
+    assert counts_of(again["usage"])[1] >= counts_of(again["usage"])[0] - 1
+    (call_again,) = pieces(again)
+    assert {**call_again, "id": "", "call_id": ""} == {**call, "id": "", "call_id": ""}
     if to is MESSAGES:
         result: Any = {"type": "tool_result", "tool_use_id": call["id"], "content": "Snow."}
         turns = [*asked, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": [result]}]

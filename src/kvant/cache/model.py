@@ -268,8 +268,8 @@ class ModelCache(PoolBatch, Sequence[Any]):
 
     @property
     def checkpoints(self) -> int:
-        """Places that are kept to be gone back to, at most, where windows and states move on."""
-        return self.pool.checkpoints
+        """Places that are kept to be gone back to, at most; of a cache that is divided over ranks none."""
+        return 0 if self.divided else self.pool.checkpoints
 
     def go_back(self, num_tokens: int) -> int:
         """Forget what it has past ``num_tokens`` tokens; if some layer cannot go back so far, past the last place kept.

@@ -198,7 +198,7 @@ class PoolSequence:
 
         Of more places than the pool has checkpoints the second one goes: behind the first is all of a conversation.
         """
-        if not self.pool.checkpoints or not self._length or self._length in self._kept:
+        if not self.pool.checkpoints or self.pool.divided or not self._length or self._length in self._kept:
             return
         rows = {}
         for part, table in zip(self.pool.parts, self.tables, strict=True):

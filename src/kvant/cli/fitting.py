@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from kvant.cache import CacheOptions
 from kvant.cli.options import AUTO, PARALLEL, BadValueError, KvSize, RunOptions, named
+from kvant.cli.ranks import guard
 from kvant.errors import ContextError, ModelError
 from kvant.machine import Machine
 from kvant.models.caches import DEFAULT_RESERVATION
@@ -119,7 +120,12 @@ def cache_options(
         raise BadValueError(
             f"--checkpoints is {run.checkpoints}; this model has no windows and no states: others go on from any place"
         )
-    if run.checkpoints is not None or not checkpoint.moves_on:
+    is_divided = talks and guard() is not None
+    if run.checkpoints and is_divided:
+        raise BadValueError(
+            f"--checkpoints is {run.checkpoints}; a conversation over several ranks goes back to nothing"
+        )
+    if run.checkpoints is not None or is_divided or not checkpoint.moves_on:
         return run.cache
     return replace(run.cache, checkpoints=TURNS if talks else CHECKPOINTS * (sequences or 0))
 

@@ -186,10 +186,12 @@ def _describe_experts(checkpoint: AnyCheckpoint, made: MemoryPlan) -> str:
 
 
 def _describe_cache(made: MemoryPlan, bits: int) -> str:
+    places = made.settings.cache.checkpoints
+    kept = f" and {places} checkpoints" if places else ""
     if (count := made.settings.sequences) is None:
-        return f"{made.max_kv_size} tokens at {bits} bits"
+        return f"{made.max_kv_size} tokens at {bits} bits{kept}"
     one = format_bytes(made.sequence)
-    return f"{count} sequences of {made.max_kv_size} tokens at {bits} bits; one more would add {one}"
+    return f"{count} sequences of {made.max_kv_size} tokens at {bits} bits{kept}; one more would add {one}"
 
 
 def _each(made: MemoryPlan) -> str:

@@ -77,6 +77,7 @@ async def props(request: Request) -> Response:
             "pool": {
                 "sequences": pool.max_sequences,
                 "tokens_of_a_sequence": service.max_seq_len,
+                "checkpoints": pool.checkpoints,
                 "pages": pool.num_pages,
                 "page_tokens": pool.page_size,
                 "bytes": pool.nbytes,
