@@ -134,12 +134,17 @@ def test_ends(pocket: Pocket) -> None:
     assert ahead > 5
 
 
-@pytest.mark.parametrize("kind", ["known", "own"])
+WINDOWS = [("mistral", 8), ("gemma3_text", 8), ("gpt_oss", 0), ("llama4", 0)]
+STATES = [("falcon_h1", 8, "known"), ("qwen3_next", 0, "known")]  # no draft model has them
+
+
 @pytest.mark.parametrize(
-    ("loaded", "bits"), [("mistral", 8), ("gemma3_text", 8), ("gpt_oss", 0), ("llama4", 0)], indirect=["loaded"]
+    ("loaded", "bits", "kind"),
+    [*((*each, kind) for each in WINDOWS for kind in ("known", "own")), *STATES],
+    indirect=["loaded"],
 )
-def test_windows_and_bridged_models(loaded: Loaded, bits: int, kind: str) -> None:
-    """Past the window, in steps of up to 8 of which some tokens are taken back."""
+def test_windows_states_and_bridged_models(loaded: Loaded, bits: int, kind: str) -> None:
+    """Past the window, in steps of up to 8 of which some tokens are taken back; of states they are fed again."""
     model, _ = loaded
     prompt = [token % 100 + 20 for token in PROMPT]
     sampler = make_sampler(0.7, seed=2) if kind == "known" else None

@@ -121,8 +121,6 @@ def test_refused_by_the_model(pocket: Pocket, loaded: Loaded) -> None:
     own = ModelDrafts(model=model)
     for target, drafts, words in (
         (model, ModelDrafts(model=states), "draft_model has falcon_h1's layers; .* its states cannot"),
-        (states, own, "draft_model is given; .* convolution layers have states"),
-        (states, Drafts(), "draft is 'prompt'; .* linear or convolution layers have states"),
     ):
         with pytest.raises(ArgumentError, match=words):
             Run(target, [5], target.make_cache(64), drafts=drafts)

@@ -9,6 +9,7 @@ import pytest
 from support.batches import OPTIONS, PAGES, alone, ids_of, run_all, scheduler_of
 
 from kvant import stream_generate
+from kvant.engine.drafts import drafts_of
 from kvant.engine.request import Request
 from kvant.errors import ContextError, QueueFullError
 from kvant.models import Decoder
@@ -203,6 +204,30 @@ def test_a_prompt_whose_client_left_is_gone_on_with(
     assert told[0].cached_tokens == 384
     assert ids_of(told) == alone(pocket[0], request)
     assert pool.num_free == PAGES
+
+
+@pytest.mark.parametrize(("answers", "source"), [(1, "none"), (2, "none"), (1, "prompt"), (2, "prompt")])
+def test_pages_that_are_only_promised_throw_out_no_beginning(
+    pocket: Pocket, heldout_ids: list[int], answers: int, source: Any
+) -> None:
+    """With several answers, and drafts: what is stored goes where a token needs its page, and not before."""
+    scheduler, pool = scheduler_of(pocket[0], pages=8 if answers == 1 else 12)
+    stored, other = heldout_ids[:410], heldout_ids[500:630]
+    run_all(scheduler, [Request(stored, max_tokens=1)])
+    drafts = drafts_of(source)
+    request = Request(other, max_tokens=600, answers=answers, drafts=None if drafts is None else drafts.beside(pool))
+    scheduler.submit(request)
+    told = [token for _ in range(6) for token in scheduler.step()]
+    assert pool.num_free < 3  # no other request could have them
+    assert all(part.prefix.num_idle == 4 for part in pool.parts)
+    scheduler.cancel(request)
+    told += run_all(scheduler)[request]
+    for answer in range(answers):
+        ids = ids_of(told, answer)
+        assert ids == alone(pocket[0], replace(request, answers=1, drafts=None, max_tokens=len(ids)))
+    again = run_all(scheduler, [Request(stored, max_tokens=4)]).popitem()[1]
+    assert again[0].cached_tokens == 409
+    assert ids_of(again) == alone(pocket[0], Request(stored, max_tokens=4))
 
 
 def test_why_no_more_of_a_prompt_was_shared(

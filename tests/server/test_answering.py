@@ -29,7 +29,7 @@ from kvant.text.answer_parts import AnswerParts
 from kvant.text.detokenizer import WindowDetokenizer
 from kvant.text.prompt import system_place
 from kvant.text.tokenizer import Tokenizer
-from kvant.text.tool_forms import Mistral, tool_format
+from kvant.text.tool_forms import Kimi, Mistral, tool_format
 
 Pocket = tuple[Decoder, Any]
 ASKED: Any = [{"role": "user", "content": "Hi"}]
@@ -81,6 +81,9 @@ def test_ids_of_calls_are_as_the_template_wants_them(pocket: Pocket) -> None:
     kept = json.loads(json.dumps(CALLED).replace("call_1", "abcdeFGH9"))
     assert prompt_of(mistral, kept).split() == ["abcdeFGH9"] * 2
     assert prompt_of(service_of(pocket, template, tool_format(pocket[1])), CALLED).split() == ["call_1"] * 2
+    twice = [*CALLED, *json.loads(json.dumps(CALLED[-2:]).replace("call_1", "call_2"))]
+    told = prompt_of(service_of(pocket, template, Kimi()), twice).split()
+    assert told[-4:] == ["functions.look:0", "functions.look:0", "functions.look:1", "functions.look:1"]
 
 
 def test_a_template_without_tools_refuses_them(pocket: Pocket) -> None:

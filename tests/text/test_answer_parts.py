@@ -15,7 +15,19 @@ from kvant.text.call_form import ToolFormat, to_json
 from kvant.text.stream import TextStream
 from kvant.text.thinking import HARMONY, HARMONY_TOKENS, Marks, marks_of
 from kvant.text.tokenizer import Tokenizer, load_tokenizer
-from kvant.text.tool_forms import DeepSeek, Glm, Hermes, Llama3, MiniMax, Mistral, MistralArgs, QwenCoder
+from kvant.text.tool_forms import (
+    DeepSeek,
+    Gemma4,
+    Glm,
+    Harmony,
+    Hermes,
+    Kimi,
+    Llama3,
+    MiniMax,
+    Mistral,
+    MistralArgs,
+    QwenCoder,
+)
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS: list[dict[str, Any]] = [
@@ -46,6 +58,10 @@ HERMES_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 CODER_ROME = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
 LLAMA_ROME = '{"name": "weather", "parameters": {"city": "Rome"}}'
 MISTRAL_ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
+KIMI_CALL = "<|tool_call_begin|>functions.{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+KIMI_CALLS = KIMI_CALL.format("weather:0", '{"city": "Rome"}') + KIMI_CALL.format("now:1", "{}")
+KIMI = f"<|tool_calls_section_begin|>{KIMI_CALLS}<|tool_calls_section_end|>"
+GEMMA_ROME = '<|tool_call>call:weather{city:<|"|>Rome<|"|>}<tool_call|>'
 CALLS = {"hermes": HERMES_ROME, "qwen3_coder": CODER_ROME, "llama3": f"<|python_tag|>{LLAMA_ROME}",
          "mistral": f"[TOOL_CALLS] [{MISTRAL_ROME}]",
          "mistral_args": '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}'}  # fmt: skip
@@ -137,6 +153,22 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
     (DeepSeek(), DEEPSEEK.removesuffix(CALLS_END), [ROME, NOW]),
     (DeepSeek(), DEEPSEEK_V31, [ROME, NOW]),
     (DeepSeek(), DEEPSEEK.replace('"Rome"}', '"Rome"'), None),
+    (Kimi(), KIMI, [ROME, NOW]),
+    (Kimi(), f"Yes. {KIMI} So.", ["Yes.", ROME, NOW, "So."]),
+    (Kimi(), KIMI.replace("functions.now:1", "my/now.v2:12"), [ROME, CallPart("my/now.v2", "{}")]),
+    (Kimi(), KIMI.replace("functions.now:1", "call_1"), None),  # no name
+    (Kimi(), KIMI.replace('"Rome"}', '"Rome"'), None),
+    (Gemma4(), GEMMA_ROME, [ROME]),
+    (Gemma4(), f"Yes.{GEMMA_ROME}{GEMMA_ROME} So.", ["Yes.", ROME, ROME, "So."]),
+    (Gemma4(), GEMMA_ROME.replace("Rome", '{"a": [b:'), [CallPart("weather", '{"city":"{\\"a\\": [b:"}')]),
+    (Gemma4(), '<|tool_call>call:now{a:[1,{b:<|"|>x<|"|>,c-d:true}],e:null}<tool_call|>',
+     [CallPart("now", '{"a":[1,{"b":"x","c-d":true}],"e":null}')]),
+    (Gemma4(), GEMMA_ROME.replace('<|"|>}', "}"), None),
+    (Gemma4(), GEMMA_ROME.replace("call:", ""), None),
+    (Harmony(), ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>', [ROME]),
+    (Harmony(), 'So. <|channel|>commentary to=functions.now <|message|>{} and', ["So.", NOW, "and"]),
+    (Harmony(), '<|channel|>commentary to=functions.now <|message|>', None),
+    (Harmony(), '<|channel|>commentary to=browser.open <|message|>{}', None),
 ]  # fmt: skip
 THINK = Marks(("<think>",), "</think>")
 CHANNEL = Marks(("<|channel>thought",), "<channel|>")

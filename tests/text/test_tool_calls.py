@@ -362,3 +362,6 @@ def test_calls_of_gpt_oss(tmp_path: Path, size: int) -> None:
         splitter = AnswerParts(tokenizer, "<|start|>assistant", [tool], Harmony())
         told = [*splitter.add(text), *splitter.finish()]
         assert all(isinstance(part, TextPart) for part in told)
+        assert "".join(part.text for part in told if isinstance(part, TextPart)) == text
+    splitter = AnswerParts(tokenizer, "<|start|>assistant", [tool], Harmony())
+    assert splitter.add("It goes to=functions.note, " + "as I said. " * 60)  # what is no call is not held back for ever

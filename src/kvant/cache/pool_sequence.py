@@ -36,6 +36,7 @@ class PoolState:
         layout: what a bridged model expects in its cache, as JSON; "": a decoder's.
         divided: other ranks hold a part of the rows. A sequence takes no cache and gives none then.
         takes_back: a step of a sequence may be committed in part, one of several sequences too.
+        feeds_again: of a step of one sequence the part that counts can be fed again instead.
         made_for: the config of the model that made it; None: not known.
         checkpoints: ends of texts whose windows and states are kept, so many at once.
     """
@@ -44,6 +45,7 @@ class PoolState:
 
     divided = False
     takes_back = True
+    feeds_again = False
     made_for: object = None
     rotary: Rotary | None = None
     layout = ""

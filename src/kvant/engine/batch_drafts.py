@@ -171,12 +171,24 @@ class BatchDrafter:
         found = _found(step, step.drafts, picked)
         fed = [[answer.tokens[-1], *draft] for answer, draft in zip(step.answers, step.drafts, strict=True)]
         counts = [len(own) for own in found]
-        step.batch.commit(counts, ids=[ids[:count] for ids, count in zip(fed, counts, strict=True)])
+        self._count_in(step, [ids[:count] for ids, count in zip(fed, counts, strict=True)])
         self.counts.tokens += sum(counts)
         self.counts.drafted += sum(map(len, step.drafts))
         self.counts.accepted += sum(is_drafted for own in found for _, is_drafted in own)
         self._choice.verified(sum(counts) / len(counts), self._seconds)
         return found
+
+    def _count_in(self, step: Step, ids: list[list[int]]) -> None:
+        """Commit the first tokens of a step. Where a state has taken all of it, feed them again instead."""
+        if not self._pool.feeds_again or len(ids[0]) == step.logits.shape[1]:
+            step.batch.commit([len(own) for own in ids], ids=ids)
+            return
+        started = time.perf_counter()
+        step.batch.end_step()
+        self._decoder.feed(step.batch, ids)
+        took = time.perf_counter() - started  # a part of the step's time, and not of the next one's
+        self._seconds = None if self._seconds is None else self._seconds + took
+        self._read_at = None if self._read_at is None else self._read_at + took
 
 
 def _found(step: Step, drafts: Sequence[list[int]], picked: Sequence[Picked | Exception] | None) -> Found:

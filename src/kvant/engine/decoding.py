@@ -89,6 +89,11 @@ class BatchDecoder:
             sampled = pick_rows(each, [answers[number].row(drafts[number][:place]) for number, place in places])
         return Step(list(answers), batch, logits, sampled, drafts=drafts)
 
+    def feed(self, batch: PoolBatch, ids: list[list[int]]) -> None:
+        """Feed tokens whose logits are known, and commit them."""
+        mx.eval(self._model.feed(mx.array(ids), batch))
+        batch.commit(ids=ids)
+
 
 def pick(logits: mx.array, answers: Sequence[Answer]) -> list[Picked | Exception]:
     """Sample the next token of every answer, or say why it has none.

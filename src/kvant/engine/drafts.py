@@ -184,9 +184,5 @@ def check_drafts(drafts: Drafts | None, pool: Pool | ModelCache, *, deterministi
         )
     if pool.divided and name == "draft_model":
         raise ArgumentError(name, f"{given}; several ranks draft from prompt and answer alone")
-    if not pool.takes_back:
-        refused = "side by side drafts are for models that kvant computes without mlx-lm"
-        if isinstance(pool, ModelCache):
-            kept = "linear or convolution layers have states that cannot"
-            refused = f"up to {MOST + 1} tokens of a step are taken back, this model's {kept}"
-        raise ArgumentError(name, f"{given}; {refused}")
+    if not (pool.takes_back or pool.feeds_again):
+        raise ArgumentError(name, f"{given}; side by side drafts are for models that kvant computes without mlx-lm")

@@ -446,17 +446,23 @@ class _HarmonyReader(Reader):
 
     def end(self, text: str, is_all: bool) -> int | None:
         if self._json is None:
-            at = text.find("<|message|>", 0, MOST_HEAD)
-            at = skip_space(text, at + len("<|message|>")) if at >= 0 else len(text)
-            if at == len(text) and at < MOST_HEAD and not is_all:
+            found = text.find("<|message|>", 0, MOST_HEAD)
+            at = skip_space(text, found + len("<|message|>"))
+            if is_all or (found < 0 and len(text) >= MOST_HEAD):
+                if found < 0 or at == len(text):
+                    raise NoCallError("a call without arguments", 1)
+            elif found < 0 or at == len(text):
                 return None
             may_be("{", text, at, 1)
             self._json = JsonEnd(at)
         end = self._json.end(text, is_all)
         if end is None:
             return None
-        after = may_be("<|call|>", text, skip_space(text, end), end) if end < len(text) else None
-        return after or (len(text) if is_all else None)
+        at = skip_space(text, end)
+        rest = text[at : at + len("<|call|>")]
+        if rest == "<|call|>":
+            return at + len(rest)
+        return None if "<|call|>".startswith(rest) and not is_all else end
 
 
 FORMS: tuple[ToolFormat, ...] = (
