@@ -33,6 +33,7 @@ PACKAGE = "scipy_openblas32"
 OF_MACOS = "Apple's Accelerate, with which it is built for macOS"
 EXTRAS = "On Linux kvant needs one of its extras cpu, cuda12 and cuda13, such as: pip install '.[cpu]'"
 PREFIX = "scipy_"
+THREADS = "OPENBLAS_NUM_THREADS"
 FUNCTIONS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # the part of the CBLAS interface that MLX calls
 OURS = re.compile(r"openblas-.*\.(so|part)")  # copies, and the folders a killed process left
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -101,11 +102,15 @@ def _source() -> Path | None:
 
 def _load(source: Path) -> None:
     descriptor = _open_copy(source, user_cache())  # stays open: the linker remembers the library by this name
-    library = ctypes.CDLL(f"/proc/self/fd/{descriptor}", mode=ctypes.RTLD_GLOBAL)
-    if "OPENBLAS_NUM_THREADS" not in os.environ:
-        # Its threads spin while they wait for each other, and for 0.1 s for more work. On 2 cores with a third
-        # busy thread a prefill took 10 to 30 times as long. Work for two threads gets two of MLX's streams.
-        library.scipy_openblas_set_num_threads(1)
+    is_ours = THREADS not in os.environ
+    # Its threads spin while they wait for each other, and for 0.1 s for more work. On 2 cores with a third busy thread
+    # a prefill took 10 to 30 times as long. Work for two threads gets two of MLX's streams. It reads this as it loads.
+    os.environ.setdefault(THREADS, "1")
+    try:
+        ctypes.CDLL(f"/proc/self/fd/{descriptor}", mode=ctypes.RTLD_GLOBAL)
+    finally:
+        if is_ours:
+            del os.environ[THREADS]
 
 
 def _open_copy(source: Path, folder: Path) -> int:
