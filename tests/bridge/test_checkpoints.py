@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import architectures as table
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bridged import REFUSED, bridged
 from support.counts import count
+from support.interruption import Interruption
 from support.pools import check_pages
 
 from kvant.bridge.model import BridgedModel
@@ -186,3 +188,33 @@ def test_bytes_are_planned_and_counted(name: str) -> None:
     )
     with pytest.raises(ArgumentError, match="checkpoints is -1"):
         model.make_cache(64, checkpoints=-1)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss", "llama4"])
+def test_going_back_is_interrupted(name: str) -> None:
+    """Anywhere: the cache holds what it held, the place that was kept, or nothing; and what is fed then is right."""
+    model, rng = bridged(name), random.Random(2)
+    text, behind = _turn(rng, 400), _turn(rng, 40)
+
+    def fed() -> Any:
+        cache = model.make_cache(500, kv_bits=8, checkpoints=2)
+        for start in range(0, 400, 50):
+            mx.eval(model(mx.array([text[start : start + 50]]), cache=cache))
+            if start == 50:
+                cache.held.share_prefix(last_page=True)
+        return cache
+
+    counted, expected, lengths = Interruption(0), {}, set()
+    for length in (0, 100, 400):
+        cache = fed()
+        counted = Interruption(0)
+        counted.of(partial(cache.go_back, min(length, 120)) if length < 400 else int)
+        expected[length] = mx.array(model(mx.array([behind]), cache=cache))
+    counted.of(partial(fed().go_back, 120))
+    for seed in range(count(12, 300)):
+        cache = fed()
+        Interruption(random.Random(seed).randint(1, counted.lines)).of(partial(cache.go_back, 120))
+        length = cache.offset
+        lengths.add(length)
+        assert mx.array_equal(model(mx.array([behind]), cache=cache), expected[length])
+    assert len(lengths) > 1

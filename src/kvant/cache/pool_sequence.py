@@ -175,20 +175,33 @@ class PoolSequence:
                     f"than to {self.oldest} tokens, or to none"
                 )
             self.step = None
-            kept = self._kept.get(length) if 0 < length < min(self.oldest, self._length) else None
-            self._length = length
-            for part, table in zip(self.pool.parts, self.tables, strict=True):
-                if kept is not None and table.moves:
-                    part.begin_at(table, part.first_seen(length), length)
-                else:
+            if 0 < length < min(self.oldest, self._length):
+                self._put_back(length)
+            else:
+                self._length = length
+                for part, table in zip(self.pool.parts, self.tables, strict=True):
                     part.go_back(table, length)
-            if kept is not None:
-                for layer, rows in kept[0].items():
-                    self.put(layer, rows, length)
-                self.restore_states(length, kept[1])
-            for later in [each for each in self._kept if each > length]:
-                del self._kept[later]
+            self._kept = {each: kept for each, kept in self._kept.items() if each <= length}
             return lost
+
+    def _put_back(self, length: int) -> None:
+        """Have the tokens of a place that was kept; none, where that is interrupted."""
+        kept, states = self._kept[length]
+        self._length = 0
+        try:
+            for part, table in zip(self.pool.parts, self.tables, strict=True):
+                if table.moves:
+                    part.begin_at(table, part.first_seen(length), length)
+            for layer, rows in kept.items():
+                self.put(layer, rows, length)
+            self.restore_states(length, states)
+        except BaseException:
+            self._kept.clear()
+            for table in self.tables:
+                if table.moves:  # whose pages are found again when the cache begins to hand out the next ones
+                    table.first, table.pages = 0, []
+            raise
+        self._length = length
 
     @property
     def states(self) -> Any:
