@@ -218,3 +218,22 @@ def test_going_back_is_interrupted(name: str) -> None:
         lengths.add(length)
         assert mx.array_equal(model(mx.array([behind]), cache=cache), expected[length])
     assert len(lengths) > 1
+
+
+def test_states_that_went_while_a_sequence_was_opened() -> None:
+    """Its last pages are those of the checkpoint: nothing is shared then, and it is still its client's own."""
+    model, rng = bridged("qwen3_next"), random.Random(3)
+    pool = model.make_pool(256, sequences=2, max_seq_len=384, prefill_step_size=256, checkpoints=1)
+    text = _turn(rng, 150)
+    first = pool.sequence(150, salt=b"a")
+    model.next_logits(mx.array([text]), batch := pool.batch([first]))
+    batch.commit()
+    first.share_prefix(100, last_page=True)  # states are those of all tokens
+    (other := pool.sequence(101, [*text[:100], 1], salt=b"a")).release()
+    assert other.length == 0
+    first.share_prefix(last_page=True)
+    first.release()
+    other = pool.sequence(128)
+    again = pool.sequence(256, [*text, 1], salt=b"a", whole_pages=False)  # the page with the states becomes its own
+    assert (again.length, again.salt) == (0, b"a")
+    check_pages(pool, [other, again])

@@ -165,7 +165,7 @@ class BridgedPool(Pool):
             states = self._main.prefix.states(digests(made.ids, salt, last_page=True)[-1])
             if states is None:  # they went where pages were needed for the sequence itself
                 made.close()
-                return self.sequence(max_tokens)
+                return self.sequence(max_tokens, salt=salt)
             made.states = states
             return made
 
