@@ -24,7 +24,8 @@ import scripted
 from run import figures, serving
 
 NAMESPACE = "KVANT_AGENTS_NAMESPACE"
-MODEL, PATCHER = "scripted", "gpt-5.5"  # Codex gives models that it knows a tool that takes a patch
+MODEL = "scripted"
+PATCHER, PATCH = "gpt-5.5", "use the patch"  # Codex gives models that it knows a tool that takes a patch
 STEP_S = 180
 SHARED = 0.8  # of a second session's prompt, at least
 COUNTERS = ("kvant_prompt_tokens_total", "kvant_cached_tokens_total", "kvant_answers_total")
@@ -105,17 +106,17 @@ def run(name: str, agent: Agent, command: Path) -> int:
             environ = kept | given | {"HOME": str(home), "NO_PROXY": "127.0.0.1"}
             version = subprocess.run([command, "--version"], env=environ, **QUIET).stdout.split()
             said = f"{name} {next((word for word in version if word[0].isdigit()), '')}"
-            for step, options, prompt in (
+            steps = [
                 ("says hello", agent.start, "hello"),
                 ("runs a tool and reads its result", agent.start, "use the tool"),
                 ("goes on with a session", agent.again, "hello again"),
                 ("begins another session with what it has read", agent.start, "another"),
-                *[("edits a file", agent.start, "use the patch")] * (name == "Codex"),
-            ):
+            ]
+            if name == "Codex":
+                patcher = tuple(PATCHER if option == MODEL else option for option in agent.start)
+                steps.append(("edits a file", patcher, PATCH))
+            for step, options, prompt in steps:
                 before = _counters(url)
-                patched, patches = home / scripted.PATCHED, prompt == "use the patch"
-                if patches:
-                    options = tuple(PATCHER if option == MODEL else option for option in options)
                 arguments = [option.format(url) if option == CODEX else option for option in options]
                 done = subprocess.run([command, *arguments, prompt], cwd=home, env=environ, timeout=STEP_S, **QUIET)
                 after = _counters(url)
@@ -123,8 +124,9 @@ def run(name: str, agent: Agent, command: Path) -> int:
                 wrong = [key for key in after if 'status="4' in key or 'status="5' in key]
                 right = done.returncode == 0 and scripted.SAID in done.stdout and not wrong
                 right &= requests >= (2 if "use the" in prompt else 1)
-                right &= prompt == "hello" or patches or cached >= SHARED * fed
-                right &= not patches or (patched.exists() and patched.read_text() == 'one "two"\n')
+                right &= prompt in ("hello", PATCH) or cached >= SHARED * fed
+                patched = [path.read_text() for path in home.glob(scripted.PATCHED)]
+                right &= prompt != PATCH or patched == ['one "two"\n']
                 mark = "ok    " if right else "FAILED"
                 print(f"{mark} {said} {step}: {cached:.0f} of {fed:.0f} tokens from the cache")
                 failed += not right

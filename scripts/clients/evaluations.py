@@ -32,17 +32,15 @@ def main() -> int:
 
 def measure(url: str, model: str, scratch: Path) -> int:
     """The checks. Returns how many failed."""
+    import lm_eval.models  # they register themselves, before mlx-lm's
     import mlx.core as mx
-    from lm_eval import models, simple_evaluate  # its models register themselves
-
-    assert models
     from mlx_lm.evaluate import MLXLM
 
     reference = MLXLM(model)
     reference._model.set_dtype(mx.float32)
     served = {"model": "pocket", "tokenizer": model, "base_url": f"{url}/v1/completions"}
     found, expected = (
-        simple_evaluate(model=each, model_args=arguments, tasks=[_choices(scratch)], log_samples=True)
+        lm_eval.simple_evaluate(model=each, model_args=arguments, tasks=[_choices(scratch)], log_samples=True)
         for each, arguments in (("local-completions", served), (reference, None))
     )
     likelihoods = [
@@ -54,7 +52,7 @@ def measure(url: str, model: str, scratch: Path) -> int:
     right &= found["results"]["choices"]["acc,none"] == expected["results"]["choices"]["acc,none"]
     failed = _said("lm_eval: multiple choice is mlx-lm's own", right, f"{worst:.1e} of a log-likelihood apart")
 
-    story = simple_evaluate(
+    story = lm_eval.simple_evaluate(
         model="local-chat-completions",
         model_args=served | {"base_url": f"{url}/v1/chat/completions"},
         tasks=[_choices(scratch, "generate_until")],

@@ -62,7 +62,7 @@ class BridgedCache(ModelCache, BridgedBatch):
         """``kv_group_size``: that was asked for. ``absent`` is as in :func:`make_model_cache`."""
         super().__init__(pool)
         self._group = kv_group_size
-        self.takes_back, self.feeds_again = not pool.states, bool(pool.states)  # a state takes all of a step
+        self.takes_back = not pool.states  # a state takes all of a step
         held = [entry for number, entry in enumerate(pool.entries) if number not in absent]
         self._num_states = sum(isinstance(leaf, State) for leaf in leaves_of(held))
 

@@ -107,17 +107,15 @@ class BridgedSequence(PoolSequence):
                     _check_state(number, array, expected)
         self._states = {length: [*states]}
 
-    def share_prefix(self, upto: int | None = None, *, last_page: bool = False) -> None:
-        """As :meth:`PoolSequence.share_prefix`. Where there are states, texts can be joined where they were kept.
-
-        They are those after all of its tokens: with fewer, or without a whole last page, none are kept.
-        """
+    def share_prefix(self, upto: int | None = None, *, last_page: bool = False) -> bytes | None:
+        """As :meth:`PoolSequence.share_prefix`. Where all of the text is shared, its states are kept."""
         if self._empty and not self.pool.checkpoints:
-            return
+            return None
         with self.pool.turn:
-            super().share_prefix(upto, last_page=last_page)
-            if self._empty and upto in (None, self.length) and not self.pool.alone:
-                self.pool.keep(self.ids, self.salt, self.states)
+            digest = super().share_prefix(upto, last_page=last_page)
+            if self._empty and digest is not None:
+                self.pool.keep(digest, self.states)
+            return digest
 
     def close(self) -> None:
         """As :meth:`PoolSequence.close`, the states too."""
@@ -169,14 +167,13 @@ class BridgedPool(Pool):
             made.states = states
             return made
 
-    def keep(self, ids: Sequence[int], salt: bytes, states: list[Arrays]) -> None:
-        """Keep the states after a text whose pages are shared, for those who go on there."""
-        chain = digests(ids, salt, last_page=True)
-        if not chain or chain[-1] not in self._main.prefix or self._main.prefix.states(chain[-1]) is not None:
-            return
-        copies = own_copies(states)
-        mx.eval(copies)
-        self._main.prefix.keep(chain[-1], copies)
+    def keep(self, digest: bytes, states: list[Arrays]) -> None:
+        """Keep the states after a text, by its digest, for those who go on there."""
+        prefix = self._main.prefix
+        if digest in prefix and prefix.states(digest) is None:
+            copies = own_copies(states)
+            mx.eval(copies)
+            prefix.keep(digest, copies)
 
     def _behind(self, before: bytes, ids: Sequence[int], whole_pages: bool) -> int | None:
         if not self.states:

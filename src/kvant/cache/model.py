@@ -102,7 +102,6 @@ class ModelCache(PoolBatch, Sequence[Any]):
     attends_apart, has_windows, page_size = True, False, PAGE_SIZE  # pages that are shared have no windows here
     max_sequences = num_free = 1
     takes_back = True  # a step may be committed in part: of up to 17 tokens where there are windows
-    feeds_again = False  # else the part that counts is fed again
 
     def __init__(self, pool: Pool) -> None:
         """Open the sequence of a pool of one, which is made for it."""

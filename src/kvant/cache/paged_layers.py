@@ -98,14 +98,14 @@ class PagedLayers:
     """
 
     def __init__(
-        self, window: int | None, layers: Sequence[PoolLayer], num_pages: int, step_size: int, slots: int = 0
+        self, window: int | None, layers: Sequence[PoolLayer], num_pages: int, step_size: int, checkpoints: int = 0
     ) -> None:
-        """``step_size``: new tokens of a sequence in one step, at most. ``slots``: of the prefix index."""
+        """``step_size``: new tokens of a sequence in one step, at most. ``checkpoints``: of the prefix index."""
         self.window = window
         self.in_chunks = window is not None and any(layer.format.kind == "chunks" for layer in layers)
         self.layers = tuple(layers)
         self.pages = Pages(num_pages)
-        self.prefix = PrefixIndex(self.pages, slots)
+        self.prefix = PrefixIndex(self.pages, checkpoints)
         self.promised = 0
         self.copied: list[tuple[int, int, int]] | None = None
         self.is_fused = any(layer.backend is not None for layer in layers)

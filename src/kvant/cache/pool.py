@@ -19,9 +19,9 @@ from kvant.operators.kernels.launch import Backend
 from kvant.sizes import format_bytes
 from kvant.threads import check_process
 
-FEWEST_COPIED = 16  # tokens; fewer are fed as fast as they are copied
-
 __all__ = ["Pool", "PoolSequence", "check_sizes", "pool_bytes", "rows_alone", "sizes_alone"]
+
+FEWEST_COPIED = 16  # tokens; fewer are fed as fast as they are copied
 
 
 class Pool(PoolState):
@@ -31,7 +31,6 @@ class Pool(PoolState):
     with pages of 128 rows, cache_layout 3, one layer. T is as many rows as all pages have.
 
     Attributes:
-        checkpoints: ends of texts that are kept beside those of its sequences.
         attends_apart: whether the attention of each sequence is computed for it alone. If not, its logits change by
             rounding with the lengths of the others, in steps of as many rows too.
     """

@@ -36,7 +36,6 @@ class PoolState:
         layout: what a bridged model expects in its cache, as JSON; "": a decoder's.
         divided: other ranks hold a part of the rows. A sequence takes no cache and gives none then.
         takes_back: a step of a sequence may be committed in part, one of several sequences too.
-        feeds_again: of a step of one sequence the part that counts can be fed again instead.
         made_for: the config of the model that made it; None: not known.
         checkpoints: ends of texts whose windows and states are kept, so many at once.
     """
@@ -45,7 +44,6 @@ class PoolState:
 
     divided = False
     takes_back = True
-    feeds_again = False
     made_for: object = None
     rotary: Rotary | None = None
     layout = ""
@@ -211,7 +209,7 @@ class PoolSequence:
     def keep(self) -> None:
         """Keep what is seen through windows, and the states, so that it can go back to the tokens that it has now.
 
-        Of more places than the pool has checkpoints the second one goes: behind the first is all of a conversation.
+        Of more than the pool has checkpoints the second goes: the first is the end of the system prompt.
         """
         if not self.pool.checkpoints or self.pool.divided or not self._length or self._length in self._kept:
             return
@@ -273,7 +271,7 @@ class PoolSequence:
                 raise
             return type(self)(self.pool, tables, max_tokens, self.ids, self.salt)
 
-    def share_prefix(self, upto: int | None = None, *, last_page: bool = False) -> None:
+    def share_prefix(self, upto: int | None = None, *, last_page: bool = False) -> bytes | None:
         """Let other sequences read its whole pages.
 
         Through a window they need the pages of the last tokens that they begin with. So where there are windows, texts
@@ -283,11 +281,14 @@ class PoolSequence:
             upto: only pages of its first tokens, up to this one; None: of all.
             last_page: the last page too, where it is not whole. It is copied for whoever begins alike, and before this
                 sequence writes there again.
+
+        Returns:
+            the digest of all of its text, where all of that is shared now.
         """
         if self.pool.alone:  # the next sequence begins with what this one leaves
             if last_page and upto in (None, self._length):
                 self.keep()
-            return
+            return None
         with self.pool.turn:
             self.check_open()
             ids = self.ids[:upto]
@@ -301,6 +302,7 @@ class PoolSequence:
                         chain[number], page, before[number], ids[number * PAGE_SIZE : (number + 1) * PAGE_SIZE]
                     )
                 part.prefix.use(chain)
+            return chain[-1] if 0 < len(ids) == self._length <= len(chain) * PAGE_SIZE else None
 
     def load(self, other: "PoolSequence") -> None:
         """Take the tokens of a sequence of another pool, of the same model and format. This one must be empty."""

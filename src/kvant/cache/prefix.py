@@ -30,10 +30,10 @@ class PrefixIndex:
     Beside some of them it keeps the states of layers that have one in place of rows; they go with the page.
     """
 
-    def __init__(self, pages: Pages, slots: int = 0) -> None:
-        """``slots``: for states, of so many texts."""
+    def __init__(self, pages: Pages, checkpoints: int = 0) -> None:
+        """``checkpoints``: texts whose states are kept, at most."""
         self._pages = pages
-        self._slots = slots
+        self._checkpoints = checkpoints
         self._kept: OrderedDict[bytes, None] = OrderedDict()  # texts whose states are kept
         self._found: OrderedDict[bytes, _Held] = OrderedDict()  # the least recently used first
         self._by_page: dict[int, bytes] = {}
@@ -107,7 +107,7 @@ class PrefixIndex:
         """Keep the states after the text of a page that it holds, in place of those that were used least recently."""
         self._found[digest].states = states
         self._kept[digest] = None
-        while len(self._kept) > self._slots:
+        while len(self._kept) > self._checkpoints:
             oldest, _ = self._kept.popitem(last=False)
             self._found[oldest].states = None
             if len(self._found[oldest].ids) < PAGE_SIZE:  # nobody goes on there without them

@@ -112,22 +112,23 @@ def longest_on(
     return longest_context(checkpoint, limit, settings=settings, device=device, split_pairs=split_pairs)
 
 
-def cache_options(
+def with_checkpoints(
     run: RunOptions, checkpoint: AnyCheckpoint, sequences: int | None, *, talks: bool = False
 ) -> CacheOptions:
-    """How caches store tokens; without --checkpoints a pool has some, and a conversation (``talks``)."""
+    """The format of a run's caches; without --checkpoints a pool has some, and a conversation (``talks``)."""
+    is_divided = talks and guard() is not None
+    if run.checkpoints is None:
+        wanted = 0 if is_divided else TURNS if talks else CHECKPOINTS * (sequences or 0)
+        return replace(run.cache, checkpoints=wanted if wanted and checkpoint.moves_on else 0)
     if run.checkpoints and not checkpoint.moves_on:
         raise BadValueError(
             f"--checkpoints is {run.checkpoints}; this model has no windows and no states: others go on from any place"
         )
-    is_divided = talks and guard() is not None
     if run.checkpoints and is_divided:
         raise BadValueError(
             f"--checkpoints is {run.checkpoints}; a conversation over several ranks goes back to nothing"
         )
-    if run.checkpoints is not None or is_divided or not checkpoint.moves_on:
-        return run.cache
-    return replace(run.cache, checkpoints=TURNS if talks else CHECKPOINTS * (sequences or 0))
+    return run.cache
 
 
 def named_format(settings: Settings) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ import typer
 
 from kvant.cli import options, terminal
 from kvant.cli import ranks as processes
-from kvant.cli.fitting import cache_options, longest_by_bits, longest_on, plan_for, ranks_for
+from kvant.cli.fitting import longest_by_bits, longest_on, plan_for, ranks_for, with_checkpoints
 from kvant.cli.launch import read_hosts
 from kvant.cli.options import BadValueError, RunOptions, Without
 from kvant.cli.parts import gather_machines
@@ -98,7 +98,7 @@ def plan(
         checkpoint = checkpoint.quantized(weight_format.bits, weight_format.group_size)
     if run.adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
-    settings = Settings(cache_options(run, checkpoint, sequences), run.prefill_step_size, sequences=sequences)
+    settings = Settings(with_checkpoints(run, checkpoint, sequences), run.prefill_step_size, sequences=sequences)
     if draft_model is not None:
         if count is not None:
             raise BadValueError(

@@ -186,8 +186,7 @@ def _describe_experts(checkpoint: AnyCheckpoint, made: MemoryPlan) -> str:
 
 
 def _describe_cache(made: MemoryPlan, bits: int) -> str:
-    places = made.settings.cache.checkpoints
-    kept = f" and {places} checkpoints" if places else ""
+    kept = f" and {places} checkpoints" if (places := made.settings.cache.checkpoints) else ""
     if (count := made.settings.sequences) is None:
         return f"{made.max_kv_size} tokens at {bits} bits{kept}"
     one = format_bytes(made.sequence)

@@ -14,7 +14,7 @@ import mlx.core as mx
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
 from kvant.cli import options, ranks
-from kvant.cli.fitting import cache_options, named_format, plan_for, plan_that_fits
+from kvant.cli.fitting import named_format, plan_for, plan_that_fits, with_checkpoints
 from kvant.cli.options import BadValueError, KvSize
 from kvant.cli.options import RunOptions as RunOptions  # of kvant bench, too
 from kvant.cli.parts import Arranged, arrange, loader
@@ -282,7 +282,7 @@ def prepare(
     checkpoint = read_folder(folder)
     if run.adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
-    cache = cache_options(run, checkpoint, sequences, talks=talks)
+    cache = with_checkpoints(run, checkpoint, sequences, talks=talks)
     machine, settings = this_machine(), Settings(cache, run.prefill_step_size, sequences=sequences)
     if run.draft_model is not None:
         settings = replace(settings, draft_model=DraftModel(read_folder(find_model(run.draft_model))))

@@ -180,7 +180,7 @@ class BatchDrafter:
 
     def _count_in(self, step: Step, ids: list[list[int]]) -> None:
         """Commit the first tokens of a step. Where a state has taken all of it, feed them again instead."""
-        if not self._pool.feeds_again or len(ids[0]) == step.logits.shape[1]:
+        if self._pool.takes_back or len(ids[0]) == step.logits.shape[1]:
             step.batch.commit([len(own) for own in ids], ids=ids)
             return
         started = time.perf_counter()

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from kvant.cache import KVCache
-from kvant.engine.decoding import kernel_failures
 from kvant.engine.request import PREFILL_STEP_SIZE, Request, Token, check_count
 from kvant.engine.scheduler import Scheduler
 from kvant.engine.work import Work
@@ -104,9 +103,9 @@ class CacheScheduler(Scheduler):
                 return
             ids = [[self._last]]
             if cache.step is None:
-                with kernel_failures(cache):
-                    mx.eval(self._model.feed(mx.array(ids), cache))
-            cache.commit(1, ids=ids)
+                self._decoder.feed(cache, ids)
+            else:
+                cache.commit(1, ids=ids)
             self._last = None
             self._look()
 

@@ -91,7 +91,8 @@ class BatchDecoder:
 
     def feed(self, batch: PoolBatch, ids: list[list[int]]) -> None:
         """Feed tokens whose logits are known, and commit them."""
-        mx.eval(self._model.feed(mx.array(ids), batch))
+        with kernel_failures(self._pool):
+            mx.eval(self._model.feed(mx.array(ids), batch))
         batch.commit(ids=ids)
 
 

@@ -174,7 +174,10 @@ def drafts_of(draft: object) -> Drafts | None:
 
 
 def check_drafts(drafts: Drafts | None, pool: Pool | ModelCache, *, deterministic: bool = False) -> None:
-    """Refuse drafts where a step of several tokens cannot be verified, or taken back in part."""
+    """Refuse drafts where a step of several tokens cannot be verified.
+
+    What of a step cannot be taken back in part, because of states, is fed again; of one sequence alone.
+    """
     if drafts is None:
         return
     name, given = drafts.asked
@@ -184,5 +187,5 @@ def check_drafts(drafts: Drafts | None, pool: Pool | ModelCache, *, deterministi
         )
     if pool.divided and name == "draft_model":
         raise ArgumentError(name, f"{given}; several ranks draft from prompt and answer alone")
-    if not (pool.takes_back or pool.feeds_again):
+    if not (pool.takes_back or isinstance(pool, ModelCache)):
         raise ArgumentError(name, f"{given}; side by side drafts are for models that kvant computes without mlx-lm")

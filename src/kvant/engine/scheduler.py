@@ -361,10 +361,7 @@ class Scheduler:
         try:
             # mlx-lm's caches hold the last token too.
             if work.request.keep_cache and sequence.length < min(len(answer.tokens), sequence.max_tokens):
-                batch = self._pool.batch([sequence])
-                with kernel_failures(self._pool):
-                    mx.eval(self._model.feed(mx.array([answer.tokens[-1:]]), batch))
-                batch.commit(ids=[answer.tokens[-1:]])
+                self._decoder.feed(self._pool.batch([sequence]), [answer.tokens[-1:]])
             if not self._deterministic:  # a token at a time is not how chunks compute it
                 sequence.share_prefix(last_page=True)
             if not work.request.keep_cache:

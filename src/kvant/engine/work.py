@@ -23,7 +23,7 @@ logger = logging.getLogger("kvant.engine")
 SAID = 8  # tokens that are said of a prompt that is not shared
 READ_LOGITS = 32  # tokens of a prompt whose logits are held at once, where each is read
 READ_AT_ONCE = 2048  # tokens that a drafter reads in a step: a long prompt holds nobody up
-APART = 2048  # tokens between places of a prompt that can be gone back to, where its turns have no ends
+APART = 2048  # tokens at least between places that are kept in the middle of a prompt
 
 
 @dataclass(eq=False, slots=True)
@@ -305,7 +305,7 @@ def _places(ids: Sequence[int], stop_tokens: Collection[int], checkpoints: int, 
     """The places of a prompt that later ones are likely to go on from.
 
     The end of its first turn, in which system prompt and tools are, and of its last two: an answer before may be
-    written in another way the next time. And some between, so that half of the checkpoints are enough for all.
+    written in another way the next time. And some between, for a quarter of the checkpoints.
 
     Args:
         unit: each is a multiple of it.

@@ -158,10 +158,9 @@ def sampling_options(given: SamplingFields) -> SamplingOptions:
         options["top_k"] = max(given.top_k, 0) if given.top_k == -1 else given.top_k  # -1 is vLLM's word for all
     try:
         if options.get("temp") == 0:
-            SamplingOptions(
-                **{name: value for name, value in options.items() if name in WITHOUT_EFFECT}
-            )  # their ranges
-            options = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
+            idle = {name: value for name, value in options.items() if name in WITHOUT_EFFECT}
+            SamplingOptions(**idle)  # their ranges
+            options = {name: value for name, value in options.items() if name not in idle}
         return SamplingOptions(**options)
     except ArgumentError as error:
         raise refused(error) from error

@@ -5,7 +5,6 @@ out, and said.
 """
 
 import json
-import re
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,6 +51,7 @@ from kvant.server.turns import (
     tool_named,
     with_effort,
 )
+from kvant.text.guidance import as_lark
 
 ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templates know
 INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
@@ -298,10 +298,7 @@ def _custom(tool: CustomBody, name: str, place: str, service: Service, left_out:
     said, form = tool.description or "", tool.format
     if not isinstance(form, GrammarFormat):
         return Tool(name, said, INPUT, custom=True)
-    grammar = form.definition
-    if form.syntax == "regex":
-        slashed = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], grammar)
-        grammar = f"start: /{slashed}/"
+    grammar = form.definition if form.syntax == "lark" else f"start: {as_lark(form.definition)}"
     held = service.tool_format is None or service.tool_format.writing.arguments == "json"
     if not held:
         left_out.add(f"{place}.format", form.syntax)

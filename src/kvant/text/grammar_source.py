@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from kvant.errors import GrammarError, printable
 from kvant.text.call_form import ToolFormat
+from kvant.text.guidance import as_lark
 from kvant.text.quoted_lark import quoted
 from kvant.text.thinking import marks_of
 from kvant.text.tokenizer import Tokenizer
@@ -32,7 +33,6 @@ NEXT = 1e-12
 # Comments, texts and regular expressions of a grammar. Their ends may be missing, so that nothing is read twice.
 QUOTED = re.compile(r'(?://|#)[^\n]*|"(?:\\.|[^"\\])*"?|/(?:\\.|[^/\\])*/?', re.DOTALL)
 TEMPERATURE = re.compile(r"\btemperature\b\s*=")  # a rule's
-NO_TEMPERATURE = "the grammar has a temperature; expected none: an answer is sampled with its request's"
 ANY_TEXT = "/(?s:.*)/"
 
 
@@ -156,19 +156,22 @@ def _grammars(kind: Kind, source: Mapping[str, Any] | str | bool | ToolGrammar, 
     elif not isinstance(source, str) or kind == "tool_calls":
         raise GrammarError(f"the {kind} is a {type(source).__name__}; expected text")
     elif kind == "regex":
-        from llguidance import regex_to_lark
-
-        lines = ["start: TEXT", f"TEXT: /{regex_to_lark(source, '')}/"]
-    elif TEMPERATURE.search(QUOTED.sub('""', source)):
-        raise GrammarError(NO_TEMPERATURE)
+        lines = ["start: TEXT", f"TEXT: {as_lark(source)}"]
     else:
-        lines = [source]
+        lines = [_without_temperature(source)]
     return [_lark(lines), *named]
 
 
 def _json(name: str, schema: Mapping[str, Any], how: Mapping[str, Any]) -> dict[str, Any]:
     """A grammar of JSON by its schema, under a name."""
     return {"name": name, "json_schema": _exact(schema) | {"x-guidance": how}}
+
+
+def _without_temperature(source: str) -> str:
+    """A grammar of the client's, which is refused if it says how to sample."""
+    if TEMPERATURE.search(QUOTED.sub('""', source)):
+        raise GrammarError("the grammar has a temperature; expected none: an answer is sampled with its request's")
+    return source
 
 
 def _lark(lines: Sequence[str]) -> dict[str, Any]:
@@ -283,10 +286,8 @@ def _calls(source: ToolGrammar, marked: Marked) -> tuple[list[str], list[dict[st
 
 def _input(name: str, source: str) -> list[dict[str, Any]]:
     """The grammar of a JSON object with one text, ``input``, under a name, and that of the text."""
-    if TEMPERATURE.search(QUOTED.sub('""', source)):
-        raise GrammarError(NO_TEMPERATURE)
     lines = [rf'start: "{{\"input\": \"" @{name}_text "\"}}"']
-    return [{"name": name, **_lark(lines)}, {"name": f"{name}_text", **_lark([quoted(source)])}]
+    return [{"name": name, **_lark(lines)}, {"name": f"{name}_text", **_lark([quoted(_without_temperature(source))])}]
 
 
 def _free(source: ToolGrammar, marked: Marked, mark: str) -> list[str]:

@@ -82,6 +82,13 @@ def _from_single_bytes(vocabulary: str) -> "tuple[LLTokenizer, int | None]":
     return Vocabulary(tokens, given["marks"], given["eos"]).for_library(), brace
 
 
+def as_lark(expression: str) -> str:
+    """A regular expression of Rust's syntax as a terminal of Lark's language."""
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(expression, '')}/"
+
+
 def compiled(vocabulary: "LLTokenizer", document: str) -> "LLMatcher":
     """A grammar at its beginning. ``document``: JSON, of :mod:`kvant.text.grammar_source`."""
     from llguidance import LLMatcher, LLParserLimits

@@ -391,11 +391,8 @@ class Gemma4(_Marked):
     end = "<tool_call|>"
     call = re.compile(r"call:([^\s{}<>]+)(.*)", re.DOTALL)
 
-    def read(self, text: str, tools: Schemas) -> list[Call]:
-        found = self.call.fullmatch(text.removeprefix(self.starts[0]).removesuffix(self.end).strip())
-        if found is None:
-            raise ValueError("not a call")
-        return [(found[1], load_json(_GEMMA.sub(_gemma_as_json, found[2])))]
+    def _arguments(self, text: str, schema: Mapping[str, Any]) -> Any:
+        return load_json(_GEMMA.sub(_gemma_as_json, text))
 
 
 # A text's end may be missing, so that nothing is read twice; what comes of it is no JSON.
@@ -405,9 +402,7 @@ _GEMMA = re.compile(
 
 
 def _gemma_as_json(found: re.Match[str]) -> str:
-    if found["key"] is not None:
-        return found["before"] + json.dumps(found["key"])
-    return json.dumps(found["text"])
+    return json.dumps(found["text"]) if found["key"] is None else found["before"] + json.dumps(found["key"])
 
 
 class Harmony(ToolFormat):
@@ -430,10 +425,8 @@ class Harmony(ToolFormat):
 
     def read(self, text: str, tools: Schemas) -> list[Call]:
         head, _, body = text.partition("<|message|>")
-        name = _RECIPIENT.search(head)
-        if name is None:
-            raise ValueError("a call of no function")
-        return [(name[1], load_json(body.strip().removesuffix("<|call|>")))]
+        name, *_ = _RECIPIENT.findall(head)  # a ValueError where it calls no function
+        return [(name, load_json(body.strip().removesuffix("<|call|>")))]
 
 
 _RECIPIENT = re.compile(r"to=functions\.([^\s<>]+)")
@@ -448,10 +441,9 @@ class _HarmonyReader(Reader):
         if self._json is None:
             found = text.find("<|message|>", 0, MOST_HEAD)
             at = skip_space(text, found + len("<|message|>"))
-            if is_all or (found < 0 and len(text) >= MOST_HEAD):
-                if found < 0 or at == len(text):
+            if found < 0 or at == len(text):
+                if is_all or (found < 0 and len(text) >= MOST_HEAD):
                     raise NoCallError("a call without arguments", 1)
-            elif found < 0 or at == len(text):
                 return None
             may_be("{", text, at, 1)
             self._json = JsonEnd(at)

@@ -86,5 +86,5 @@ def settings_record(settings: Settings) -> dict[str, Any]:
     """The settings that are flags of ``kvant plan``, by name."""
     cache = settings.cache
     stored = {"kv_bits": cache.kv_bits, "kv_group_size": cache.kv_group_size, "kv_bias_split": cache.bias_split}
-    stored |= {"checkpoints": cache.checkpoints}
-    return stored | {"prefill_step_size": settings.prefill_step_size, "sequences": settings.sequences}
+    fed = {"checkpoints": cache.checkpoints, "prefill_step_size": settings.prefill_step_size}
+    return stored | fed | {"sequences": settings.sequences}
