@@ -17,8 +17,9 @@ from kvant.cache.options import CacheOptions
 from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pool import Pool, pool_bytes
 from kvant.cache.pool_batch import PoolBatch
+from kvant.cache.pool_disk import PoolDisk
 from kvant.cache.pool_sequence import PoolSequence, own_copies
-from kvant.cache.prefix import digests
+from kvant.cache.prefix import digests, extended
 from kvant.errors import ModelError
 from kvant.models.caches import check_memory
 
@@ -101,18 +102,17 @@ class BridgedSequence(PoolSequence):
         return [next(states) if isinstance(leaf, State) else next(layers) for leaf in leaves]
 
     def restore_states(self, length: int, states: Sequence[Arrays]) -> None:
-        for own, arrays in zip(self.pool.states, states, strict=True):
-            for number, (array, expected) in enumerate(zip(arrays, own.shapes, strict=True)):
-                if array is not None and expected is not None:
-                    _check_state(number, array, expected)
+        self.pool.check_states(states)
         self._states = {length: [*states]}
 
-    def share_prefix(self, upto: int | None = None, *, last_page: bool = False) -> bytes | None:
+    def share_prefix(
+        self, upto: int | None = None, *, last_page: bool = False, on_the_way: bool = False
+    ) -> bytes | None:
         """As :meth:`PoolSequence.share_prefix`. Where all of the text is shared, its states are kept."""
         if self._empty and not self.pool.checkpoints:
             return None
         with self.pool.turn:
-            digest = super().share_prefix(upto, last_page=last_page)
+            digest = super().share_prefix(upto, last_page=last_page, on_the_way=on_the_way)
             if self._empty and digest is not None:
                 self.pool.keep(digest, self.states)
             return digest
@@ -175,12 +175,33 @@ class BridgedPool(Pool):
             mx.eval(copies)
             prefix.keep(digest, copies)
 
-    def _behind(self, before: bytes, ids: Sequence[int], whole_pages: bool) -> int | None:
+    def check_states(self, states: Sequence[Arrays]) -> None:
+        """Refuse arrays that are no states of the model's."""
+        for own, arrays in zip(self.states, states, strict=True):
+            for number, (array, expected) in enumerate(zip(arrays, own.shapes, strict=True)):
+                if array is not None and expected is not None:
+                    _check_state(number, array, expected)
+
+    def _fetch_states(self, digest: bytes) -> bool:
+        states = self.disk.states(digest)
+        if states is None:
+            return True
+        self.check_states(states)
+        self._main.prefix.keep(digest, states)
+        return False
+
+    def _behind(self, before: bytes, ids: Sequence[int], whole_pages: bool, disk: PoolDisk | None) -> int | None:
         if not self.states:
-            return super()._behind(before, ids, whole_pages)
-        for count in self._main.prefix.kept_behind(before, ids):
-            if not count or (not whole_pages and self._alike(before, ids[:count]) == count):
+            return super()._behind(before, ids, whole_pages, disk)
+        kept = self._main.prefix.kept_behind(before, ids)
+        for count in kept if disk is None else range(0 if whole_pages else len(ids), -1, -1):
+            if count in kept and (not count or (not whole_pages and self._alike(before, ids[:count]) == count)):
                 return count
+            if disk is not None:
+                digest = extended(before, ids[:count]) if count else before
+                pages = (digest in part.prefix or disk.has_page(part, digest) for part in self.parts)
+                if disk.has_states(digest) and (not count or all(pages)):
+                    return count
         return None
 
 

@@ -190,6 +190,22 @@ def stored_bytes(stored: Stored) -> int:
     return DTYPES[dtype].size * math.prod(shape)
 
 
+def array_bytes(array: mx.array) -> bytes | memoryview:
+    """What is in an array."""
+    if not array.size:
+        return b""
+    return memoryview(mx.view(mx.contiguous(array).reshape(-1), mx.uint8))  # type: ignore[arg-type]
+
+
+def as_array(data: bytearray, stored: Stored) -> mx.array:
+    """The array of these bytes, which are as many as it has."""
+    dtype, shape = stored
+    if not data:
+        return mx.zeros(shape, DTYPES[dtype])
+    array = mx.array(memoryview(data))  # type: ignore[arg-type]
+    return array.view(DTYPES[dtype]).reshape(shape)
+
+
 def stored_dtype(kv_bits: int) -> str:
     """The dtype of quantized values."""
     return DTYPE_NAMES[quantized_dtype(kv_bits)]

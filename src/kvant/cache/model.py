@@ -9,11 +9,13 @@ from typing import Any, Self, overload
 import mlx.core as mx
 
 from kvant.cache import snapshot
+from kvant.cache.disk import DiskCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import LayerFormat
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch, PoolLayerView
+from kvant.cache.pool_disk import PoolDisk
 from kvant.cache.pool_sequence import PoolSequence, check_num_tokens
 from kvant.operators.kernels.launch import Backend
 from kvant.threads import check_process
@@ -202,6 +204,15 @@ class ModelCache(PoolBatch, Sequence[Any]):
         return self.pool.backend
 
     @property
+    def disk(self) -> PoolDisk | None:
+        """Where its pages and states are written, and read from; None: nowhere."""
+        return self.pool.disk
+
+    def use_disk(self, disk: DiskCache) -> None:
+        """Read beginnings of prompts from a disk cache, and write them there; see :meth:`Pool.use_disk`."""
+        self.pool.use_disk(disk)
+
+    @property
     def num_pages(self) -> int:
         """Pages of its sequence."""
         return self.pool.num_pages
@@ -215,6 +226,8 @@ class ModelCache(PoolBatch, Sequence[Any]):
     ) -> PoolSequence:
         """Its sequence, which goes back to what it has in common with ``prompt``, less the last token."""
         self.keep_common(prompt)
+        if self.pool.disk is not None:
+            self.held.read(prompt)
         return self.held
 
     def batch(self, sequences: Sequence[PoolSequence], rows: int | None = None) -> "ModelCache":

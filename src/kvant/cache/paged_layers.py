@@ -138,14 +138,24 @@ class PagedLayers:
             return length // self.window * self.window
         return self.first_seen(length)
 
-    def sees(self, chain: Sequence[bytes]) -> bool:
-        """Whether the index holds the pages that the next token behind a text sees, by the digests of its pages."""
-        return all(digest in self.prefix for digest in chain[self.first_seen(len(chain) * PAGE_SIZE) // PAGE_SIZE :])
+    def seen(self, chain: Sequence[bytes]) -> Sequence[bytes]:
+        """Of the digests of a text's pages those of the pages that the next token behind it sees."""
+        return chain[self.first_seen(len(chain) * PAGE_SIZE) // PAGE_SIZE :]
+
+    def take_in(self, digest: bytes, before: bytes, ids: Sequence[int], held: Sequence[mx.array]) -> bool:
+        """Have a page of a text in the index, whose rows are :meth:`page_rows`. Returns whether there was room."""
+        if self._room < 1:
+            return False
+        (page,) = self._take(1)
+        self.put_page(page, held)
+        self.prefix.put(digest, page, before, ids)
+        self.pages.release([page])
+        return True
 
     def open(self, chain: Sequence[bytes], max_tokens: int) -> PageTable:
         """Pages for ``max_tokens`` tokens, of which those under a chain of digests are shared."""
-        first = self.first_seen(len(chain) * PAGE_SIZE) // PAGE_SIZE
-        table = self._table(max_tokens, first * PAGE_SIZE, self.prefix.hold(chain[first:]))
+        seen = self.seen(chain)
+        table = self._table(max_tokens, (len(chain) - len(seen)) * PAGE_SIZE, self.prefix.hold(seen))
         return self._reserve(table, max_tokens)
 
     def fork(self, table: PageTable, length: int, max_tokens: int) -> PageTable:
@@ -292,12 +302,21 @@ class PagedLayers:
         """Copy the first rows of a page to another, in all layers."""
         if self.copied is not None:
             self.copied.append((page, to, rows))
-        page, to = page * PAGE_SIZE, to * PAGE_SIZE
-        for layer in self.layers:
-            held = [mx.contiguous(array[:, :, page : page + rows]) for array in layer.arrays]
-            mx.eval(held)  # before the write: MLX would copy the whole array for it
-            for array, part in zip(layer.arrays, held, strict=True):
-                array[:, :, to : to + rows] = part
+        held = self.page_rows(page, rows)
+        mx.eval(held)  # before the write: MLX would copy the whole array for it
+        self.put_page(to, held)
+
+    def page_rows(self, page: int, rows: int) -> list[mx.array]:
+        """The first rows of a page, of each array of each layer; copies."""
+        first = page * PAGE_SIZE
+        return [mx.contiguous(array[:, :, first : first + rows]) for layer in self.layers for array in layer.arrays]
+
+    def put_page(self, page: int, held: Sequence[mx.array]) -> None:
+        """Write the first rows of a page, as :meth:`page_rows` gave them."""
+        first = page * PAGE_SIZE
+        arrays = [array for layer in self.layers for array in layer.arrays]
+        for array, part in zip(arrays, held, strict=True):
+            array[:, :, first : first + part.shape[2]] = part
 
 
 def kernel_use(own: LayerFormat, dtype: mx.Dtype, num_heads: int | None, may_have_sinks: bool) -> KernelUse:

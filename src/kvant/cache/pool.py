@@ -1,16 +1,19 @@
 """One reservation for many sequences: the keys and values of all layers, in pages of 128 rows."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any, ClassVar
 
 import mlx.core as mx
 
+from kvant.cache.disk import DiskCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import SLACK, LayerFormat, stored_bytes
 from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, backend_of, kernel_use, window_pages
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool_batch import PoolBatch
+from kvant.cache.pool_disk import PoolDisk
 from kvant.cache.pool_sequence import PoolSequence, PoolState, close
 from kvant.cache.prefix import digests, root
 from kvant.errors import ContextError
@@ -197,6 +200,62 @@ class Pool(PoolState):
                 raise
             return self.sequence_kind(self, tables, max_tokens, prompt[:length], salt)
 
+    def use_disk(self, disk: DiskCache, *, is_exact: bool = False) -> None:
+        """Write what its sequences share to a disk cache, and let :meth:`fetch` read it.
+
+        Args:
+            is_exact: only what chunks of 128 tokens computed is read, with this MLX on this kind of device.
+        """
+        self.disk = PoolDisk(disk, self, is_exact=is_exact)
+
+    def fetch(self, prompt: Sequence[int], *, salt: bytes = b"", whole_pages: bool = True, most: int) -> bool:
+        """Read pages that a prompt begins with from disk, ``most`` of them at most, for :meth:`sequence` to share.
+
+        Returns:
+            whether there may be more to read.
+        """
+        if self.disk is None:
+            return False
+        with self.turn:
+            ids, chain, first = self.on_disk(prompt, salt, whole_pages)
+            before, read = [root(salt), *chain], 0
+            for part in self.parts:
+                part.prefix.use(chain)
+            for part in self.parts:
+                for number in range(first[part], len(chain)):
+                    if chain[number] in part.prefix:
+                        continue
+                    own = ids[number * PAGE_SIZE : (number + 1) * PAGE_SIZE]
+                    held = self.disk.page(part, chain[number], len(own))
+                    if held is None:
+                        return True  # it is gone by now, and with it some of the beginning
+                    if not part.take_in(chain[number], before[number], own, held):
+                        return False
+                    read += 1
+                    if read == most:
+                        mx.eval([layer.arrays for layer in self.layers])
+                        return True
+            mx.eval([layer.arrays for layer in self.layers])
+            if self.states and chain and self._main.prefix.states(chain[-1]) is None:
+                return self._fetch_states(chain[-1])
+            if read:
+                self.disk.used(chain)
+            return False
+
+    def on_disk(
+        self, prompt: Sequence[int], salt: bytes, whole_pages: bool
+    ) -> tuple[Sequence[int], list[bytes], dict[PagedLayers, int]]:
+        """The longest beginning of a prompt, less its last token, that there is in pages here and on disk.
+
+        Returns:
+            its tokens, the digests of its pages, and of each part the number of the first page that is needed.
+        """
+        known = prompt[: max(0, len(prompt) - 1)]
+        chain, rest = self._beginning(known, salt, whole_pages, self.disk)
+        ids = known[: len(chain) * PAGE_SIZE + (rest if self.states else 0)]
+        first = {part: len(chain) - len(part.seen(chain)) for part in self.parts}
+        return ids, digests(ids, salt, last_page=True), first
+
     def stored_after(self, ids: Sequence[int], salt: bytes) -> list[int]:
         """Tokens that are stored behind a text, of the page that was stored last; none: nothing is."""
         chain = digests(ids, salt)
@@ -215,29 +274,40 @@ class Pool(PoolState):
     def _main(self) -> PagedLayers:
         return max(self.parts, key=lambda part: float("inf") if part.window is None else part.window)
 
-    def _beginning(self, known: Sequence[int], salt: bytes, whole_pages: bool) -> tuple[list[bytes], int]:
-        """What the pages of all layers hold of the beginning of a text.
+    def _beginning(
+        self, known: Sequence[int], salt: bytes, whole_pages: bool, disk: PoolDisk | None = None
+    ) -> tuple[list[bytes], int]:
+        """What the pages of all layers hold of the beginning of a text, and those on ``disk``.
 
         Returns:
             the digests of its whole pages, and the number of tokens behind them.
         """
+
+        def has(part: PagedLayers, digest: bytes) -> bool:
+            return digest in part.prefix or (disk is not None and disk.has_page(part, digest))
+
         chain = digests(known, salt)
         count = len(chain)
         for part in self.parts:
             if part.window is None:
-                count = min(count, sum(1 for _ in takewhile(part.prefix.__contains__, chain)))
+                count = min(count, sum(1 for _ in takewhile(partial(has, part), chain)))
         for pages in range(count, -1, -1):
             before = chain[pages - 1] if pages else root(salt)
-            if all(part.sees(chain[:pages]) for part in self.parts if part.window is not None):
-                rest = self._behind(before, known[pages * PAGE_SIZE : (pages + 1) * PAGE_SIZE], whole_pages)
+            windows = (part for part in self.parts if part.window is not None)
+            if all(has(part, digest) for part in windows for digest in part.seen(chain[:pages])):
+                rest = self._behind(before, known[pages * PAGE_SIZE : (pages + 1) * PAGE_SIZE], whole_pages, disk)
                 if rest is not None:
                     return chain[:pages], rest
         return [], 0
 
-    def _behind(self, before: bytes, ids: Sequence[int], whole_pages: bool) -> int | None:
+    def _behind(self, before: bytes, ids: Sequence[int], whole_pages: bool, disk: PoolDisk | None) -> int | None:
         """How many of the tokens behind the whole pages of a text can be copied; None: nobody goes on there."""
         alike = 0 if whole_pages else self._alike(before, ids)
         return alike if alike >= FEWEST_COPIED else 0
+
+    def _fetch_states(self, digest: bytes) -> bool:
+        """Read the states after a text, whose pages are here. Returns whether :meth:`fetch` is to look again."""
+        raise NotImplementedError
 
     def _alike(self, before: bytes, ids: Sequence[int]) -> int:
         """How many of the tokens behind a text have rows in all layers."""

@@ -38,9 +38,13 @@ class PoolState:
         takes_back: a step of a sequence may be committed in part, one of several sequences too.
         made_for: the config of the model that made it; None: not known.
         checkpoints: ends of texts whose windows and states are kept, so many at once.
+        states: what a sequence has of each layer that has a state in place of rows.
+        disk: where its pages and states are written, and read from; None: nowhere.
     """
 
     checkpoints = 0
+    states: Sequence[Any] = ()
+    disk: Any = None
 
     divided = False
     takes_back = True
@@ -271,7 +275,9 @@ class PoolSequence:
                 raise
             return type(self)(self.pool, tables, max_tokens, self.ids, self.salt)
 
-    def share_prefix(self, upto: int | None = None, *, last_page: bool = False) -> bytes | None:
+    def share_prefix(
+        self, upto: int | None = None, *, last_page: bool = False, on_the_way: bool = False
+    ) -> bytes | None:
         """Let other sequences read its whole pages.
 
         Through a window they need the pages of the last tokens that they begin with. So where there are windows, texts
@@ -281,6 +287,8 @@ class PoolSequence:
             upto: only pages of its first tokens, up to this one; None: of all.
             last_page: the last page too, where it is not whole. It is copied for whoever begins alike, and before this
                 sequence writes there again.
+            on_the_way: more of its prompt is to come, and nobody is likely to go on here: in a disk cache is then what
+                sees all tokens.
 
         Returns:
             the digest of all of its text, where all of that is shared now.
@@ -288,6 +296,9 @@ class PoolSequence:
         if self.pool.alone:  # the next sequence begins with what this one leaves
             if last_page and upto in (None, self._length):
                 self.keep()
+            if self.pool.disk is not None:
+                ids = self.ids[:upto]
+                self._write(ids, digests(ids, self.salt, last_page=last_page), on_the_way)
             return None
         with self.pool.turn:
             self.check_open()
@@ -302,7 +313,50 @@ class PoolSequence:
                         chain[number], page, before[number], ids[number * PAGE_SIZE : (number + 1) * PAGE_SIZE]
                     )
                 part.prefix.use(chain)
-            return chain[-1] if 0 < len(ids) == self._length <= len(chain) * PAGE_SIZE else None
+            if self.pool.disk is not None:
+                self._write(ids, chain, on_the_way)
+            return chain[-1] if self._is_all(ids, chain) else None
+
+    def _is_all(self, ids: Sequence[int], chain: Sequence[bytes]) -> bool:
+        """Whether these are all its tokens, and these pages hold them."""
+        return 0 < len(ids) == self._length <= len(chain) * PAGE_SIZE
+
+    def _write(self, ids: Sequence[int], chain: Sequence[bytes], on_the_way: bool) -> None:
+        """Have the pages written that a text sees which goes on here, and the states."""
+        disk, whole = self.pool.disk, chain[: len(ids) // PAGE_SIZE]
+        for part, table in zip(self.pool.parts, self.tables, strict=True):
+            first = max(len(whole) - len(part.seen(whole)), -(-table.first // PAGE_SIZE))
+            for number in range(first, len(chain) if part.window is None or not on_the_way else 0):
+                page, rows = table.pages[number - table.start // PAGE_SIZE], len(ids) - number * PAGE_SIZE
+                disk.put_page(part, chain[number], page, min(PAGE_SIZE, rows))
+        if not on_the_way:
+            if self.pool.states and self._is_all(ids, chain):
+                disk.put_states(chain[-1], self.states)
+            disk.used(chain)
+
+    def read(self, prompt: Sequence[int]) -> None:
+        """Take what the disk cache has of the beginning of a prompt, less its last token. It is empty, and alone."""
+        ids, chain, first = self.pool.on_disk(prompt, self.salt, whole_pages=False)
+        if len(ids) <= self._length:
+            return
+        self.trim(self._length)
+        try:
+            self.begin_at({layer: first[part] * PAGE_SIZE for part, layer in self.pool.places}, len(ids))
+            for part, table in zip(self.pool.parts, self.tables, strict=True):
+                for number in range(table.start // PAGE_SIZE, len(chain)):
+                    held = self.pool.disk.page(part, chain[number], min(PAGE_SIZE, len(ids) - number * PAGE_SIZE))
+                    if held is None:
+                        return self.empty()
+                    part.put_page(table.pages[number - table.start // PAGE_SIZE], held)
+                mx.eval([layer.arrays for layer in part.layers])
+            if self.pool.states:
+                if (states := self.pool.disk.states(chain[-1])) is None:
+                    return self.empty()
+                self.restore_states(len(ids), states)
+        except BaseException:
+            self.empty()
+            raise
+        self.restore(len(ids), ids)
 
     def load(self, other: "PoolSequence") -> None:
         """Take the tokens of a sequence of another pool, of the same model and format. This one must be empty."""

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from kvant.atomic import atomic_file
 from kvant.cache.identity import Identity
-from kvant.cache.layer_format import DTYPES, Stored, difference, stored_bytes
+from kvant.cache.layer_format import Stored, array_bytes, as_array, difference, stored_bytes
 from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.cache.snapshot_header import RopeFacts, SnapshotHeader, describe, parse
@@ -136,20 +136,14 @@ def _encode(header: SnapshotHeader) -> bytes:
 
 def _contents(header: SnapshotHeader, sequence: PoolSequence) -> Iterator[bytes | memoryview]:
     """The bytes of every tensor between the digests, in order."""
-    yield _bytes(mx.array(sequence.ids, mx.uint32))
+    yield array_bytes(mx.array(sequence.ids, mx.uint32))
     for own, layer in zip(header.layers, sequence.saved_layers, strict=True):
         if isinstance(layer, PoolLayer):
             arrays = [*layer.tables().values(), *sequence.held_rows(layer, own.first(header.length, header.written))]
         else:
             arrays = [array for array in layer if array is not None]
         for array in arrays:
-            yield _bytes(array)
-
-
-def _bytes(array: mx.array) -> bytes | memoryview:
-    if not array.size:
-        return b""
-    return memoryview(mx.view(mx.contiguous(array).reshape(-1), mx.uint8))  # type: ignore[arg-type]
+            yield array_bytes(array)
 
 
 def _fill(header: SnapshotHeader, sequence: PoolSequence, reader: "_Reader") -> list[int]:
@@ -196,7 +190,7 @@ class _Reader:
         """The next array."""
         data = _read_exactly(self._file, stored_bytes(stored))
         self._whole.update(data)
-        return _as_array(data, stored)
+        return as_array(data, stored)
 
 
 def _read_exactly(file: BinaryIO, count: int) -> bytearray:
@@ -205,15 +199,6 @@ def _read_exactly(file: BinaryIO, count: int) -> bytearray:
     if file.readinto(data) != count:  # type: ignore[attr-defined]
         raise ValueError("truncated while it was read")
     return data
-
-
-def _as_array(data: bytearray, stored: Stored) -> mx.array:
-    """The array of these bytes, which are as many as it has."""
-    dtype, shape = stored
-    if not data:
-        return mx.zeros(shape, DTYPES[dtype])
-    array = mx.array(memoryview(data))  # type: ignore[arg-type]
-    return array.view(DTYPES[dtype]).reshape(shape)
 
 
 @contextmanager

@@ -214,6 +214,10 @@ class Scheduler:
         if len(self._running) + len(work.open) > self._max_batch:
             return
         try:
+            if self._pool.disk is not None and self._queued is not None:
+                mx.eval(self._queued.logits)  # or MLX would copy the arrays that it reads
+            if work.fetch(self._pool):
+                return  # more of it in the next step
             work.reserve(self._pool)
         except ContextError as error:
             if not self._running:  # there is nothing to wait for: the pool serves somebody else too

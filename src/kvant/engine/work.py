@@ -23,6 +23,7 @@ logger = logging.getLogger("kvant.engine")
 SAID = 8  # tokens that are said of a prompt that is not shared
 READ_LOGITS = 32  # tokens of a prompt whose logits are held at once, where each is read
 READ_AT_ONCE = 2048  # tokens that a drafter reads in a step: a long prompt holds nobody up
+FETCHED, FETCHES = 4, 8  # pages that are read from disk at once, and how often at least
 APART = 2048  # tokens at least between places that are kept in the middle of a prompt
 
 
@@ -52,6 +53,7 @@ class Work:
     # tokens at the beginning that whole chunks of 128 computed, here or in the request they are shared with
     exact: int = 0
     miss: str = ""  # why no more was shared, as of :class:`Token`
+    fetches: int = 0  # times that something was read from disk
     read: list[Picked] = field(default_factory=list)  # tokens of the prompt behind the first, where they are wanted
 
     @property
@@ -59,10 +61,25 @@ class Work:
         """Tokens of the prompt that are to be fed."""
         return len(self.ids) - self.sequences[0].length
 
+    @property
+    def known(self) -> Sequence[int]:
+        """What its first sequence may share the beginning of."""
+        return () if self.cache is not None or self.request.prompt_logprobs else self.ids
+
+    def fetch(self, pool: Pool | ModelCache) -> bool:
+        """Read a part of its beginning from disk, where it is there. Returns whether there is more to read.
+
+        If others need the pages at once, it is not read for ever.
+        """
+        if not isinstance(pool, Pool) or pool.disk is None or not pool.fits(self.reserved):
+            return False
+        self.fetches += 1
+        again = pool.fetch(self.known, salt=self.request.salt, whole_pages=self.is_exact, most=FETCHED)
+        return again and self.fetches <= FETCHES + len(self.ids) // pool.page_size * len(pool.parts)
+
     def reserve(self, pool: Pool | ModelCache) -> None:
         """Open its sequences, with the beginning that others have fed."""
-        ids, sequences, reserved = self.ids, self.sequences, self.reserved
-        known = () if self.cache is not None or self.request.prompt_logprobs else ids
+        ids, sequences, reserved, known = self.ids, self.sequences, self.reserved, self.known
         try:
             whole_pages = self.is_exact  # chunks begin at their ends then
             sequences.append(pool.sequence(reserved, known, salt=self.request.salt, whole_pages=whole_pages))
@@ -122,8 +139,10 @@ class Work:
             self.exact = end
         if tell is not None:
             tell(end - self.start, len(ids) - self.start)
-        if pool.has_windows or end in self.places:  # its pages are given back, or its states lost, as it moves on
-            self.share(last_page=end in self.places and not self.is_exact)
+        is_place = end in self.places
+        # Its pages are given back, or its states lost, as it moves on; and a whole prompt at once would take long.
+        if pool.has_windows or is_place or pool.disk is not None:
+            self.share(last_page=is_place and not self.is_exact, on_the_way=not is_place)
         return logits
 
     def begin_answers(self) -> list["Answer"]:
@@ -149,9 +168,10 @@ class Work:
             sequence.release()
         return answers
 
-    def share(self, *, last_page: bool = False) -> None:
-        """Let later requests begin with what was fed of the prompt; ``last_page``: also with a part of a page."""
-        self.sequences[0].share_prefix(self.exact if self.is_exact else None, last_page=last_page)
+    def share(self, *, last_page: bool = False, on_the_way: bool = False) -> None:
+        """Let later requests begin with what was fed of the prompt; arguments as :meth:`PoolSequence.share_prefix`."""
+        upto = self.exact if self.is_exact else None
+        self.sequences[0].share_prefix(upto, last_page=last_page, on_the_way=on_the_way)
 
     def release(self) -> None:
         """Give its pages back."""

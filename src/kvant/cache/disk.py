@@ -1,0 +1,318 @@
+"""Bytes under names in a folder of the user's: bounded, and written by a thread that nobody waits for."""
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import stat
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvant.errors import SnapshotError, one_line
+
+logger = logging.getLogger("kvant.cache")
+
+DEFAULT_BYTES = 20_000_000_000
+QUEUE_BYTES = 128 << 20  # that wait to be written; what comes then is dropped
+BLOCK = 4096  # that a file system gives away at a time
+RETRY_S = 30.0  # after an error of the disk, until something is written again
+TURN_S = 1.0  # that a server writes, where others wait for the folder
+LOCK = "lock"
+FILE, PART = re.compile(r"[0-9a-f]{64}\.kv"), re.compile(r"[0-9a-f]{64}\.kv\.part")
+DIGEST_BYTES = 32
+
+
+@dataclass(slots=True)
+class DiskCounts:
+    """What a folder has, and what was done with it since it was opened.
+
+    Attributes:
+        bytes, files: that it has now.
+        hits: files that were read.
+        written, dropped: files that were, and that were not for want of time, of the hour's bytes or of a disk.
+    """
+
+    bytes: int = 0
+    files: int = 0
+    hits: int = 0
+    written: int = 0
+    dropped: int = 0
+
+
+class DiskCache:
+    """A folder that several processes may use. A file that is altered, cut or another's counts as none, and goes.
+
+    The files are never more than ``max_bytes``: the least recently used go before another one is written. In an hour as
+    many bytes are written at most, so that no disk is worn out. One process writes at a time.
+    """
+
+    def __init__(self, folder: str | Path, max_bytes: int = DEFAULT_BYTES) -> None:
+        """Open a folder, or make it, for its owner alone; a SnapshotError if it is others' too or cannot be written."""
+        if type(max_bytes) is not int or max_bytes < BLOCK:
+            raise ValueError(f"max_bytes is {max_bytes!r}; expected an int of at least {BLOCK}")
+        self.folder, self.max_bytes = Path(os.path.abspath(os.path.expanduser(folder))), max_bytes
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            state = os.stat(self.folder)
+            if state.st_uid != os.geteuid() or state.st_mode & 0o077:
+                raise SnapshotError(
+                    f"{folder}: a folder of user {state.st_uid} with mode {stat.S_IMODE(state.st_mode):o}; expected "
+                    "one that its owner alone can open (chmod 700): it will hold what clients wrote"
+                )
+            self._lock_file = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except (OSError, ValueError) as error:
+            raise SnapshotError(f"{folder}: no folder for a disk cache: {one_line(error)}") from error
+        self._name = os.urandom(16)  # of the process that wrote last, in the lock's file
+        self._changed = threading.Condition()
+        self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()  # bytes and time of use, the oldest first
+        self._waiting: dict[str, bytes] = {}
+        self._jobs: deque[str | Sequence[str]] = deque()  # a file to write, or files that were used
+        self._counts = DiskCounts()
+        self._allowed, self._seen = float(max_bytes), time.monotonic()  # bytes that may be written, and when
+        self._paused_until, self._said = 0.0, ""
+        self._closed = False
+        try:
+            self._scan()
+        except OSError as error:
+            os.close(self._lock_file)
+            raise SnapshotError(f"{folder}: cannot be read: {one_line(error)}") from error
+        self._jobs.append(())  # what is too much goes
+        self._thread = threading.Thread(target=self._work, name="kvant disk cache", daemon=True)
+        self._thread.start()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files or name in self._waiting
+
+    @property
+    def counts(self) -> DiskCounts:
+        """What it has and did; any thread may ask."""
+        with self._changed:
+            return replace(self._counts)
+
+    def put(self, name: str, size: int, contents: Callable[[], bytes]) -> None:
+        """Write a file some time later, unless it is there. Never waits.
+
+        Args:
+            name: 64 hexadecimal digits.
+            size: bytes of the contents, about.
+            contents: makes them; is called now, or not at all.
+        """
+        with self._changed:
+            if self._closed or name in self:
+                return
+            waiting = sum(map(len, self._waiting.values()))
+            if waiting + size > QUEUE_BYTES or size > self.max_bytes or time.monotonic() < self._paused_until:
+                self._counts.dropped += 1
+                return
+        data = contents()
+        with self._changed:
+            if name not in self:
+                self._waiting[name] = data
+                self._jobs.append(name)
+                self._changed.notify_all()
+
+    def get(self, name: str) -> bytes | None:
+        """The contents of a file; None: it is not there, or not whole."""
+        with self._changed:
+            data = self._waiting.get(name)
+        if data is None:
+            data = self._read(name)
+        with self._changed:
+            if data is None:
+                self._forget(name)
+            else:
+                self._counts.hits += 1
+        return data
+
+    def remove(self, name: str) -> None:
+        """Remove a file that nobody can use."""
+        with self._changed:
+            self._forget(name)
+        with suppress(OSError):
+            os.unlink(self._path(name))
+
+    def used(self, names: Sequence[str]) -> None:
+        """Note that files were used; the first of them stays longest."""
+        with self._changed:
+            if not self._closed:
+                self._jobs.append(tuple(names))
+                self._changed.notify_all()
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything is written, or dropped. Returns whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs, timeout)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Write what waits, for so long at most. It takes nothing more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(timeout)
+        if not self._thread.is_alive() and self._lock_file >= 0:
+            os.close(self._lock_file)
+            self._lock_file = -1
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.kv"
+
+    def _read(self, name: str) -> bytes | None:
+        """A file's contents, compared with its digest; a wrong file is removed."""
+        path = self._path(name)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(descriptor, "rb") as file:
+                state = os.fstat(descriptor)
+                is_file = stat.S_ISREG(state.st_mode) and state.st_size <= QUEUE_BYTES + DIGEST_BYTES
+                data = file.read() if is_file else b""
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._say(error)
+            return None
+        if data[:DIGEST_BYTES] == _digest(name, memoryview(data)[DIGEST_BYTES:]):
+            return data[DIGEST_BYTES:]
+        self.remove(name)
+        return None
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                if not self._jobs:
+                    return
+            try:
+                with self._folder_alone():
+                    until = time.monotonic() + TURN_S
+                    while self._jobs and time.monotonic() < until:
+                        self._do(self._jobs[0])
+                        with self._changed:
+                            self._jobs.popleft()
+                            self._changed.notify_all()
+            except OSError as error:  # a full disk, a folder that went or became read-only
+                self._say(error)
+                with self._changed:
+                    self._counts.dropped += len(self._waiting)
+                    self._waiting.clear()
+                    self._jobs.clear()
+                    self._paused_until = time.monotonic() + RETRY_S
+                    self._changed.notify_all()
+
+    @contextmanager
+    def _folder_alone(self) -> Iterator[None]:
+        """Hold the folder. What others did since it was held last is known inside."""
+        fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+        try:
+            if not os.fstat(self._lock_file).st_nlink:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
+            if os.pread(self._lock_file, len(self._name), 0) != self._name:
+                os.pwrite(self._lock_file, self._name, 0)
+                self._scan(is_held=True)
+            self._make_room(0)
+            yield
+        finally:
+            fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+
+    def _scan(self, *, is_held: bool = False) -> None:
+        """Find the files that are there. Who holds the folder removes what a killed process left half written."""
+        found = []
+        for entry in os.scandir(self.folder):
+            with suppress(FileNotFoundError):
+                if is_held and PART.fullmatch(entry.name):
+                    os.unlink(entry.path)
+                elif FILE.fullmatch(entry.name):
+                    state = entry.stat(follow_symlinks=False)
+                    found.append((state.st_mtime_ns, entry.name.removesuffix(".kv"), _on_disk(state.st_size)))
+        with self._changed:
+            self._files = OrderedDict((name, (size, used)) for used, name, size in sorted(found))
+            self._counts.bytes, self._counts.files = sum(size for _, _, size in found), len(found)
+
+    def _make_room(self, size: int) -> None:
+        """Remove the files that were used least recently, by whatever process, until so many bytes fit."""
+        while self._counts.bytes + size > self.max_bytes and self._files:
+            name, (_, known) = next(iter(self._files.items()))
+            with suppress(FileNotFoundError):
+                used = os.lstat(self._path(name)).st_mtime_ns
+                if used > known:
+                    self._note(name, used)
+                    continue
+                os.unlink(self._path(name))
+            with self._changed:
+                self._forget(name)
+
+    def _do(self, job: str | Sequence[str]) -> None:
+        if not isinstance(job, str):
+            for name in reversed(job):
+                with suppress(FileNotFoundError):
+                    self._note(name, time.time_ns(), is_new=True)
+            return
+        data = self._waiting[job]
+        size = _on_disk(DIGEST_BYTES + len(data))
+        now = time.monotonic()
+        self._allowed = min(self.max_bytes, self._allowed + (now - self._seen) * self.max_bytes / 3600)
+        self._seen = now
+        may_be = size <= self._allowed
+        if is_written := may_be and job not in self._files:
+            self._make_room(size)
+            self._write(self._path(job), (_digest(job, data), data))
+            self._allowed -= size
+        with self._changed:
+            del self._waiting[job]
+            self._counts.dropped += not may_be
+            if is_written:
+                self._counts.written += 1
+                self._files[job] = size, time.time_ns()
+                self._counts.bytes, self._counts.files = self._counts.bytes + size, len(self._files)
+
+    def _write(self, path: Path, parts: Sequence[bytes]) -> None:
+        """Write a file that has its name when it is whole; after a loss of power it may be cut, as its digest tells."""
+        part = path.with_name(f"{path.name}.part")
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(part, flags, 0o600), "wb", 0) as file:
+                for data in parts:
+                    rest = memoryview(data)
+                    while rest:
+                        rest = rest[file.write(rest) :]
+            os.replace(part, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(part)
+            raise
+
+    def _note(self, name: str, used: int, *, is_new: bool = False) -> None:
+        """Count a file as the one that was used last; ``is_new``: other processes are to know, too."""
+        if name in self._files:
+            if is_new:
+                os.utime(self._path(name), ns=(used, used), follow_symlinks=False)
+            with self._changed:
+                if name in self._files:
+                    self._files[name] = self._files[name][0], used
+                    self._files.move_to_end(name)
+
+    def _forget(self, name: str) -> None:
+        size, _ = self._files.pop(name, (0, 0))
+        self._counts.bytes, self._counts.files = self._counts.bytes - size, len(self._files)
+
+    def _say(self, error: OSError) -> None:
+        if (said := one_line(error)) != self._said:
+            self._said = said
+            logger.warning("disk cache: %s; answers go on without it", said)
+
+
+def _digest(name: str, data: bytes | memoryview) -> bytes:
+    """Of contents under their name: another file's are wrong."""
+    whole = hashlib.sha256(name.encode())
+    whole.update(data)
+    return whole.digest()
+
+
+def _on_disk(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK

@@ -1,0 +1,108 @@
+"""What a pool has in a disk cache: pages and states under the digests of their texts, in the form it stores them."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from itertools import islice
+
+import mlx.core as mx
+
+from kvant.cache.disk import DiskCache
+from kvant.cache.layer_format import DTYPE_NAMES, Stored, array_bytes, as_array, parse_stored, stored_bytes
+from kvant.cache.paged_layers import PagedLayers
+from kvant.cache.pages import PAGE_SIZE
+from kvant.cache.pool_sequence import PoolState
+
+Arrays = list[mx.array | None]  # of one state
+VERSION = 1
+
+
+class PoolDisk:
+    """Files of one model and format in a disk cache, which may have others' too."""
+
+    def __init__(self, disk: DiskCache, pool: PoolState, *, is_exact: bool) -> None:
+        """``is_exact``: only what chunks of 128 tokens computed here is read, as for a deterministic scheduler."""
+        pool.check_whole()
+        if pool.identity is None:
+            raise ValueError("the pool's model was not loaded from a folder: nobody could tell its files from another's")
+        self.disk = disk
+        self._parts = pool.parts
+        self._states = [len(state.shapes) for state in pool.states]
+        computed = [mx.__version__, str(mx.default_device())] if is_exact else []
+        facts = [VERSION, pool.identity.model, pool.layout, [layer.format.as_json() for layer in pool.layers], computed]
+        self._key = hashlib.sha256(json.dumps(facts).encode()).digest()
+
+    def has_page(self, part: PagedLayers, digest: bytes) -> bool:
+        """Whether the page of some layers at the end of a text is there."""
+        return self._name(part, digest) in self.disk
+
+    def has_states(self, digest: bytes) -> bool:
+        """Whether the states after a text are there."""
+        return self._name(None, digest) in self.disk
+
+    def put_page(self, part: PagedLayers, digest: bytes, page: int, rows: int) -> None:
+        """Have a page written, of so many rows. One that is not whole goes with states: without, nobody goes on there."""
+        if rows == PAGE_SIZE or self._states:
+            size = sum(stored_bytes(each) for layer in part.layers for each in layer.format.arrays(rows).values())
+            self.disk.put(self._name(part, digest), size, lambda: packed(part.page_rows(page, rows)))
+
+    def put_states(self, digest: bytes, states: Sequence[Arrays]) -> None:
+        """Have the states after a text written."""
+        arrays = [array for state in states for array in state]
+        size = sum(array.nbytes for array in arrays if array is not None)
+        self.disk.put(self._name(None, digest), size, lambda: packed(arrays))
+
+    def page(self, part: PagedLayers, digest: bytes, rows: int) -> list[mx.array] | None:
+        """The rows of a page, for :meth:`PagedLayers.put_page`; None: they are not there, or wrong."""
+        expected = [each for layer in part.layers for each in layer.format.arrays(rows).values()]
+        return self._get(self._name(part, digest), expected)  # type: ignore[return-value]
+
+    def states(self, digest: bytes) -> list[Arrays] | None:
+        """The states after a text; None: they are not there."""
+        arrays = self._get(self._name(None, digest))
+        rest = iter(arrays or ())
+        return None if arrays is None else [[*islice(rest, count)] for count in self._states]
+
+    def used(self, chain: Sequence[bytes]) -> None:
+        """Note that a text was used, whose pages' digests these are. Its last pages go before its first."""
+        self.disk.used([self._name(part, digest) for digest in chain for part in (*self._parts, None)])
+
+    def _name(self, part: PagedLayers | None, digest: bytes) -> str:
+        kind = 255 if part is None else self._parts.index(part)
+        return hashlib.blake2b(self._key + digest + bytes([kind]), digest_size=32).hexdigest()
+
+    def _get(self, name: str, expected: Sequence[Stored] | None = None) -> Arrays | None:
+        """The arrays of a file; None: it is not there, or was of others and is gone."""
+        if (data := self.disk.get(name)) is None:
+            return None
+        try:
+            return unpacked(data, expected)
+        except (ValueError, RecursionError):
+            self.disk.remove(name)
+            return None
+
+
+def packed(arrays: Sequence[mx.array | None]) -> bytes:
+    """Arrays as bytes: what they are as JSON, behind its length, and what is in them."""
+    mx.eval([array for array in arrays if array is not None])
+    stored = json.dumps([None if array is None else (DTYPE_NAMES[array.dtype], array.shape) for array in arrays])
+    contents = [array_bytes(array) for array in arrays if array is not None]
+    return b"".join([len(stored).to_bytes(4, "little"), stored.encode(), *contents])
+
+
+def unpacked(data: bytes, expected: Sequence[Stored] | None = None) -> Arrays:
+    """The arrays of :func:`packed`, which are the ``expected`` ones; a ValueError if these bytes are something else."""
+    place = 4 + int.from_bytes(data[:4], "little")
+    raw = json.loads(data[4:place])
+    if not isinstance(raw, list):
+        raise ValueError(f"a JSON {type(raw).__name__}; expected a list")
+    every, arrays = [parse_stored(each) for each in raw], []
+    if expected is not None and every != expected:
+        raise ValueError(f"arrays of {every}; expected {expected}")
+    for stored in every:
+        size = 0 if stored is None else stored_bytes(stored)
+        if size > len(data) - place:
+            raise ValueError("its arrays have more bytes than there are")
+        arrays.append(None if stored is None else as_array(bytearray(data[place : place + size]), stored))
+        place += size
+    return arrays
