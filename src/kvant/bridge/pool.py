@@ -133,6 +133,7 @@ class BridgedPool(Pool):
         states: what a sequence has of each linear or convolution layer.
     """
 
+    states: tuple[State, ...] = ()
     may_have_sinks = True
     takes_back = False  # states take all of a step, and several new tokens of several sequences are not tried
     sequence_kind = BridgedSequence

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvant.errors import SnapshotError, one_line
+from kvant.sizes import format_bytes
 
 logger = logging.getLogger("kvant.cache")
 
@@ -95,6 +96,11 @@ class DiskCache:
         """What it has and did; any thread may ask."""
         with self._changed:
             return replace(self._counts)
+
+    def describe(self) -> str:
+        """Where it is and what is in it, in a line."""
+        has = f"{self.counts.files} files, {format_bytes(self.counts.bytes)} of {format_bytes(self.max_bytes)}"
+        return f"{self.folder}: {has}"
 
     def put(self, name: str, size: int, contents: Callable[[], bytes]) -> None:
         """Write a file some time later, unless it is there. Never waits.

@@ -206,7 +206,8 @@ class ModelCache(PoolBatch, Sequence[Any]):
     @property
     def disk(self) -> PoolDisk | None:
         """Where its pages and states are written, and read from; None: nowhere."""
-        return self.pool.disk
+        found: PoolDisk | None = self.pool.disk
+        return found
 
     def use_disk(self, disk: DiskCache) -> None:
         """Read beginnings of prompts from a disk cache, and write them there; see :meth:`Pool.use_disk`."""
@@ -227,8 +228,36 @@ class ModelCache(PoolBatch, Sequence[Any]):
         """Its sequence, which goes back to what it has in common with ``prompt``, less the last token."""
         self.keep_common(prompt)
         if self.pool.disk is not None:
-            self.held.read(prompt)
+            self._read(self.pool.disk, prompt)
         return self.held
+
+    def _read(self, disk: PoolDisk, prompt: Sequence[int]) -> None:
+        """Take what is on disk of the beginning of a prompt, less its last token, if that is more than it holds."""
+        held = self.held
+        ids, chain, first = self.pool.on_disk(prompt, held.salt, whole_pages=False)
+        if len(ids) <= held.length:
+            return
+        self.reset()
+        try:
+            held.begin_at({layer: first[part] * PAGE_SIZE for part, layer in self.pool.places}, len(ids))
+            for part, table in zip(self.pool.parts, held.tables, strict=True):
+                begin = table.start // PAGE_SIZE
+                for number, page in enumerate(table.pages[: len(chain) - begin], begin):
+                    rows = disk.page(part, chain[number], min(PAGE_SIZE, len(ids) - number * PAGE_SIZE))
+                    if rows is None:
+                        held.empty()
+                        return
+                    part.put_page(page, rows)
+                mx.eval([layer.arrays for layer in part.layers])
+            if self.pool.states:
+                if (states := disk.states(chain[-1])) is None:
+                    held.empty()
+                    return
+                held.restore_states(len(ids), states)
+        except BaseException:
+            held.empty()
+            raise
+        held.restore(len(ids), ids)
 
     def batch(self, sequences: Sequence[PoolSequence], rows: int | None = None) -> "ModelCache":
         """The cache of a step: itself."""

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from importlib.metadata import version
 from itertools import islice
 
 import mlx.core as mx
@@ -24,11 +25,11 @@ class PoolDisk:
         """``is_exact``: only what chunks of 128 tokens computed here is read, as for a deterministic scheduler."""
         pool.check_whole()
         if pool.identity is None:
-            raise ValueError("the pool's model was not loaded from a folder: nobody could tell its files from another's")
+            raise ValueError("the model was not loaded from a folder: nobody could tell its files from another's")
         self.disk = disk
         self._parts = pool.parts
         self._states = [len(state.shapes) for state in pool.states]
-        computed = [mx.__version__, str(mx.default_device())] if is_exact else []
+        computed = [version("mlx"), str(mx.default_device())] if is_exact else []
         facts = [VERSION, pool.identity.model, pool.layout, [layer.format.as_json() for layer in pool.layers], computed]
         self._key = hashlib.sha256(json.dumps(facts).encode()).digest()
 
@@ -41,7 +42,7 @@ class PoolDisk:
         return self._name(None, digest) in self.disk
 
     def put_page(self, part: PagedLayers, digest: bytes, page: int, rows: int) -> None:
-        """Have a page written, of so many rows. One that is not whole goes with states: without, nobody goes on there."""
+        """Have a page written, of so many rows; a part of one only where there are states, which go on there."""
         if rows == PAGE_SIZE or self._states:
             size = sum(stored_bytes(each) for layer in part.layers for each in layer.format.arrays(rows).values())
             self.disk.put(self._name(part, digest), size, lambda: packed(part.page_rows(page, rows)))

@@ -334,30 +334,6 @@ class PoolSequence:
                 disk.put_states(chain[-1], self.states)
             disk.used(chain)
 
-    def read(self, prompt: Sequence[int]) -> None:
-        """Take what the disk cache has of the beginning of a prompt, less its last token. It is empty, and alone."""
-        ids, chain, first = self.pool.on_disk(prompt, self.salt, whole_pages=False)
-        if len(ids) <= self._length:
-            return
-        self.trim(self._length)
-        try:
-            self.begin_at({layer: first[part] * PAGE_SIZE for part, layer in self.pool.places}, len(ids))
-            for part, table in zip(self.pool.parts, self.tables, strict=True):
-                for number in range(table.start // PAGE_SIZE, len(chain)):
-                    held = self.pool.disk.page(part, chain[number], min(PAGE_SIZE, len(ids) - number * PAGE_SIZE))
-                    if held is None:
-                        return self.empty()
-                    part.put_page(table.pages[number - table.start // PAGE_SIZE], held)
-                mx.eval([layer.arrays for layer in part.layers])
-            if self.pool.states:
-                if (states := self.pool.disk.states(chain[-1])) is None:
-                    return self.empty()
-                self.restore_states(len(ids), states)
-        except BaseException:
-            self.empty()
-            raise
-        self.restore(len(ids), ids)
-
     def load(self, other: "PoolSequence") -> None:
         """Take the tokens of a sequence of another pool, of the same model and format. This one must be empty."""
         self.pool.check_whole()

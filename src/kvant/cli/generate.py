@@ -106,7 +106,7 @@ def generate(
     run = replace(run, model=options.choose_model(context, model, run.model))
     if model is not None and (text is not None or prompts_file is not None):
         check_first_word(model, None if prompts_file is None else "--prompts-file")
-    ranks.refuse(prompt_cache_file, run.draft_model)
+    ranks.refuse(run.draft_model, prompt_cache_file=prompt_cache_file)
     follow(run)
     if prompts_file is not None:
         lines = read_lines(prompts_file, sampling)

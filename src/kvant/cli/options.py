@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
+from kvant.cache.disk import DiskCache
 from kvant.cache.options import DEFAULT_KV_GROUP_SIZE, CacheOptions
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cli.defaults import BadValueError as BadValueError  # here for the commands
@@ -35,6 +37,7 @@ def named(flag: str) -> Iterator[None]:
         raise BadValueError(f"{flag}: {error}") from error
 
 
+SIZES = {"MB": 10**6, "GB": 10**9, "TB": 10**12}
 AUTO: Literal["auto"] = "auto"
 KvSize = int | Literal["auto"] | None  # tokens; as many as fit; the default
 
@@ -84,6 +87,17 @@ NumDraftTokens = Annotated[
     int | None, typer.Option(help="Tokens that the draft model drafts a step, 1 to 7; default: 3.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no statistics and no progress.")]
+
+DiskCacheFolder = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="Keep pages of the cache in this folder, so that a text is not read again after a restart; default: none.",
+    ),
+]
+DiskCacheSize = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="The most that --disk-cache takes, such as 500MB; default: 20GB.")
+]
 
 LogitBias = Annotated[
     list[str] | None,
@@ -334,6 +348,19 @@ def kv_size(text: str | None) -> KvSize:
         raise BadValueError(f"--max-kv-size is {text[:80]!r}; expected a number of tokens, or auto") from None
     check_counts(max_kv_size=count)
     return count
+
+
+def disk_cache(folder: str | None, size: str | None) -> DiskCache | None:
+    """The disk cache of --disk-cache and --disk-cache-size; None: there is none."""
+    check_text(disk_cache=folder, disk_cache_size=size)
+    if folder is None:
+        if size is not None:
+            raise BadValueError(f"--disk-cache-size is {size[:80]!r}; expected it beside --disk-cache")
+        return None
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?(MB|GB|TB)", size or "20GB")
+    if found is None or not (count := int(float(found[1]) * SIZES[found[2]])) >= SIZES["MB"]:
+        raise BadValueError(f"--disk-cache-size is {(size or '')[:80]!r}; expected a size such as 500MB or 20GB")
+    return DiskCache(folder, count)
 
 
 def check_draft(draft: str, draft_model: str | None, num_draft_tokens: int | None) -> None:

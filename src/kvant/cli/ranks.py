@@ -94,11 +94,12 @@ def wait_for_first() -> None:
         raise AssertionError("rank 0 has a message for a rank that waits for its end")
 
 
-def refuse(prompt_cache_file: object, draft_model: str | None) -> None:
-    """Refuse on several ranks what needs the whole cache, or a second model, in one process."""
-    if _guard is not None and prompt_cache_file:
-        raise BadValueError(
-            f"--prompt-cache-file is given; the cache is divided over {_guard.size} ranks and is in no file"
-        )
+def refuse(draft_model: str | None, **files: object) -> None:
+    """Refuse on several ranks what needs the whole cache, in ``files`` by the flags' names, or a second model."""
+    for name, given in files.items():
+        if _guard is not None and given:
+            raise BadValueError(
+                f"--{name.replace('_', '-')} is given; the cache is divided over {_guard.size} ranks and is in no file"
+            )
     if _guard is not None and draft_model is not None:
         raise BadValueError(f"--draft-model is {draft_model!r:.80}; over {_guard.size} ranks expected --draft prompt")

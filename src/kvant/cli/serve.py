@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvant.cache.disk import QUEUE_BYTES
 from kvant.cli import options, ranks, terminal
 from kvant.cli.fitting import named_format
 from kvant.cli.options import BadValueError, RunOptions, Without
@@ -53,14 +54,8 @@ def serve(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower.")
     ] = False,
-    prompt_cache_file: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Begin with this prompt cache of kvant generate or kvant chat in the pool, so that prompts that begin "
-            "like it are read fast from the first one on; repeatable. It is only read.",
-        ),
-    ] = None,
+    disk_cache: options.DiskCacheFolder = None,
+    disk_cache_size: options.DiskCacheSize = None,
     api_key_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="The keys of clients, one a line; without it any key will do.")
     ] = None,
@@ -73,7 +68,7 @@ def serve(
     try:
         from kvant.server.run import bind
         from kvant.server.run import serve as serve_until_signalled
-        from kvant.server.service import Service, make_pool, warm_start
+        from kvant.server.service import Service, make_pool
         from kvant.server.settings import Settings
     except ImportError as error:
         raise KvantError(f"kvant serve needs the extra 'serve', pip install 'kvant[serve]': {error}") from error
@@ -81,12 +76,10 @@ def serve(
     options.check_counts(sequences=sequences, max_queue=max_queue)
     if deterministic:
         options.check_deterministic(run)
-        if prompt_cache_file:
-            raise BadValueError(
-                "--prompt-cache-file: nobody knows in which chunks it was read, so not with --deterministic"
-            )
-    ranks.refuse(prompt_cache_file, run.draft_model)
+    ranks.refuse(run.draft_model, disk_cache=disk_cache)
     follow(run, bounded=True)
+    disk = options.disk_cache(disk_cache, disk_cache_size)
+    beside = REQUEST_BYTES + (0 if disk is None else QUEUE_BYTES)
     settings = Settings(
         model=run.model,
         aliases=tuple(alias or ()),
@@ -111,12 +104,10 @@ def serve(
         def tell(planned: MemoryPlan) -> None:
             """What is known without the weights, and if these say more, what is known with them."""
             if planned.total not in told:
-                say(f"memory: {describe_plan(planned)}")
+                say(f"memory: {describe_plan(planned, beside)}")
             told.add(planned.total)
 
-        session = load_session(
-            run, context.obj, max_kv_size=wanted, sequences=sequences, requests=REQUEST_BYTES, tell=tell
-        )
+        session = load_session(run, context.obj, max_kv_size=wanted, sequences=sequences, requests=beside, tell=tell)
         planned = session.plan(wanted)
         tell(planned)
         settings = replace(
@@ -130,11 +121,14 @@ def serve(
             pool = make_pool(settings, session.model)
         check_drafts(asked_drafts(session, run), pool, deterministic=deterministic)
         drafts = drafts_beside(session, run, pool)
-        warm_start(settings, pool, prompt_cache_file or ())
+        if disk is not None:
+            pool.use_disk(disk, is_exact=deterministic)
         with options.named("--deterministic"):
             pooled = drafts if isinstance(drafts, PooledDrafts) else None
             service = Service(settings, session.model, session.tokenizer, pool, as_record(planned), pooled)
         say(f"cache: {pool.describe()}")
+        if disk is not None:
+            say(f"disk cache: {disk.describe()}")
         code = serve_until_signalled(service, bound, lambda line: say(f"kvant serve: {line}"))
     raise typer.Exit(code)
 
@@ -155,11 +149,14 @@ def read_keys(path: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key.decode("ascii") for key in keys if key))
 
 
-def describe_plan(planned: MemoryPlan) -> str:
-    """The memory of a server in a line; no more is taken. Of a GPU's memory neither process nor requests take any."""
+def describe_plan(planned: MemoryPlan, beside: int) -> str:
+    """The memory of a server in a line; no more is taken. Of a GPU's memory neither process nor requests take any.
+
+    ``beside``: bytes for requests, and what is on the way to a disk.
+    """
     parts = {"weights": planned.weights, "cache": planned.cache, "state": planned.state, "scratch": planned.scratch}
     parts |= {"draft weights": planned.draft_weights, "draft cache": planned.draft_cache}
-    parts |= {"process": planned.process, "requests": REQUEST_BYTES if planned.process else 0}
+    parts |= {"process": planned.process, "requests": beside if planned.process else 0}
     total = planned.total + parts["requests"]
     listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
     return f"{format_bytes(total)} planned at most: {listed}"

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.cache import ModelCache
+from kvant.cache.disk import QUEUE_BYTES, DiskCache
 from kvant.cache.pool import Pool
 from kvant.cli import options, ranks
 from kvant.cli.fitting import named_format, plan_for, plan_that_fits, with_checkpoints
@@ -123,16 +124,20 @@ def open_session(
     *,
     announce: bool = True,
     talks: bool = False,
+    disk: DiskCache | None = None,
 ) -> Session:
     """Plan the memory, load a model and reserve its cache; the reservation is printed, unless that is not wanted.
 
-    ``talks``: turns are going to be taken back.
+    ``talks``: turns are going to be taken back. ``disk``: for the cache's pages.
     """
-    session = load_session(run, process, sampling, max_kv_size=options.kv_size(run.max_kv_size), talks=talks)
-    planned = session.plan(options.kv_size(run.max_kv_size))
+    wanted, beside = options.kv_size(run.max_kv_size), 0 if disk is None else QUEUE_BYTES
+    session = load_session(run, process, sampling, max_kv_size=wanted, requests=beside, talks=talks)
+    planned = session.plan(wanted)
     started = time.perf_counter()
     with named_format(session.settings):
         session.cache = session.model.make_cache(planned.max_kv_size, **session.settings.cache.fields)
+    if disk is not None:
+        session.cache.use_disk(disk)
     session.load_s += time.perf_counter() - started
     session.reserved, session.state_bytes = planned.max_kv_size, planned.state
     lines = [f"cache: {session.describe_cache()}", *session.describe_layers()]
@@ -179,7 +184,7 @@ def load_session(
         sampling: the flags of sampling, to be refused before the model is loaded.
         max_kv_size: tokens that are going to be reserved, as far as that is known yet.
         sequences: of a pool; None: a conversation's cache.
-        requests: bytes for a server's requests, if they come out of the same memory.
+        requests: bytes for a server's requests and for a disk, if they come out of the same memory.
         talks: as :func:`open_session` has it.
         tell: called with the plan, before anything is loaded.
     """

@@ -120,6 +120,15 @@ class _State(Collector):
             ("kvant_memory_peak_bytes", "Most bytes of MLX's arrays so far.", mx.get_peak_memory()),
         ):
             yield GaugeMetricFamily(name, help_text, value=value)
+        if pool.disk is not None:
+            disk = pool.disk.disk.counts
+            yield GaugeMetricFamily("kvant_disk_cache_bytes", "Bytes of the disk cache's files.", value=disk.bytes)
+            for name, help_text, count in (
+                ("kvant_disk_cache_hits", "Files of the disk cache that were read.", disk.hits),
+                ("kvant_disk_cache_written", "Files of the disk cache that were written.", disk.written),
+                ("kvant_disk_cache_dropped", "Files that were not written.", disk.dropped),
+            ):
+                yield CounterMetricFamily(name, help_text, value=count)
         drafts = engine.drafts
         yield CounterMetricFamily("kvant_drafted_tokens", "Tokens drafted and verified.", value=drafts.drafted)
         yield CounterMetricFamily("kvant_accepted_tokens", "Of them those that answers have.", value=drafts.accepted)

@@ -7,18 +7,15 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
-import mlx.core as mx
-
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool
-from kvant.cache.snapshot import read_header, restore
 from kvant.engine.batch_engine import BatchEngine, Deliver
 from kvant.engine.drafts import Drafts, ServedSource, drafts_of
 from kvant.engine.load import find_model
 from kvant.engine.model_drafts import PooledDrafts
 from kvant.engine.request import Request
 from kvant.engine.sampling import read_model_sampling
-from kvant.errors import ArgumentError, ContextError, EngineError, GrammarError, SnapshotError
+from kvant.errors import ArgumentError, ContextError, EngineError, GrammarError
 from kvant.models import LanguageModel
 from kvant.models.caches import DEFAULT_RESERVATION
 from kvant.models.language_model import context_limit
@@ -150,6 +147,8 @@ class Service:
         self.draining = True
         ended = self.engine.close(drain=False, timeout=timeout)
         self.grammars.close()
+        if self.pool.disk is not None:
+            self.pool.disk.disk.close()
         return ended
 
 
@@ -177,41 +176,3 @@ def make_pool(settings: Settings, model: LanguageModel) -> Pool:
         prefill_step_size=settings.prefill_step_size,
         **settings.cache.fields,
     )
-
-
-def warm_start(settings: Settings, pool: Pool, paths: Sequence[str]) -> None:
-    """Let prompts begin with what prompt caches hold, as if a client had sent it; with keys, one of each.
-
-    The pages are given up like any other where they are needed, least recently used first.
-
-    Args:
-        paths: files of ``kvant generate`` or ``kvant chat --prompt-cache-file``, or of ``ModelCache.save``.
-    """
-    salts = settings.key_digests or (b"",)
-    pages = 0
-    for path in paths:
-        length = read_header(Path(path)).length
-        if not 0 < length <= pool.max_seq_len:
-            raise SnapshotError(f"{path}: it holds {length} tokens; expected 1 to {pool.max_seq_len}, a sequence's")
-        pages += pool.pages_needed(length) * len(salts)
-        if pages > pool.num_pages:
-            raise SnapshotError(f"{path}: with it {pages} pages are needed; the pool has {pool.num_pages}")
-        for salt in salts:
-            _share(pool, path, length, salt)
-    mx.eval([layer.arrays for layer in pool.layers])  # the engine's thread cannot compute what this one left undone
-
-
-def _share(pool: Pool, path: str, length: int, salt: bytes) -> None:
-    """Put a file's tokens into pages that prompts of a salt may begin with."""
-    sequence = pool.sequence(length, salt=salt)
-    try:
-        restore(Path(path), sequence)
-        sequence.share_prefix(last_page=True)
-        ids = sequence.ids
-    finally:
-        sequence.release()
-    found = pool.sequence(length, ids, salt=salt, whole_pages=False)
-    held = found.length
-    found.release()
-    if not held:
-        raise SnapshotError(f"{path}: nothing of its {length} tokens can be shared between prompts of this model")

@@ -5,7 +5,7 @@ import signal
 import sys
 import termios
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -44,17 +44,20 @@ def chat(
             metavar="FILE", help="Keep the conversation in this file: loaded where it exists, saved when the chat ends."
         ),
     ] = None,
+    disk_cache: options.DiskCacheFolder = None,
+    disk_cache_size: options.DiskCacheSize = None,
 ) -> None:
     """Talk with a model; the history stays in the cache, and a turn feeds only its own tokens."""
     options.check_text(prompt_cache_file=prompt_cache_file)
     cache_file.check(prompt_cache_file)
     run = replace(run, model=options.choose_model(context, model_argument, run.model))
-    ranks.refuse(prompt_cache_file, run.draft_model)
+    ranks.refuse(run.draft_model, prompt_cache_file=prompt_cache_file, disk_cache=disk_cache)
     follow(run)
+    disk = options.disk_cache(disk_cache, disk_cache_size)
     if sys.stdin.isatty():
         signal.signal(signal.SIGTERM, interrupts.leave)  # the terminal is put back, the conversation saved
     with _silent():
-        session = open_session(run, context.obj, sampling, announce=False, talks=True)
+        session = open_session(run, context.obj, sampling, announce=False, talks=True, disk=disk)
     unchanged = run.raw or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb"
     view: View = "unchanged" if unchanged else "markdown" if markdown else "plain"
     talk = Talk(run, sampling, session, view, overflow)
@@ -63,6 +66,7 @@ def chat(
     with (
         cache_file.kept(prompt_cache_file, talk.conversation, run.system_prompt, quiet=run.quiet),
         interrupts.patient(),  # Ctrl-C stops an answer, not the program
+        nullcontext() if disk is None else closing(disk),
     ):
         _converse(talk)
 
