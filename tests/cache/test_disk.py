@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,14 @@ def put(cache: DiskCache, number: int, size: int = 3000) -> None:
     cache.put(name_of(number), size, lambda: contents(number, size))
 
 
-def bytes_in(folder: Path) -> int:
+def sizes_in(folder: Path) -> dict[tuple[str, int], int]:
     """Of all that is there, as the file system gives it away, half-written files too."""
-    return sum(-(-os.lstat(entry).st_size // BLOCK) * BLOCK for entry in folder.iterdir() if entry.name != "lock")
+    found = {entry.name: os.lstat(entry) for entry in folder.iterdir() if entry.name != "lock"}
+    return {(name, each.st_ino): -(-each.st_size // BLOCK) * BLOCK for name, each in found.items()}
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(sizes_in(folder).values())
 
 
 @pytest.fixture
@@ -232,14 +238,14 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
 
 def test_kill_9_at_any_moment(folder: Path) -> None:
     """Two processes write in one folder. One is killed, again and again: what is read is right, and the bound holds."""
-    bound, stopped, most = 40 * BLOCK, threading.Event(), [0]
+    bound, stopped, most, looks = 40 * BLOCK, threading.Event(), [0], [0]
 
     def watch() -> None:
+        """A sum over files counts where nothing changed while they were looked at."""
         while not stopped.is_set():
-            try:
-                most[0] = max(most[0], bytes_in(folder))
-            except FileNotFoundError:
-                continue
+            with suppress(FileNotFoundError):
+                if (found := sizes_in(folder)) == sizes_in(folder):
+                    most[0], looks[0] = max(most[0], sum(found.values())), looks[0] + 1
 
     def writes(seed: int) -> int:
         """A process of its own, forked: nothing is loaded for it."""
@@ -276,6 +282,7 @@ def test_kill_9_at_any_moment(folder: Path) -> None:
     put(last, 1000)
     assert last.flush(30)
     assert 0 < bytes_in(folder) == last.counts.bytes <= bound
+    assert looks[0] > 20
     assert 0 < most[0] <= bound
     assert not [entry for entry in folder.iterdir() if entry.suffix == ".part"]
     found = 0

@@ -1,4 +1,4 @@
-"""What a server is started with: drafts, prompt caches on disk; and its end, by signals and failures."""
+"""What a server is started with: drafts, a disk cache; and its end, by signals and failures."""
 
 import asyncio
 import json
@@ -17,17 +17,17 @@ import pytest
 from support.command import call
 from support.drafts import draft_by_chance
 from support.interfaces import CHAT, COMPLETIONS, INTERFACES, counts_of
-from support.prefill import prefill
-from support.server import SOON, Running, running, served, start, started
+from support.server import SOON, Running, running, served, started
 
 from kvant.cache import CacheOptions
+from kvant.cache.disk import DiskCache
 from kvant.cli.serve import REQUEST_BYTES
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Token
 from kvant.engine.scheduler import Scheduler
-from kvant.errors import ArgumentError, SnapshotError
+from kvant.errors import ArgumentError
 from kvant.server import run
-from kvant.server.service import Service, make_pool, warm_start
+from kvant.server.service import Service, make_pool
 from kvant.server.settings import Limits, Settings
 from kvant.sizes import format_bytes
 
@@ -236,56 +236,43 @@ SYSTEM = {"role": "system", "content": "You tell stories of a fox named Pip who 
 MESSAGES = [SYSTEM, {"role": "user", "content": "Who is Pip?"}]
 
 
-def saved(folder: Path, pocket: Any, tokens: int | None = None, *, bits: int = 8) -> tuple[str, int]:
-    """A prompt cache of the system prompt, or of its first tokens, and how many they are."""
-    model, tokenizer = pocket
-    ids = tokenizer.apply_chat_template([SYSTEM])[:tokens]
-    cache = model.make_cache(len(ids), kv_bits=bits)
-    prefill(model, ids, cache)
-    cache.save(folder / "prompt.kv")
-    return str(folder / "prompt.kv"), len(ids)
+SYSTEM = {"role": "system", "content": "You tell stories of a fox named Pip who lives by the sea. " * 6}
+MESSAGES = [SYSTEM, {"role": "user", "content": "Who is Pip?"}]
+PLACES = {"type": "object", "properties": {"at": {"enum": ["sea", "hill"]}}, "required": ["at"]}
+LOOK = {"name": "look", "description": "Look.", "parameters": PLACES | {"additionalProperties": False}}
 
 
-@pytest.mark.parametrize(("bits", "keys"), [(8, ()), (4, ("first", "second")), (0, ())])
-def test_the_first_request_reads_only_what_is_new(
-    bits: int, keys: tuple[str, ...], pocket: Any, tmp_path: Path
-) -> None:
-    path, count = saved(tmp_path, pocket, bits=bits)
-    settings = Settings(port=0, sequences=2, max_kv_size=512, api_keys=keys, cache=CacheOptions(kv_bits=bits))
-    pool = make_pool(settings, pocket[0])
-    warm_start(settings, pool, [path])
-    assert pool.num_free == pool.num_pages
-    body = CHAT.body(MESSAGES, 12)
-    with running(Service(settings, *pocket, pool)) as warm, running(start(settings, *pocket)) as cold:
-        for key in keys or ("any",):
-            headers = {"authorization": f"Bearer {key}"}
-            both = [each.client.post(CHAT.path, json=body, headers=headers).json() for each in (warm, cold)]
-            assert [counts_of(answer["usage"])[1] for answer in both] == [count, 0]
-            assert both[0]["choices"] == both[1]["choices"]
+@pytest.mark.parametrize(("bits", "keys"), [(8, ()), (4, ("first", "second"))])
+def test_a_restarted_server_reads_what_it_had(bits: int, keys: tuple[str, ...], pocket: Any, tmp_path: Path) -> None:
+    """Each client what it sent itself. A tool's call after it is the same as without."""
+    settings = Settings(port=0, sequences=2, max_kv_size=1024, api_keys=keys, cache=CacheOptions(kv_bits=bits))
+    body = CHAT.body(MESSAGES, 200, tools=[{"type": "function", "function": LOOK}], tool_choice="required")
+    given = []
+    for client, disk_folder in (("first", "cache"), ("first", "cache"), ("second", "cache"), ("first", "")):
+        pool = make_pool(settings, pocket[0])
+        if disk_folder:
+            pool.use_disk(DiskCache(tmp_path / disk_folder))
+        with running(Service(settings, *pocket, pool)) as server:
+            headers = {"authorization": f"Bearer {client if keys else 'any'}"}
+            given.append(server.client.post(CHAT.path, json=body, headers=headers).json())
+            if disk_folder:
+                assert "kvant_disk_cache_dropped_total 0.0" in server.client.get("/metrics", headers=headers).text
+    known = counts_of(given[0]["usage"])[0] // 128 * 128
+    assert known
+    assert [counts_of(each["usage"])[1] for each in given] == [0, known, 0 if keys else known, 0]
+    called = [each["choices"][0]["message"]["tool_calls"][0]["function"] for each in given]
+    assert called == called[:1] * 4
+    assert json.loads(called[0]["arguments"])["at"] in ("sea", "hill")
 
 
-def test_what_cannot_be_begun_with(pocket: Any, tmp_path: Path) -> None:
-    model, _ = pocket
-    path, count = saved(tmp_path, pocket)
-
-    def fails(message: str, **changes: Any) -> None:
-        settings = Settings(**{"sequences": 1, "max_kv_size": 512, **changes})
-        with pytest.raises(SnapshotError, match=message):
-            warm_start(settings, make_pool(settings, model), [path])
-
-    fails(f"holds {count} tokens; expected 1 to 64, a sequence's", max_kv_size=64)
-    fails("3 pages are needed; the pool has 2", max_kv_size=256, api_keys=("a", "b", "c"))
-    fails("of another format: kv_bits is 8; expected 4", cache=CacheOptions(kv_bits=4))
-    saved(tmp_path, pocket, 9)
-    fails("nothing of its 9 tokens can be shared")
-
-
-def test_the_command_refuses_it_in_a_line(pocket: Any, tmp_path: Path) -> None:
-    path, _ = saved(tmp_path, pocket)
+def test_a_folder_for_files_that_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
     for options, code, said in (
-        (["--deterministic"], 2, "not with --deterministic"),
-        (["--kv-bits", "4"], 1, "prompt.kv"),
+        (["--disk-cache", str(tmp_path / "open")], 1, "expected one that its owner alone can open"),
+        (["--disk-cache-size", "1GB"], 2, "expected it beside --disk-cache"),
+        (["--disk-cache", str(tmp_path / "new"), "--disk-cache-size", "much"], 2, "--disk-cache-size is 'much'"),
+        (["--disk-cache", str(tmp_path / "new"), "--disk-cache-size", "0.5MB"], 2, "expected a size such as"),
     ):
-        done = call("serve", "--port", "0", "--prompt-cache-file", path, *options)
+        done = call("serve", "--port", "0", *options)
         assert (done.returncode, done.stdout) == (code, "")
         assert said in done.stderr

@@ -1,0 +1,240 @@
+"""What a disk cache has of a text is read after a restart, and tokens are those of a server without one."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import architectures as table
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.bridged import REFUSED, bridged
+from support.counts import count
+from support.pools import check_pages
+from support.tiny_models import CONFIGS
+
+from kvant.bridge.model import BridgedModel
+from kvant.bridge.pool import BridgedPool
+from kvant.cache import Identity
+from kvant.cache.disk import DiskCache
+from kvant.cache.layer_format import DTYPE_NAMES
+from kvant.cache.pool_disk import packed, unpacked
+from kvant.engine.cache_scheduler import CacheScheduler
+from kvant.engine.request import Request, Token
+from kvant.engine.scheduler import Scheduler
+
+STOP = 96  # ends a turn
+SIZES: dict[str, Any] = {"tokens": 3072, "sequences": 2, "max_seq_len": 1024, "prefill_step_size": 64, "checkpoints": 6}
+# keys alone; gated delta rule and keys; Mamba alone, and beside keys; convolutions; latent attention; windows
+WINDOWS = {
+    "gpt_oss": {"sliding_window": 128},
+    "gemma3_text": {"sliding_window": 128},
+    "llama4": {"text_config": CONFIGS["llama4"]["text_config"] | {"attention_chunk_size": 128}},
+}
+NAMES = ["qwen3", "qwen3_next", "mamba2", "falcon_h1", "lfm2", "kimi_linear", "gpt_oss", "gemma3_text"]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[DiskCache]:
+    made = DiskCache(tmp_path / "cache", 10**9)
+    yield made
+    made.close()
+
+
+def _model(name: str, weights: str = "a", **changes: Any) -> BridgedModel:
+    model = bridged(name, **changes)
+    model.identity = Identity(weights * 64, "b" * 64)
+    return model
+
+
+def _turn(rng: random.Random, length: int) -> list[int]:
+    return [*(rng.randrange(90) for _ in range(length - 1)), STOP]
+
+
+def _server(
+    model: BridgedModel, disk: DiskCache | None, *, deterministic: bool = False, **changes: Any
+) -> tuple[Scheduler, BridgedPool]:
+    pool = model.make_pool(**SIZES | {"kv_bits": 8} | changes)
+    if disk is not None:
+        pool.use_disk(disk, is_exact=deterministic)
+    return Scheduler(model, pool, max_batch=2, deterministic=deterministic), pool
+
+
+def _run(scheduler: Scheduler, *prompts: list[int], **options: Any) -> list[tuple[list[int], int]]:
+    """The tokens of each prompt's answer, and how many of the prompt's were read from elsewhere."""
+    requests = [Request(prompt, stop_tokens=[STOP], **{"max_tokens": 12} | options) for prompt in prompts]
+    given: dict[Request, list[Token]] = {request: [] for request in requests}
+    for request in requests:
+        scheduler.submit(request)
+    while not scheduler.idle:
+        for token in scheduler.step():
+            assert token.error is None
+            given[token.request].append(token)
+    return [
+        ([token.token for token in each if token.token is not None], each[0].cached_tokens) for each in given.values()
+    ]
+
+
+def _fresh(model: BridgedModel, *prompts: list[int], **options: Any) -> list[list[int]]:
+    return [answer for answer, _ in _run(_server(model, None, checkpoints=0)[0], *prompts, **options)]
+
+
+@pytest.mark.parametrize("name", count(NAMES, sorted(set(table.measured()) - REFUSED.keys() - {"gpt2"})))
+@pytest.mark.parametrize("bits", [0, 4])
+def test_a_restarted_server_reads_only_what_is_new(name: str, bits: int, disk: DiskCache) -> None:
+    """Two conversations with the same system prompt, at once. Where there is no state, whole pages are read."""
+    model, rng = _model(name, **WINDOWS.get(name, {})), random.Random(0)
+    system = _turn(rng, 150)
+    texts = [[*system, *_turn(rng, length)] for length in (61, 200)]
+    known: list[int] = []
+    for _ in range(3):
+        scheduler, pool = _server(model, disk, kv_bits=bits)  # everything it knows is on disk
+        answers = _run(scheduler, *texts)
+        read = [each if pool.states else each // 128 * 128 for each in known]
+        # Of a window that is no number of pages its first page may be gone by the end of a page.
+        if all(part.window is None or part.window % 128 == 0 for part in pool.parts):
+            assert [cached for _, cached in answers][: len(read)] == read
+        fresh = _run(_server(model, None, kv_bits=bits, checkpoints=0)[0], *texts)
+        assert [answer for answer, _ in answers] == [answer for answer, _ in fresh]
+        check_pages(pool, [])
+        known = [len(text) + len(answer) - 1 for text, (answer, _) in zip(texts, answers, strict=True)]
+        for text, (answer, _) in zip(texts, answers, strict=True):
+            text += [*answer, *_turn(rng, 40)]
+        assert disk.flush(30)
+    other = [*system, *_turn(rng, 50)]
+    assert _run(_server(model, disk, kv_bits=bits)[0], other)[0][1] == (150 if pool.states else 128)
+    assert disk.counts.dropped == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss"])
+def test_the_logits_are_those_without_a_break(name: str, disk: DiskCache) -> None:
+    """Bit for bit, after the same chunks; the bytes of pages and states too."""
+    model, rng = _model(name), random.Random(1)
+    text = _turn(rng, 300)
+    logits = []
+    for place in (0, 256):
+        pool = model.make_pool(**SIZES, kv_bits=8)
+        pool.use_disk(disk)
+        while pool.fetch(text[: place + 1], most=1):
+            assert place
+        sequence = pool.sequence(400, text[: place + 1])
+        assert sequence.length == place
+        for start in range(place, 256, 64):
+            mx.eval(model.feed(mx.array([text[start : start + 64]]), batch := pool.batch([sequence])))
+            batch.commit()
+        sequence.share_prefix()
+        assert disk.flush(30)
+        logits.append(model.next_logits(mx.array([text[256:]]), pool.batch([sequence])))
+        mx.eval(logits)
+    assert mx.array_equal(*logits)
+
+
+def test_nothing_is_read_that_is_of_others(disk: DiskCache) -> None:
+    """Of another model, format or client, or of chunks that a deterministic server does not feed."""
+    model, text = _model("qwen3_next"), _turn(random.Random(2), 300)
+    ((answer, _),) = _run(_server(model, disk)[0], text, salt=b"one")
+    ask = [*text, *answer, 5]
+    disk.flush(30)
+    for other, changes, options in (
+        (model, {"kv_bits": 4}, {}),
+        (model, {"kv_bits": 0}, {}),
+        (model, {"kv_group_size": 8}, {}),
+        (model, {}, {"salt": b"two"}),
+        (model, {}, {"salt": b""}),
+        (model, {"deterministic": True, "prefill_step_size": 128}, {}),
+        (_model("qwen3_next", "c"), {}, {}),
+    ):
+        assert _run(_server(other, disk, **changes)[0], ask, **{"salt": b"one"} | options)[0][1] == 0
+    assert _run(_server(model, disk)[0], ask, salt=b"one")[0][1] == len(ask) - 2
+    nameless = bridged("qwen3_next")
+    nameless.identity = None
+    with pytest.raises(ValueError, match="was not loaded from a folder"):
+        nameless.make_pool(**SIZES).use_disk(disk)
+
+
+def test_a_deterministic_server_reads_its_own(disk: DiskCache) -> None:
+    model, text = _model("qwen3"), _turn(random.Random(2), 300)
+    for known in (0, 256):
+        scheduler, _ = _server(model, disk, deterministic=True, prefill_step_size=128)
+        assert _run(scheduler, [*text, 5])[0][1] == known
+        disk.flush(30)
+
+
+@settings(max_examples=count(10, 300), deadline=None, derandomize=count(True, False))
+@given(data=st.data())
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next", "gpt_oss"])
+def test_any_files_that_go_or_are_wrong(
+    name: str, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Whatever is lost on disk and given up in the pool, and however small both are, tokens are a fresh server's."""
+    model, rng = _model(name), random.Random(data.draw(st.integers(0, 9)))
+    changes = {"tokens": data.draw(st.sampled_from([768, 1152])), "checkpoints": data.draw(st.sampled_from([1, 3]))}
+    folder = tmp_path_factory.mktemp("disk") / "cache"
+    disk = DiskCache(folder, data.draw(st.sampled_from([60_000, 10**8])))
+    drawn = {"prefill_step_size": 128, "max_seq_len": 512} | changes
+    server = _server(model, disk, **drawn)
+    systems = [_turn(rng, length) for length in (20, 128, 150)]
+    texts = [[*system, *_turn(rng, 30)] for system in systems] + [[*systems[2], *_turn(rng, 50)]]
+    for _ in range(data.draw(st.integers(2, 4))):
+        if data.draw(st.booleans()):
+            disk.flush(30)
+            files = sorted(folder.glob("*.kv"))
+            for path in data.draw(st.lists(st.sampled_from(files), max_size=4, unique=True)) if files else ():
+                if data.draw(st.booleans()):
+                    path.unlink()
+                else:
+                    path.write_bytes(path.read_bytes()[: rng.randrange(200)])
+            server = _server(model, disk, **drawn)
+        chosen = [list(text) for text in data.draw(st.lists(st.sampled_from(texts), min_size=1, max_size=3))]
+        answers = _run(server[0], *chosen, max_tokens=5)
+        assert [answer for answer, _ in answers] == _fresh(model, *chosen, max_tokens=5)
+        check_pages(server[1], [])
+        for text in texts:
+            if text in chosen and len(text) < 400:
+                text += [*answers[chosen.index(text)][0], *_turn(rng, data.draw(st.integers(1, 60)))]
+    disk.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next", "gpt_oss", "llama4"])
+def test_a_conversation_is_gone_on_with(name: str, disk: DiskCache) -> None:
+    model, text = _model(name, **WINDOWS.get(name, {})), _turn(random.Random(3), 300)
+
+    def ask(cache: Any, prompt: list[int]) -> tuple[int, list[int | None]]:
+        request = Request(prompt, 8, stop_tokens=[STOP])
+        tokens = list(CacheScheduler(model, cache, prefill_step_size=64).answer([request]))
+        return tokens[0].cached_tokens, [token.token for token in tokens]
+
+    def cache(used: DiskCache | None) -> Any:
+        made = model.make_cache(700, kv_bits=8, checkpoints=6)
+        if used is not None:
+            made.use_disk(used)
+        return made
+
+    _, answer = ask(cache(disk), text)
+    disk.flush(30)
+    behind = [*text, *answer, *_turn(random.Random(4), 40)]
+    known = len(text) + len(answer) - 1
+    read, tokens = ask(gone_on := cache(disk), behind)
+    assert read == (known if name == "qwen3_next" else known // 128 * 128)
+    assert tokens == ask(cache(None), behind)[1]
+    assert ask(gone_on, [*behind, *tokens, 7, 8])[0] >= len(behind)
+    for path in disk.folder.glob("*.kv"):
+        path.write_bytes(b"wrong")
+    assert ask(cache(disk), behind) == (0, tokens)
+
+
+def test_arrays_as_bytes() -> None:
+    arrays = [mx.random.normal((1, 2, 3)).astype(kind) for kind in (mx.float32, mx.bfloat16, mx.float16)]
+    arrays += [None, mx.zeros((2, 0, 3), mx.uint8), mx.array([[1, 2]], mx.int8)]
+    data = packed(arrays)
+    for one, other in zip(unpacked(data), arrays, strict=True):
+        assert one is None if other is None else one.dtype == other.dtype and mx.array_equal(one, other)
+    expected = [None if array is None else (DTYPE_NAMES[array.dtype], array.shape) for array in arrays]
+    assert len(unpacked(data, expected)) == len(arrays)
+    for wrong in (data[:-1], data[:9], b"", data[:4] + b"x" + data[5:], b"\x02\0\0\0{}", b"\x04\0\0\0null"):
+        with pytest.raises(ValueError, match=r"."):
+            unpacked(wrong)
+    with pytest.raises(ValueError, match="expected"):
+        unpacked(data, expected[1:])
