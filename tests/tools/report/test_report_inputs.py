@@ -18,7 +18,7 @@ from kvant.errors import PromptError
 from kvant.models import Decoder, load_decoder
 from kvant.text.prompt import encode_rendered, render_chat
 from kvant.tools.report.formats import CacheFormat, check_formats, default_formats
-from kvant.tools.report.runs import answer
+from kvant.tools.report.runs import answer, answer_after_hit
 from kvant.tools.report.texts import built_in_text, heldout_documents, read_dialogue, recall_dialogues, text_file
 
 Pocket = tuple[Decoder, Any]
@@ -66,6 +66,11 @@ class TestQuestions:
         short = sorted(dialogues, key=lambda dialogue: len(dialogue.ids))[:2]
         cache = FORMAT.make_cache(model, 400)
         assert all(right for dialogue in short for right in answer(model, cache, dialogue))
+
+        for bits in (0, 4):  # of a prefix that was hit
+            found = answer_after_hit(model, CacheFormat(bits), dialogues[:4])
+            assert len(found) > 2
+            assert all(found)
 
         def forgets(number: int, layer: Any) -> None:
             layer.attend = lambda query, key, value, mask=None: 0.0 * query
@@ -121,6 +126,7 @@ def test_a_table_and_a_plot(tmp_path: Path) -> None:
     assert [(row[0], row[-3]) for row in rows] == [("0", "4096"), ("8g32", "1088"), ("4g64", "544")]
     assert len({row[-1] for row in rows}) == 1  # of the first conversation every cache recalls as much
     assert "/" in rows[0][-1]
+    assert "Recall of what was read from shared pages: 0 " in " ".join(map(str.strip, lines))
     assert all(len(line) <= 80 for line in lines[3:])
     drawn = plot.read_text()
     for text in ("8g32", "4g64", "KLD, nats", "cache, bytes a token"):
@@ -150,7 +156,7 @@ def test_json_of_a_text(tmp_path: Path) -> None:
     assert 0 == none["mean_kld_nats"] < four["mean_kld_nats"] < four["p99_kld_nats"]
     assert len(four["layer_attention_errors"]) == 4
     assert min(four["layer_attention_errors"]) > 0
-    assert four["recall"] == {"right": 0, "asked": 0}
+    assert four["recall"] == four["recall_after_hit"] == {"right": 0, "asked": 0}
 
 
 def test_a_text_of_several_pieces(make_checkpoint: Any, pocket_folder: Path) -> None:

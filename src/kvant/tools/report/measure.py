@@ -9,7 +9,7 @@ from kvant.machine import Environment, environment
 from kvant.models import Decoder, LanguageModel
 from kvant.tools.report.divergence import Figures, Tally
 from kvant.tools.report.formats import REFERENCE, CacheFormat
-from kvant.tools.report.runs import STEPS, answer, compare, layer_errors, step_ms, timing_room
+from kvant.tools.report.runs import STEPS, answer, answer_after_hit, compare, layer_errors, step_ms, timing_room
 from kvant.tools.report.texts import Dialogue, Text
 
 LAYER_TOKENS = 1024  # of the first piece, for the layers' errors
@@ -29,6 +29,7 @@ class FormatResult:
     # reference, by definition. Empty for a bridged model, whose layers are mlx-lm's.
     layer_errors: list[float]
     recalled: list[bool]  # each answer of the recall questions was exact; empty if none was asked
+    after_hit: list[bool]  # the same, of those whose facts were read from pages that another sequence had filled
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def measure(
     splits = [s for s in (True, False) if layers and any(f.bias_split == s for f in measured)]
 
     done = 0
-    total = (text.tokens + sum(len(dialogue.ids) for dialogue in recall)) * (1 + len(measured))
+    total = (text.tokens + 2 * sum(len(dialogue.ids) for dialogue in recall)) * (1 + len(measured))
     total += len(splits) * len(first[:LAYER_TOKENS])
 
     def fed(tokens: int) -> None:
@@ -95,6 +96,7 @@ def measure(
             figures=tally.figures(),
             layer_errors=errors.get(f, [0.0] * len(layers)),
             recalled=[right for dialogue in recall for right in answer(model, cache, dialogue, fed=fed)],
+            after_hit=answer_after_hit(model, f, recall, fed=fed),
         )
         for f, cache, ms, tally in zip((REFERENCE, *measured), caches, times, tallies, strict=True)
     ]
@@ -137,6 +139,7 @@ def _result_json(result: FormatResult) -> dict[str, Any]:
         **{name: _finite(value) for name, value in asdict(result.figures).items()},
         "layer_attention_errors": [_finite(error) for error in result.layer_errors],
         "recall": {"right": sum(result.recalled), "asked": len(result.recalled)},
+        "recall_after_hit": {"right": sum(result.after_hit), "asked": len(result.after_hit)},
     }
 
 

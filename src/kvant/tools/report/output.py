@@ -43,10 +43,12 @@ def table(report: Report) -> Table:
         for r in results
         if r.figures.non_finite
     ]
+    hits = ", ".join(f"{r.format.label} {sum(r.after_hit)}/{len(r.after_hit)}" for r in results if r.after_hit)
+    hits = f"Recall of what was read from shared pages: {hits}." if hits else ""
     made = Table(
         box=box.SIMPLE_HEAD,
         title=Line("Quality by cache format"),
-        caption=Line("\n".join([CAPTION + RECALL * bool(asked), *broken])),
+        caption=Line("\n".join([CAPTION + RECALL * bool(asked), *filter(None, [hits]), *broken])),
         title_justify="left",
         caption_justify="left",
         collapse_padding=True,

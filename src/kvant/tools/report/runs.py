@@ -16,6 +16,7 @@ from kvant.errors import KvantError, LogitsError
 from kvant.models import Decoder, LanguageModel
 from kvant.operators.bias_split import BiasSplit
 from kvant.tools.report.divergence import Tally, log_probabilities
+from kvant.tools.report.formats import CacheFormat
 from kvant.tools.report.texts import Dialogue
 
 STEP_SIZE = 512  # tokens fed at a time, as `kvant generate` does
@@ -89,13 +90,45 @@ def compare(
 
 def answer(model: LanguageModel, cache: ModelCache, dialogue: Dialogue, *, fed: Fed = lambda _: None) -> list[bool]:
     """Whether each answer would be written greedily: each of its tokens is the likeliest after those before it."""
-    ids = dialogue.ids
-    states = mx.concatenate(list(feed(model, ids, cache, step_size=_step_size(model, STEP_SIZE), fed=fed)))
+    step_size = _step_size(model, STEP_SIZE)
+    states = mx.concatenate(list(feed(model, dialogue.ids, cache, step_size=step_size, fed=fed)))
+    return _are_right(_logits(model, states), dialogue)
+
+
+def answer_after_hit(
+    model: LanguageModel, cache: CacheFormat, dialogues: Sequence[Dialogue], *, fed: Fed = lambda _: None
+) -> list[bool]:
+    """As :func:`answer`, where what is before the first answer is read from pages that another sequence filled."""
+    if not dialogues:
+        return []
+    most = max(len(dialogue.ids) for dialogue in dialogues)
+    sizes = {"sequences": 1, "max_seq_len": most, "prefill_step_size": _step_size(model, STEP_SIZE)}
+    pool, right = model.make_pool(2 * most, **sizes, **cache.fields), []
+    for dialogue in dialogues:
+        ids, begin = list(dialogue.ids), dialogue.answers[0][0]
+        for end in (begin, len(ids)):
+            sequence = pool.sequence(len(ids), ids[:begin], whole_pages=False)
+            batch, logits = pool.batch([sequence]), [mx.zeros((sequence.length, model.config.vocab_size))]
+            for start in range(sequence.length, end, pool.prefill_step_size):
+                chunk = ids[start : min(end, start + pool.prefill_step_size)]
+                logits.append(model.every_logits(mx.array([chunk]), batch)[0])
+                mx.eval(logits)
+                batch.commit()
+                fed(len(chunk))
+            sequence.share_prefix(last_page=True)
+            sequence.release()
+        if len(logits[0]):  # of a short one nothing was shared
+            right += _are_right(mx.concatenate(logits), dialogue)
+    return right
+
+
+def _are_right(logits: mx.array, dialogue: Dialogue) -> list[bool]:
+    """Of logits (S, vocab) after every token, whether the likeliest are each answer's."""
     right = []
     for first, last in dialogue.answers:
-        logits = _logits(model, states[first - 1 : last - 1])
-        likeliest = mx.argmax(logits, axis=-1) == mx.array(ids[first:last])
-        right.append(bool((likeliest.all() & mx.isfinite(mx.logsumexp(logits, axis=-1)).all()).item()))
+        own = logits[first - 1 : last - 1]
+        likeliest = mx.argmax(own, axis=-1) == mx.array(dialogue.ids[first:last])
+        right.append(bool((likeliest.all() & mx.isfinite(mx.logsumexp(own, axis=-1)).all()).item()))
     return right
 
 
