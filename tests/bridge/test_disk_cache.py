@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,11 @@ def _fresh(model: BridgedModel, *prompts: list[int], **options: Any) -> list[lis
     return [answer for answer, _ in _run(_server(model, None, checkpoints=0)[0], *prompts, **options)]
 
 
-@pytest.mark.parametrize("name", count(NAMES, sorted(set(table.measured()) - REFUSED.keys() - {"gpt2"})))
-@pytest.mark.parametrize("bits", [0, 4])
+# At 4 bits a fresh server's other chunks can round to another number, as they do without a disk.
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [*product(count(NAMES, sorted(set(table.measured()) - REFUSED.keys() - {"gpt2"})), [0, 8]), *product(NAMES, [4])],
+)
 def test_a_restarted_server_reads_only_what_is_new(name: str, bits: int, disk: DiskCache) -> None:
     """Two conversations with the same system prompt, at once. Where there is no state, whole pages are read."""
     model, rng = _model(name, **WINDOWS.get(name, {})), random.Random(0)
@@ -223,6 +227,25 @@ def test_a_conversation_is_gone_on_with(name: str, disk: DiskCache) -> None:
     for path in disk.folder.glob("*.kv"):
         path.write_bytes(b"wrong")
     assert ask(cache(disk), behind) == (0, tokens)
+
+
+@pytest.mark.parametrize("arrays", [[mx.zeros(3)], [], [None] * 50, [mx.zeros((1, 9, 9, 9))] * 50])
+def test_a_whole_file_of_something_else_is_none(arrays: list[mx.array | None], disk: DiskCache) -> None:
+    model, text = _model("qwen3_next"), _turn(random.Random(2), 300)
+    ((answer, _),) = _run(_server(model, disk)[0], text)
+    ask = [*text, *answer, 5]
+    disk.flush(30)
+    for path in disk.folder.glob("*.kv"):
+        disk.remove(path.stem)
+        disk.put(path.stem, 100, lambda: packed(arrays))
+    disk.flush(30)
+    for cache in (None, model.make_cache(512, kv_bits=8, checkpoints=6)):
+        if cache is None:
+            found = _run(_server(model, disk)[0], ask)
+        else:
+            cache.use_disk(disk)
+            found = _run(CacheScheduler(model, cache, prefill_step_size=64), ask)
+        assert found == [(_fresh(model, ask)[0], 0)]
 
 
 def test_arrays_as_bytes() -> None:

@@ -37,7 +37,8 @@ class DiskCounts:
     Attributes:
         bytes, files: that it has now.
         hits: files that were read.
-        written, dropped: files that were, and that were not for want of time, of the hour's bytes or of a disk.
+        written, dropped: files that were written, and times that one was not: for want of room to wait, of the hour's
+            bytes or of a disk.
     """
 
     bytes: int = 0

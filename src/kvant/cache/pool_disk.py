@@ -29,6 +29,7 @@ class PoolDisk:
         self.disk = disk
         self._parts = pool.parts
         self._states = [len(state.shapes) for state in pool.states]
+        self._check_states = pool.check_states
         computed = [version("mlx"), str(mx.default_device())] if is_exact else []
         facts = [VERSION, pool.identity.model, pool.layout, [layer.format.as_json() for layer in pool.layers], computed]
         self._key = hashlib.sha256(json.dumps(facts).encode()).digest()
@@ -60,9 +61,17 @@ class PoolDisk:
 
     def states(self, digest: bytes) -> list[Arrays] | None:
         """The states after a text; None: they are not there."""
-        arrays = self._get(self._name(None, digest))
-        rest = iter(arrays or ())
-        return None if arrays is None else [[*islice(rest, count)] for count in self._states]
+        arrays = self._get(name := self._name(None, digest))
+        if arrays is None:
+            return None
+        rest = iter(arrays)
+        found = [[*islice(rest, count)] for count in self._states]
+        try:
+            self._check_states(found)
+        except ValueError:
+            self.disk.remove(name)
+            return None
+        return found
 
     def used(self, chain: Sequence[bytes]) -> None:
         """Note that a text was used, whose pages' digests these are. Its last pages go before its first."""

@@ -85,6 +85,10 @@ class PoolState:
         if self.divided:
             raise SnapshotError("the pool is divided over several ranks: its sequences take no cache and give none")
 
+    def check_states(self, states: Sequence[list[mx.array | None]]) -> None:
+        """Refuse arrays that are no states of the model's; a ValueError."""
+        assert not states
+
     def check_opening(self, max_tokens: int) -> None:
         """Refuse a sequence that the pool is not made for, or one too many."""
         if type(max_tokens) is not int or max_tokens < 1:

@@ -126,7 +126,7 @@ class _State(Collector):
             for name, help_text, count in (
                 ("kvant_disk_cache_hits", "Files of the disk cache that were read.", disk.hits),
                 ("kvant_disk_cache_written", "Files of the disk cache that were written.", disk.written),
-                ("kvant_disk_cache_dropped", "Files that were not written.", disk.dropped),
+                ("kvant_disk_cache_dropped", "Times that a file was not written.", disk.dropped),
             ):
                 yield CounterMetricFamily(name, help_text, value=count)
         drafts = engine.drafts
