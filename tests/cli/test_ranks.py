@@ -96,6 +96,7 @@ ASK = ["generate", "Hi", "--model"]
         (1, "rank 1: the command is chat; rank 0 has generate", [[*ASK, "pocket"], ["chat"]]),
         (2, "'models' is started as 2 ranks", [["models"]] * 2),
         (2, "--prompt-cache-file is given", [["generate", "Hi", "--prompt-cache-file", "file"]] * 2),
+        (2, "--disk-cache is given", [["serve", "--disk-cache", "folder"]] * 2),
         (2, "standard input reaches no rank", [["generate"]] * 2),
     ],
 )
