@@ -166,7 +166,7 @@ def test_a_deterministic_server_reads_its_own(disk: DiskCache) -> None:
         disk.flush(30)
 
 
-@settings(max_examples=count(10, 300), deadline=None, derandomize=count(True, False))
+@settings(max_examples=count(6, 300), deadline=None, derandomize=count(True, False))
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_next", "gpt_oss"])
 def test_any_files_that_go_or_are_wrong(
