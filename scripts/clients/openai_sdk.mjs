@@ -104,7 +104,7 @@ await main({
         stream.controller.abort();
       }
     }
-    assert.equal(chunks, 3);
+    assert.ok(chunks >= 3 && chunks < 750, `${chunks} chunks`); // what was on its way still comes
     await until(async () => (await running()) === 0, 2000, "the aborted stream's request has ended");
   },
 });
