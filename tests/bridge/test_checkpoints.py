@@ -14,6 +14,7 @@ from support.bridged import REFUSED, bridged
 from support.counts import count
 from support.interruption import Interruption
 from support.pools import check_pages
+from support.turns import SIZES, STOP, run, turn
 
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.pool import BridgedPool, pool_needs
@@ -21,31 +22,12 @@ from kvant.cache import CacheOptions
 from kvant.cache.pages import pages_for
 from kvant.cache.pool import PoolSequence
 from kvant.engine.cache_scheduler import CacheScheduler
-from kvant.engine.request import Request, Token
+from kvant.engine.request import Request
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import ArgumentError
 
-STOP = 96  # ends a turn
-SIZES: dict[str, Any] = {"tokens": 3072, "sequences": 2, "max_seq_len": 1024, "prefill_step_size": 64, "checkpoints": 6}
 # gated delta rule and keys; Mamba alone, and beside keys; convolutions; a recurrence beside latent attention; windows
 NAMES = ["qwen3_next", "mamba2", "falcon_h1", "lfm2", "kimi_linear", "gpt_oss", "gemma3_text"]
-
-
-def _turn(rng: random.Random, length: int) -> list[int]:
-    return [*(rng.randrange(90) for _ in range(length - 1)), STOP]
-
-
-def _run(scheduler: Scheduler, *prompts: list[int], **options: Any) -> list[tuple[list[int], Token]]:
-    """The tokens of each prompt's answer, and the first of them as it was told."""
-    requests = [Request(prompt, stop_tokens=[STOP], **{"max_tokens": 12} | options) for prompt in prompts]
-    given: dict[Request, list[Token]] = {request: [] for request in requests}
-    for request in requests:
-        scheduler.submit(request)
-    while not scheduler.idle:
-        for token in scheduler.step():
-            assert token.error is None
-            given[token.request].append(token)
-    return [([token.token for token in each if token.token is not None], each[0]) for each in given.values()]
 
 
 def _scheduler(
@@ -68,18 +50,18 @@ def test_a_turn_reads_only_what_is_new(name: str, bits: int) -> None:
     """Two conversations with the same system prompt, at once."""
     model, rng = bridged(name), random.Random(0)
     (scheduler, pool), (fresh, _) = _scheduler(model, bits), _scheduler(model, bits, checkpoints=0)
-    system = _turn(rng, 150)
-    texts = [[*system, *_turn(rng, length)] for length in (61, 200)]
+    system = turn(rng, 150)
+    texts = [[*system, *turn(rng, length)] for length in (61, 200)]
     known = [0, len(system)]
     for _ in range(3):
-        answers = _run(scheduler, *texts)
+        answers = run(scheduler, *texts)
         # Where there is no state, fewer than 16 tokens of a page are fed and not copied.
         copied = [each if pool.states or each % 128 >= 16 else each // 128 * 128 for each in known]
         assert [first.cached_tokens for _, first in answers] == copied
-        assert [answer for answer, _ in answers] == [answer for answer, _ in _run(fresh, *texts)]
+        assert [answer for answer, _ in answers] == [answer for answer, _ in run(fresh, *texts)]
         known = [len(text) + len(answer) - 1 for text, (answer, _) in zip(texts, answers, strict=True)]  # but the last
         for text, (answer, _) in zip(texts, answers, strict=True):
-            text += [*answer, *_turn(rng, 40)]
+            text += [*answer, *turn(rng, 40)]
     check_pages(pool, [])
 
 
@@ -98,18 +80,18 @@ def test_a_conversation_goes_back(name: str) -> None:
         assert answer == expected
         return read, answer
 
-    text = [*_turn(rng, 50), *_turn(rng, 100)]
+    text = [*turn(rng, 50), *turn(rng, 100)]
     before, known = [], 0
     for _ in range(3):
         read, answer = ask(text)
         assert read == known
         before.append(text)
         known = len(text) + len(answer) - 1
-        text = [*text, *answer, *_turn(rng, 40)]
-    turn = len(before[1]) + 8 - 1  # what was known before the last question
-    assert ask(before[2])[0] in (turn, len(before[2]) - 1)  # a window goes back a few tokens by itself
-    assert ask([*before[2][:-40], *_turn(rng, 30)])[0] in (turn, turn + 1)
-    assert ask([*before[2][:50], *_turn(rng, 60)])[0] == 50
+        text = [*text, *answer, *turn(rng, 40)]
+    last_turn = len(before[1]) + 8 - 1  # what was known before the last question
+    assert ask(before[2])[0] in (last_turn, len(before[2]) - 1)  # a window goes back a few tokens by itself
+    assert ask([*before[2][:-40], *turn(rng, 30)])[0] in (last_turn, last_turn + 1)
+    assert ask([*before[2][:50], *turn(rng, 60)])[0] == 50
     assert len(cache.held.kept_arrays) > 0
     assert cache.fork().offset == cache.offset
     cache.reset()
@@ -122,7 +104,7 @@ def test_the_logits_are_those_without_a_break(name: str, whole_pages: bool) -> N
     """Bit for bit, after the same chunks."""
     model, rng = bridged(name), random.Random(1)
     pool = model.make_pool(**SIZES, kv_bits=8)
-    text, place = _turn(rng, 300), 128 if whole_pages else 150
+    text, place = turn(rng, 300), 128 if whole_pages else 150
     whole, behind = pool.sequence(400), ((place, place + 50), (place + 50, place + 60))
 
     def fed(sequence: PoolSequence, start: int, end: int) -> mx.array:
@@ -161,17 +143,17 @@ def test_any_turns_under_eviction(name: str, data: st.DataObject) -> None:
         _scheduler(model, 8, deterministic, prefill_step_size=128, **changes | each)
         for each in ({}, {"checkpoints": 0})
     )
-    systems = [_turn(rng, length) for length in (20, 128, 150)]
-    texts = [[*system, *_turn(rng, 30)] for system in systems] + [[*systems[2], *_turn(rng, 50)]]
+    systems = [turn(rng, length) for length in (20, 128, 150)]
+    texts = [[*system, *turn(rng, 30)] for system in systems] + [[*systems[2], *turn(rng, 50)]]
     for _ in range(data.draw(st.integers(2, 5))):
         chosen = data.draw(st.lists(st.sampled_from(texts), min_size=1, max_size=3))
         chosen = [list(text) for text in chosen]
-        answers = _run(scheduler, *chosen, max_tokens=5)
-        assert [answer for answer, _ in answers] == [answer for answer, _ in _run(fresh, *chosen, max_tokens=5)]
+        answers = run(scheduler, *chosen, max_tokens=5)
+        assert [answer for answer, _ in answers] == [answer for answer, _ in run(fresh, *chosen, max_tokens=5)]
         check_pages(pool, [])
         for text in texts:
             if text in chosen and len(text) < 400:
-                text += [*answers[chosen.index(text)][0], *_turn(rng, data.draw(st.integers(1, 60)))]
+                text += [*answers[chosen.index(text)][0], *turn(rng, data.draw(st.integers(1, 60)))]
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss"])
@@ -195,7 +177,7 @@ def test_bytes_are_planned_and_counted(name: str) -> None:
 def test_going_back_is_interrupted(name: str) -> None:
     """Anywhere: the cache holds what it held, the place that was kept, or nothing; and what is fed then is right."""
     model, rng = bridged(name), random.Random(2)
-    text, behind = _turn(rng, 400), _turn(rng, 40)
+    text, behind = turn(rng, 400), turn(rng, 40)
 
     def fed() -> Any:
         cache = model.make_cache(500, kv_bits=8, checkpoints=2)
@@ -224,7 +206,7 @@ def test_states_that_went_while_a_sequence_was_opened() -> None:
     """Its last pages are those of the checkpoint: nothing is shared then, and it is still its client's own."""
     model, rng = bridged("qwen3_next"), random.Random(3)
     pool = model.make_pool(256, sequences=2, max_seq_len=384, prefill_step_size=256, checkpoints=1)
-    text = _turn(rng, 150)
+    text = turn(rng, 150)
     first = pool.sequence(150, salt=b"a")
     model.next_logits(mx.array([text]), batch := pool.batch([first]))
     batch.commit()

@@ -15,6 +15,7 @@ from support.bridged import REFUSED, bridged
 from support.counts import count
 from support.pools import check_pages
 from support.tiny_models import CONFIGS
+from support.turns import SIZES, STOP, run, turn
 
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.pool import BridgedPool
@@ -23,11 +24,9 @@ from kvant.cache.disk import DiskCache
 from kvant.cache.layer_format import DTYPE_NAMES
 from kvant.cache.pool_disk import packed, unpacked
 from kvant.engine.cache_scheduler import CacheScheduler
-from kvant.engine.request import Request, Token
+from kvant.engine.request import Request
 from kvant.engine.scheduler import Scheduler
 
-STOP = 96  # ends a turn
-SIZES: dict[str, Any] = {"tokens": 3072, "sequences": 2, "max_seq_len": 1024, "prefill_step_size": 64, "checkpoints": 6}
 # keys alone; gated delta rule and keys; Mamba alone, and beside keys; convolutions; latent attention; windows
 WINDOWS = {
     "gpt_oss": {"sliding_window": 128},
@@ -50,10 +49,6 @@ def _model(name: str, weights: str = "a", **changes: Any) -> BridgedModel:
     return model
 
 
-def _turn(rng: random.Random, length: int) -> list[int]:
-    return [*(rng.randrange(90) for _ in range(length - 1)), STOP]
-
-
 def _server(
     model: BridgedModel, disk: DiskCache | None, *, deterministic: bool = False, **changes: Any
 ) -> tuple[Scheduler, BridgedPool]:
@@ -65,17 +60,7 @@ def _server(
 
 def _run(scheduler: Scheduler, *prompts: list[int], **options: Any) -> list[tuple[list[int], int]]:
     """The tokens of each prompt's answer, and how many of the prompt's were read from elsewhere."""
-    requests = [Request(prompt, stop_tokens=[STOP], **{"max_tokens": 12} | options) for prompt in prompts]
-    given: dict[Request, list[Token]] = {request: [] for request in requests}
-    for request in requests:
-        scheduler.submit(request)
-    while not scheduler.idle:
-        for token in scheduler.step():
-            assert token.error is None
-            given[token.request].append(token)
-    return [
-        ([token.token for token in each if token.token is not None], each[0].cached_tokens) for each in given.values()
-    ]
+    return [(answer, first.cached_tokens) for answer, first in run(scheduler, *prompts, **options)]
 
 
 def _fresh(model: BridgedModel, *prompts: list[int], **options: Any) -> list[list[int]]:
@@ -90,8 +75,8 @@ def _fresh(model: BridgedModel, *prompts: list[int], **options: Any) -> list[lis
 def test_a_restarted_server_reads_only_what_is_new(name: str, bits: int, disk: DiskCache) -> None:
     """Two conversations with the same system prompt, at once. Where there is no state, whole pages are read."""
     model, rng = _model(name, **WINDOWS.get(name, {})), random.Random(0)
-    system = _turn(rng, 150)
-    texts = [[*system, *_turn(rng, length)] for length in (61, 200)]
+    system = turn(rng, 150)
+    texts = [[*system, *turn(rng, length)] for length in (61, 200)]
     known: list[int] = []
     for _ in range(3):
         scheduler, pool = _server(model, disk, kv_bits=bits)  # everything it knows is on disk
@@ -105,9 +90,9 @@ def test_a_restarted_server_reads_only_what_is_new(name: str, bits: int, disk: D
         check_pages(pool, [])
         known = [len(text) + len(answer) - 1 for text, (answer, _) in zip(texts, answers, strict=True)]
         for text, (answer, _) in zip(texts, answers, strict=True):
-            text += [*answer, *_turn(rng, 40)]
+            text += [*answer, *turn(rng, 40)]
         assert disk.flush(30)
-    other = [*system, *_turn(rng, 50)]
+    other = [*system, *turn(rng, 50)]
     assert _run(_server(model, disk, kv_bits=bits)[0], other)[0][1] == (150 if pool.states else 128)
     assert disk.counts.dropped == 0
 
@@ -116,7 +101,7 @@ def test_a_restarted_server_reads_only_what_is_new(name: str, bits: int, disk: D
 def test_the_logits_are_those_without_a_break(name: str, disk: DiskCache) -> None:
     """Bit for bit, after the same chunks; the bytes of pages and states too."""
     model, rng = _model(name), random.Random(1)
-    text = _turn(rng, 300)
+    text = turn(rng, 300)
     logits = []
     for place in (0, 256):
         pool = model.make_pool(**SIZES, kv_bits=8)
@@ -137,7 +122,7 @@ def test_the_logits_are_those_without_a_break(name: str, disk: DiskCache) -> Non
 
 def test_nothing_is_read_that_is_of_others(disk: DiskCache) -> None:
     """Of another model, format or client, or of chunks that a deterministic server does not feed."""
-    model, text = _model("qwen3_next"), _turn(random.Random(2), 300)
+    model, text = _model("qwen3_next"), turn(random.Random(2), 300)
     ((answer, _),) = _run(_server(model, disk)[0], text, salt=b"one")
     ask = [*text, *answer, 5]
     disk.flush(30)
@@ -159,7 +144,7 @@ def test_nothing_is_read_that_is_of_others(disk: DiskCache) -> None:
 
 
 def test_a_deterministic_server_reads_its_own(disk: DiskCache) -> None:
-    model, text = _model("qwen3"), _turn(random.Random(2), 300)
+    model, text = _model("qwen3"), turn(random.Random(2), 300)
     for known in (0, 256):
         scheduler, _ = _server(model, disk, deterministic=True, prefill_step_size=128)
         assert _run(scheduler, [*text, 5])[0][1] == known
@@ -179,8 +164,8 @@ def test_any_files_that_go_or_are_wrong(
     disk = DiskCache(folder, data.draw(st.sampled_from([60_000, 10**8])))
     drawn = {"prefill_step_size": 128, "max_seq_len": 512} | changes
     server = _server(model, disk, **drawn)
-    systems = [_turn(rng, length) for length in (20, 128, 150)]
-    texts = [[*system, *_turn(rng, 30)] for system in systems] + [[*systems[2], *_turn(rng, 50)]]
+    systems = [turn(rng, length) for length in (20, 128, 150)]
+    texts = [[*system, *turn(rng, 30)] for system in systems] + [[*systems[2], *turn(rng, 50)]]
     for _ in range(data.draw(st.integers(2, 4))):
         if data.draw(st.booleans()):
             disk.flush(30)
@@ -197,13 +182,13 @@ def test_any_files_that_go_or_are_wrong(
         check_pages(server[1], [])
         for text in texts:
             if text in chosen and len(text) < 400:
-                text += [*answers[chosen.index(text)][0], *_turn(rng, data.draw(st.integers(1, 60)))]
+                text += [*answers[chosen.index(text)][0], *turn(rng, data.draw(st.integers(1, 60)))]
     disk.close()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_next", "gpt_oss", "llama4"])
 def test_a_conversation_is_gone_on_with(name: str, disk: DiskCache) -> None:
-    model, text = _model(name, **WINDOWS.get(name, {})), _turn(random.Random(3), 300)
+    model, text = _model(name, **WINDOWS.get(name, {})), turn(random.Random(3), 300)
 
     def ask(cache: Any, prompt: list[int]) -> tuple[int, list[int | None]]:
         request = Request(prompt, 8, stop_tokens=[STOP])
@@ -218,7 +203,7 @@ def test_a_conversation_is_gone_on_with(name: str, disk: DiskCache) -> None:
 
     _, answer = ask(cache(disk), text)
     disk.flush(30)
-    behind = [*text, *answer, *_turn(random.Random(4), 40)]
+    behind = [*text, *answer, *turn(random.Random(4), 40)]
     known = len(text) + len(answer) - 1
     read, tokens = ask(gone_on := cache(disk), behind)
     assert read == (known if name == "qwen3_next" else known // 128 * 128)
@@ -231,7 +216,7 @@ def test_a_conversation_is_gone_on_with(name: str, disk: DiskCache) -> None:
 
 @pytest.mark.parametrize("arrays", [[mx.zeros(3)], [], [None] * 50, [mx.zeros((1, 9, 9, 9))] * 50])
 def test_a_whole_file_of_something_else_is_none(arrays: list[mx.array | None], disk: DiskCache) -> None:
-    model, text = _model("qwen3_next"), _turn(random.Random(2), 300)
+    model, text = _model("qwen3_next"), turn(random.Random(2), 300)
     ((answer, _),) = _run(_server(model, disk)[0], text)
     ask = [*text, *answer, 5]
     disk.flush(30)

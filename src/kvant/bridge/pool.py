@@ -15,7 +15,7 @@ from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, as_
 from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, Stored
 from kvant.cache.options import CacheOptions
 from kvant.cache.paged_layers import PoolLayer
-from kvant.cache.pool import Pool, pool_bytes
+from kvant.cache.pool import Pool, has_page, pool_bytes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_disk import PoolDisk
 from kvant.cache.pool_sequence import PoolSequence, own_copies
@@ -106,13 +106,13 @@ class BridgedSequence(PoolSequence):
         self._states = {length: [*states]}
 
     def share_prefix(
-        self, upto: int | None = None, *, last_page: bool = False, on_the_way: bool = False
+        self, upto: int | None = None, *, last_page: bool = False, mid_prompt: bool = False
     ) -> bytes | None:
         """As :meth:`PoolSequence.share_prefix`. Where all of the text is shared, its states are kept."""
         if self._empty and not self.pool.checkpoints:
             return None
         with self.pool.turn:
-            digest = super().share_prefix(upto, last_page=last_page, on_the_way=on_the_way)
+            digest = super().share_prefix(upto, last_page=last_page, mid_prompt=mid_prompt)
             if self._empty and digest is not None:
                 self.pool.keep(digest, self.states)
             return digest
@@ -182,25 +182,18 @@ class BridgedPool(Pool):
                 if array is not None and expected is not None:
                     _check_state(number, array, expected)
 
-    def _fetch_states(self, digest: bytes) -> bool:
-        states = self.disk.states(digest)
-        if states is None:
-            return True
-        self._main.prefix.keep(digest, states)
-        return False
-
     def _behind(self, before: bytes, ids: Sequence[int], whole_pages: bool, disk: PoolDisk | None) -> int | None:
         if not self.states:
             return super()._behind(before, ids, whole_pages, disk)
         kept = self._main.prefix.kept_behind(before, ids)
-        for count in kept if disk is None else range(0 if whole_pages else len(ids), -1, -1):
-            if count in kept and (not count or (not whole_pages and self._alike(before, ids[:count]) == count)):
+        if disk is None:
+            here = (n for n in kept if not n or (not whole_pages and self._alike(before, ids[:n]) == n))
+            return next(here, None)
+        for count in range(0 if whole_pages else len(ids), -1, -1):
+            digest = extended(before, ids[:count]) if count else before
+            pages = (has_page(disk, part, digest) for part in self.parts)
+            if (count in kept or disk.has_states(digest)) and (not count or all(pages)):
                 return count
-            if disk is not None:
-                digest = extended(before, ids[:count]) if count else before
-                pages = (digest in part.prefix or disk.has_page(part, digest) for part in self.parts)
-                if disk.has_states(digest) and (not count or all(pages)):
-                    return count
         return None
 
 

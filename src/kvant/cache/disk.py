@@ -71,7 +71,7 @@ class DiskCache:
             self._lock_file = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except (OSError, ValueError) as error:
             raise SnapshotError(f"{folder}: no folder for a disk cache: {one_line(error)}") from error
-        self._name = os.urandom(16)  # of the process that wrote last, in the lock's file
+        self._writer = os.urandom(16)  # its name in the lock's file, where it was the last that wrote
         self._changed = threading.Condition()
         self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()  # bytes and time of use, the oldest first
         self._waiting: dict[str, bytes] = {}
@@ -96,12 +96,12 @@ class DiskCache:
     def counts(self) -> DiskCounts:
         """What it has and did; any thread may ask."""
         with self._changed:
-            return replace(self._counts)
+            return replace(self._counts, files=len(self._files))
 
     def describe(self) -> str:
         """Where it is and what is in it, in a line."""
-        has = f"{self.counts.files} files, {format_bytes(self.counts.bytes)} of {format_bytes(self.max_bytes)}"
-        return f"{self.folder}: {has}"
+        now = self.counts
+        return f"{self.folder}: {now.files} files, {format_bytes(now.bytes)} of {format_bytes(self.max_bytes)}"
 
     def put(self, name: str, size: int, contents: Callable[[], bytes]) -> None:
         """Write a file some time later, unless it is there. Never waits.
@@ -219,9 +219,9 @@ class DiskCache:
         try:
             if not os.fstat(self._lock_file).st_nlink:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
-            if os.pread(self._lock_file, len(self._name), 0) != self._name:
-                os.pwrite(self._lock_file, self._name, 0)
+            if os.pread(self._lock_file, len(self._writer), 0) != self._writer:
                 self._scan(is_held=True)
+                os.pwrite(self._lock_file, self._writer, 0)
             self._make_room(0)
             yield
         finally:
@@ -239,7 +239,7 @@ class DiskCache:
                     found.append((state.st_mtime_ns, entry.name.removesuffix(".kv"), _on_disk(state.st_size)))
         with self._changed:
             self._files = OrderedDict((name, (size, used)) for used, name, size in sorted(found))
-            self._counts.bytes, self._counts.files = sum(size for _, _, size in found), len(found)
+            self._counts.bytes = sum(size for _, _, size in found)
 
     def _make_room(self, size: int) -> None:
         """Remove the files that were used least recently, by whatever process, until so many bytes fit."""
@@ -255,6 +255,7 @@ class DiskCache:
                 self._forget(name)
 
     def _do(self, job: str | Sequence[str]) -> None:
+        """Write a file that waits, unless the hour's bytes are used up; or note which files were used."""
         if not isinstance(job, str):
             for name in reversed(job):
                 with suppress(FileNotFoundError):
@@ -265,18 +266,18 @@ class DiskCache:
         now = time.monotonic()
         self._allowed = min(self.max_bytes, self._allowed + (now - self._seen) * self.max_bytes / 3600)
         self._seen = now
-        may_be = size <= self._allowed
-        if is_written := may_be and job not in self._files:
+        is_allowed = size <= self._allowed
+        if is_written := is_allowed and job not in self._files:
             self._make_room(size)
             self._write(self._path(job), (_digest(job, data), data))
             self._allowed -= size
         with self._changed:
             del self._waiting[job]
-            self._counts.dropped += not may_be
+            self._counts.dropped += not is_allowed
             if is_written:
                 self._counts.written += 1
                 self._files[job] = size, time.time_ns()
-                self._counts.bytes, self._counts.files = self._counts.bytes + size, len(self._files)
+                self._counts.bytes += size
 
     def _write(self, path: Path, parts: Sequence[bytes]) -> None:
         """Write a file that has its name when it is whole; after a loss of power it may be cut, as its digest tells."""
@@ -306,7 +307,7 @@ class DiskCache:
 
     def _forget(self, name: str) -> None:
         size, _ = self._files.pop(name, (0, 0))
-        self._counts.bytes, self._counts.files = self._counts.bytes - size, len(self._files)
+        self._counts.bytes -= size
 
     def _say(self, error: OSError) -> None:
         if (said := one_line(error)) != self._said:

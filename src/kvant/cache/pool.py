@@ -15,7 +15,7 @@ from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_disk import PoolDisk
 from kvant.cache.pool_sequence import PoolSequence, PoolState, close
-from kvant.cache.prefix import digests, root
+from kvant.cache.prefix import digests, extended, root
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels.launch import Backend
@@ -218,28 +218,24 @@ class Pool(PoolState):
             return False
         with self.turn:
             ids, chain, first = self.on_disk(prompt, salt, whole_pages)
-            before, read = [root(salt), *chain], 0
             for part in self.parts:
                 part.prefix.use(chain)
-            for part in self.parts:
-                for number in range(first[part], len(chain)):
-                    if chain[number] in part.prefix:
-                        continue
-                    own = ids[number * PAGE_SIZE : (number + 1) * PAGE_SIZE]
-                    held = self.disk.page(part, chain[number], len(own))
-                    if held is None:
-                        return True  # it is gone by now, and with it some of the beginning
-                    if not part.take_in(chain[number], before[number], own, held):
-                        return False
-                    read += 1
-                    if read == most:
-                        mx.eval([layer.arrays for layer in self.layers])
-                        return True
+            needed = [(part, number) for part in self.parts for number in range(first[part], len(chain))]
+            missing = [(part, number) for part, number in needed if chain[number] not in part.prefix]
+            for part, number in missing[:most]:
+                own, before = ids[number * PAGE_SIZE : (number + 1) * PAGE_SIZE], [root(salt), *chain][number]
+                held = self.disk.page(part, chain[number], len(own))
+                if held is None:
+                    return True  # it is gone by now, and with it some of the beginning
+                if not part.take_in(chain[number], before, own, held):
+                    return False
             mx.eval([layer.arrays for layer in self.layers])
+            if len(missing) > most:
+                return True
             if self.states and chain and self._main.prefix.states(chain[-1]) is None:
-                return self._fetch_states(chain[-1])
-            if read:
-                self.disk.used(chain)
+                if (states := self.disk.states(chain[-1])) is None:
+                    return True
+                self._main.prefix.keep(chain[-1], states)
             return False
 
     def on_disk(
@@ -252,9 +248,12 @@ class Pool(PoolState):
         """
         known = prompt[: max(0, len(prompt) - 1)]
         chain, rest = self._beginning(known, salt, whole_pages, self.disk)
-        ids = known[: len(chain) * PAGE_SIZE + (rest if self.states else 0)]
         first = {part: len(chain) - len(part.seen(chain)) for part in self.parts}
-        return ids, digests(ids, salt, last_page=True), first
+        length = len(chain) * PAGE_SIZE
+        if not (rest and self.states):
+            return known[:length], chain, first
+        end = extended(chain[-1] if chain else root(salt), known[length : length + rest])
+        return known[: length + rest], [*chain, end], first
 
     def stored_after(self, ids: Sequence[int], salt: bytes) -> list[int]:
         """Tokens that are stored behind a text, of the page that was stored last; none: nothing is."""
@@ -282,11 +281,8 @@ class Pool(PoolState):
         Returns:
             the digests of its whole pages, and the number of tokens behind them.
         """
-
-        def has(part: PagedLayers, digest: bytes) -> bool:
-            return digest in part.prefix or (disk is not None and disk.has_page(part, digest))
-
         chain = digests(known, salt)
+        has = partial(has_page, disk)
         count = len(chain)
         for part in self.parts:
             if part.window is None:
@@ -305,13 +301,14 @@ class Pool(PoolState):
         alike = 0 if whole_pages else self._alike(before, ids)
         return alike if alike >= FEWEST_COPIED else 0
 
-    def _fetch_states(self, digest: bytes) -> bool:
-        """Read the states after a text, whose pages are here. Returns whether :meth:`fetch` is to look again."""
-        raise NotImplementedError
-
     def _alike(self, before: bytes, ids: Sequence[int]) -> int:
         """How many of the tokens behind a text have rows in all layers."""
         return min(part.prefix.most_alike(before, ids)[1] for part in self.parts)
+
+
+def has_page(disk: PoolDisk | None, part: PagedLayers, digest: bytes) -> bool:
+    """Whether the page of some layers at the end of a text is in their index, or on disk."""
+    return digest in part.prefix or (disk is not None and disk.has_page(part, digest))
 
 
 def pool_bytes(

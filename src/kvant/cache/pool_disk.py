@@ -28,6 +28,10 @@ class PoolDisk:
             raise ValueError("the model was not loaded from a folder: nobody could tell its files from another's")
         self.disk = disk
         self._parts = pool.parts
+        rows = {
+            part: [each for layer in part.layers for each in layer.format.arrays(1).values()] for part in pool.parts
+        }
+        self._row_bytes = {part: sum(map(stored_bytes, stored)) for part, stored in rows.items()}
         self._states = [len(state.shapes) for state in pool.states]
         self._check_states = pool.check_states
         computed = [version("mlx"), str(mx.default_device())] if is_exact else []
@@ -45,7 +49,7 @@ class PoolDisk:
     def put_page(self, part: PagedLayers, digest: bytes, page: int, rows: int) -> None:
         """Have a page written, of so many rows; a part of one only where there are states, which go on there."""
         if rows == PAGE_SIZE or self._states:
-            size = sum(stored_bytes(each) for layer in part.layers for each in layer.format.arrays(rows).values())
+            size = rows * self._row_bytes[part]
             self.disk.put(self._name(part, digest), size, lambda: packed(part.page_rows(page, rows)))
 
     def put_states(self, digest: bytes, states: Sequence[Arrays]) -> None:

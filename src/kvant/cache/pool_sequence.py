@@ -280,7 +280,7 @@ class PoolSequence:
             return type(self)(self.pool, tables, max_tokens, self.ids, self.salt)
 
     def share_prefix(
-        self, upto: int | None = None, *, last_page: bool = False, on_the_way: bool = False
+        self, upto: int | None = None, *, last_page: bool = False, mid_prompt: bool = False
     ) -> bytes | None:
         """Let other sequences read its whole pages.
 
@@ -291,7 +291,7 @@ class PoolSequence:
             upto: only pages of its first tokens, up to this one; None: of all.
             last_page: the last page too, where it is not whole. It is copied for whoever begins alike, and before this
                 sequence writes there again.
-            on_the_way: more of its prompt is to come, and nobody is likely to go on here: in a disk cache is then what
+            mid_prompt: more of its prompt is to come, and nobody is likely to go on here: in a disk cache is then what
                 sees all tokens.
 
         Returns:
@@ -302,7 +302,7 @@ class PoolSequence:
                 self.keep()
             if self.pool.disk is not None:
                 ids = self.ids[:upto]
-                self._write(ids, digests(ids, self.salt, last_page=last_page), on_the_way)
+                self._write(ids, digests(ids, self.salt, last_page=last_page), mid_prompt)
             return None
         with self.pool.turn:
             self.check_open()
@@ -318,22 +318,22 @@ class PoolSequence:
                     )
                 part.prefix.use(chain)
             if self.pool.disk is not None:
-                self._write(ids, chain, on_the_way)
+                self._write(ids, chain, mid_prompt)
             return chain[-1] if self._is_all(ids, chain) else None
 
     def _is_all(self, ids: Sequence[int], chain: Sequence[bytes]) -> bool:
         """Whether these are all its tokens, and these pages hold them."""
         return 0 < len(ids) == self._length <= len(chain) * PAGE_SIZE
 
-    def _write(self, ids: Sequence[int], chain: Sequence[bytes], on_the_way: bool) -> None:
+    def _write(self, ids: Sequence[int], chain: Sequence[bytes], mid_prompt: bool) -> None:
         """Have the pages written that a text sees which goes on here, and the states."""
         disk, whole = self.pool.disk, chain[: len(ids) // PAGE_SIZE]
         for part, table in zip(self.pool.parts, self.tables, strict=True):
             first = max(len(whole) - len(part.seen(whole)), -(-table.first // PAGE_SIZE))
-            for number in range(first, len(chain) if part.window is None or not on_the_way else 0):
+            for number in range(first, len(chain) if part.window is None or not mid_prompt else 0):
                 page, rows = table.pages[number - table.start // PAGE_SIZE], len(ids) - number * PAGE_SIZE
                 disk.put_page(part, chain[number], page, min(PAGE_SIZE, rows))
-        if not on_the_way:
+        if not mid_prompt:
             if self.pool.states and self._is_all(ids, chain):
                 disk.put_states(chain[-1], self.states)
             disk.used(chain)

@@ -23,7 +23,7 @@ logger = logging.getLogger("kvant.engine")
 SAID = 8  # tokens that are said of a prompt that is not shared
 READ_LOGITS = 32  # tokens of a prompt whose logits are held at once, where each is read
 READ_AT_ONCE = 2048  # tokens that a drafter reads in a step: a long prompt holds nobody up
-FETCHED, FETCHES = 4, 8  # pages that are read from disk at once, and how often at least
+FETCH_PAGES, MIN_FETCHES = 4, 8  # that are read from disk in a step; steps that may read, beside one a page
 APART = 2048  # tokens at least between places that are kept in the middle of a prompt
 
 
@@ -74,8 +74,8 @@ class Work:
         if not isinstance(pool, Pool) or pool.disk is None or not pool.fits(self.reserved):
             return False
         self.fetches += 1
-        again = pool.fetch(self.known, salt=self.request.salt, whole_pages=self.is_exact, most=FETCHED)
-        return again and self.fetches <= FETCHES + len(self.ids) // pool.page_size * len(pool.parts)
+        again = pool.fetch(self.known, salt=self.request.salt, whole_pages=self.is_exact, most=FETCH_PAGES)
+        return again and self.fetches <= MIN_FETCHES + len(self.ids) // pool.page_size * len(pool.parts)
 
     def reserve(self, pool: Pool | ModelCache) -> None:
         """Open its sequences, with the beginning that others have fed."""
@@ -142,7 +142,7 @@ class Work:
         is_place = end in self.places
         # Its pages are given back, or its states lost, as it moves on; and a whole prompt at once would take long.
         if pool.has_windows or is_place or pool.disk is not None:
-            self.share(last_page=is_place and not self.is_exact, on_the_way=not is_place)
+            self.share(last_page=is_place and not self.is_exact, mid_prompt=not is_place)
         return logits
 
     def begin_answers(self) -> list["Answer"]:
@@ -168,10 +168,10 @@ class Work:
             sequence.release()
         return answers
 
-    def share(self, *, last_page: bool = False, on_the_way: bool = False) -> None:
+    def share(self, *, last_page: bool = False, mid_prompt: bool = False) -> None:
         """Let later requests begin with what was fed of the prompt; arguments as :meth:`PoolSequence.share_prefix`."""
         upto = self.exact if self.is_exact else None
-        self.sequences[0].share_prefix(upto, last_page=last_page, on_the_way=on_the_way)
+        self.sequences[0].share_prefix(upto, last_page=last_page, mid_prompt=mid_prompt)
 
     def release(self) -> None:
         """Give its pages back."""
