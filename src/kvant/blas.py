@@ -215,14 +215,16 @@ def _remove_old(directory: int) -> None:
     """Remove this user's copies that were not used for a while."""
     import shutil
 
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            state = entry.stat(follow_symlinks=False)
-            if not OURS.fullmatch(entry.name) or state.st_uid != os.geteuid():
-                continue
-            if time.time() - state.st_mtime < KEPT_S:
+    for name in os.listdir(directory):
+        if not OURS.fullmatch(name):
+            continue
+        try:
+            state = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            if state.st_uid != os.geteuid() or time.time() - state.st_mtime < KEPT_S:
                 continue
             if stat.S_ISDIR(state.st_mode):
-                shutil.rmtree(entry.name, ignore_errors=True, dir_fd=directory)
+                shutil.rmtree(name, ignore_errors=True, dir_fd=directory)
             else:
-                os.unlink(entry.name, dir_fd=directory)
+                os.unlink(name, dir_fd=directory)
+        except FileNotFoundError:  # another process, which makes a copy too, was first
+            continue
