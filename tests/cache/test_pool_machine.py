@@ -21,6 +21,7 @@ from kvant.cache.layer_format import LayerFormat, stored_dtype
 from kvant.cache.pool import Pool, PoolSequence, sizes_alone
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit, rotation_table
+from kvant.operators.front import Front
 from kvant.operators.rotary import Rotary
 
 KEPT = 3  # places of a text alone
@@ -71,6 +72,7 @@ class _Machine(RuleBasedStateMachine):
         windows=st.lists(st.sampled_from(WINDOWS), min_size=2, max_size=3),
         split=st.booleans(),
         sinks=st.booleans(),
+        front=st.booleans(),
         pages=st.sampled_from([40, 60, 12, 6]),
         step=st.sampled_from([64, 400]),
         tokens=st.sampled_from([300, 700, 0, 20]),
@@ -82,6 +84,7 @@ class _Machine(RuleBasedStateMachine):
         windows: list[int | None],
         split: bool,
         sinks: bool,
+        front: bool,
         pages: int,
         step: int,
         tokens: int,
@@ -92,12 +95,18 @@ class _Machine(RuleBasedStateMachine):
         stored = (bits, 16, stored_dtype(bits), "F16") if bits else (0, 0, "F32", "")
         plain = LayerFormat("quantized", K, D, D, *stored, split_pairs=PAIRS if split else None)
         self.layers = []
-        for window in windows:
+        for number, window in enumerate(windows):
             own = replace(plain, window=window, slack=0 if window is None else SLACK)
+            balance = np.tile(2.0 ** self.rng.integers(-2, 3, (K, 1, D // 2)), 2).astype(np.float32) if front else None
+            center = 3 * self._normal(K, 1, D) if front and not sinks else None
+            parts = {"center": center is not None, "balance": front}
+            own = replace(own, front="+".join(name for name, has in parts.items() if has) + f":{number}" * front)
             both, biases = self._normal(2, K, NUMBERS, D), (self._normal(K, 2, len(PAIRS)), self._normal(K, D))
             bias = BiasSplit(mx.array(biases[0]), PAIRS, mx.zeros(0), mx.array(biases[1])) if split else None
             frequencies = ROTARY ** (-2 * np.arange(D // 2) / D)
-            self.layers.append(OracleLayer(own, both, frequencies, bias, self._normal(H) if sinks else None))
+            self.layers.append(
+                OracleLayer(own, both, frequencies, bias, self._normal(H) if sinks else None, center, balance)
+            )
         self.texts: list[_Text] = []
         self.pool = self._pool(RESERVED, tokens=pages * PAGE, sequences=MOST, prefill_step_size=step)
         self.texts.append(_Text((cache := self._cache(RESERVED)).held, [], cache=cache))
@@ -112,15 +121,16 @@ class _Machine(RuleBasedStateMachine):
 
     def _pool(self, max_seq_len: int, **sizes: Any) -> Pool:
         """A pool in which a row that is read before it is written shows."""
-        formats, splits = [], []
+        formats, fronts = [], []
         table = rotation_table(Rotary.plain(self.head_dim, ROTARY), PAIRS, max_seq_len)
         for layer in self.layers:
             seen = (layer.format.window or max_seq_len) < max_seq_len  # else no sequence outgrows the window
             formats.append(layer.format if seen else replace(layer.format, window=None, slack=0))
-            splits.append(layer.split and replace(layer.split, rotation=table))
+            arrays = (None if array is None else mx.array(array) for array in (layer.center, layer.balance))
+            fronts.append(Front(layer.format.front, layer.split and replace(layer.split, rotation=table), *arrays))
         options = {"make_cache": self._cache, "dtype": mx.float32, "num_heads": H}
         options |= {} if sizes else {"checkpoints": KEPT}
-        pool = Pool(formats, splits, **sizes_alone(max_seq_len) | sizes, **options)
+        pool = Pool(formats, fronts, **sizes_alone(max_seq_len) | sizes, **options)
         for own in pool.layers:
             own.arrays[-1][:] = float("nan")
         return pool

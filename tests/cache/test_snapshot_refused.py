@@ -24,6 +24,7 @@ from kvant.cache.pool import Pool, sizes_alone
 from kvant.cache.snapshot import read_header
 from kvant.errors import SnapshotError
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.front import Front
 from kvant.operators.rotary import Rotary
 
 Change = Callable[[dict[str, Any]], object]
@@ -42,8 +43,8 @@ def _cache(
 ) -> ModelCache:
     """A cache of one head; ``changes``: in the format."""
     own = LayerFormat("quantized", 1, 16, 16, 8, 16, "I8", "F16", split_pairs=bias_split and bias_split.pairs)
-    formats, splits = [replace(own, **changes)] * layers, [bias_split] * layers
-    cache = ModelCache(Pool(formats, splits, **sizes_alone(max_seq_len), make_cache=partial(_cache, layers)))
+    formats, fronts = [replace(own, **changes)] * layers, [Front(bias_split=bias_split)] * layers
+    cache = ModelCache(Pool(formats, fronts, **sizes_alone(max_seq_len), make_cache=partial(_cache, layers)))
     cache.pool.identity, cache.pool.rotary = identity, rotary or Rotary.plain(16, 10000.0)
     if fill:
         _feed(cache, LENGTH)

@@ -76,3 +76,24 @@ def test_against_the_oracle(dtype: str, quant_bit: int) -> None:
             restored = dequantize(*stored, dtype=getattr(mx, dtype), **options)
             check_returned(restored, oracle.dequantize(levels, scale, spec), dtype, "dequantized")
     tally.check()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_fitted_scale_is_the_least_squares_one(dtype: str) -> None:
+    """The values stay; NumPy's least squares in float64 finds the same scale. The error is never larger than before."""
+    x = np.random.default_rng(5).standard_t(3, (400, 4, 32)).astype(np.float32)
+    x[0] = 0.0
+    x[1] = 1e-7  # below the smallest scale: every value is 0
+    given = to_mx(x.reshape(400, 128), dtype)
+    options = {"quant_bit": 4, "quant_group": 32}
+    plain, first = quantize(given, **options, scale_dtype=mx.float32)
+    levels, fitted = quantize(given, **options, scale_dtype=mx.float32, fit=True)
+    assert mx.array_equal(plain, levels).item()
+    x = to_numpy(given).astype(np.float64).reshape(400, 4, 32)
+    q = oracle.unpack_nibbles(np.array(levels)).astype(np.float64).reshape(x.shape)
+    scales = [np.array(scale, np.float64)[..., None] for scale in (first, fitted)]
+    best = [np.linalg.lstsq(b[:, None], a, rcond=None)[0][0] for a, b in zip(x[2].copy(), q[2], strict=True)]
+    np.testing.assert_allclose(scales[1][2, :, 0], best, rtol=1e-3)
+    errors = [np.square(q * scale - x).sum(axis=-1) for scale in scales]
+    assert (errors[1] <= errors[0] * (1 + 1e-5) + 1e-20).all()
+    assert errors[1].sum() < 0.99 * errors[0].sum()

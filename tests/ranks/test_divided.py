@@ -27,6 +27,7 @@ from support.checkpoints import (
     write_reference,
 )
 from support.counts import count
+from support.fronts import drawn_format
 from support.numbers import relative_error
 from support.part_runs import every_run
 from support.ranks import run_script
@@ -68,7 +69,7 @@ for case in json.loads(sys.argv[2]):
         model = load_stage(folder, group, range(*[0, *case["ends"]][ranks.rank : ranks.rank + 2]))
     else:
         model = load_tensor(folder, group, adapter=folder / "adapter" if case["adapter"] else None)
-    found = every_run(model, case["bits"], case["pools"])
+    found = every_run(model, case["bits"], case["pools"], folder / "tuned.json" if case["fronts"] else None)
     cache = model.make_cache(8, kv_bits=0)
     before = replace(ranks.traffic)
     mx.eval(model.next_logits(mx.array([[3]]), cache))
@@ -94,10 +95,11 @@ class Case:
     change: Change | None = None  # of the tensors before they are saved
     silent: bool = False  # rank 1 adds nothing to the sums
     half: bool = False  # activations are bfloat16, as they are on a GPU
+    fronts: bool = False  # a cache with every part of a front, too
     ends: Sequence[int] = ()  # in a pipeline the layers up to which each rank goes; else tensor mode
 
     def asked(self, folder: Path) -> dict[str, Any]:
-        names = ("bits", "pools", "adapter", "silent", "half", "ends")
+        names = ("bits", "pools", "adapter", "silent", "half", "fronts", "ends")
         return {"folder": str(folder)} | {name: getattr(self, name) for name in names}
 
 
@@ -133,7 +135,7 @@ CASES: dict[int, dict[str, Case]] = {
         "qwen2": SPLIT,
         "llama": Case(llama_config(**UNTIED), pools=True),
         "silent": SILENT,
-        "qwen3": Case(qwen3_config(vocab_size=301, **UNTIED)),
+        "qwen3": Case(qwen3_config(vocab_size=301, **UNTIED), fronts=True),
         "mistral, window": Case(mistral_config(sliding_window=8), (0, 8), pools=True),
         "smollm3": Case(smollm3_config(num_key_value_heads=1)),
         "olmo2": OLMO2,
@@ -147,7 +149,7 @@ CASES: dict[int, dict[str, Case]] = {
         "lora, 4 bits": Case(llama_config(), quantize=(4, 64, "affine"), adapter=adapter_config()),
         "dora": DORA,
         "lora, moe": LORA_MOE,
-        "pipeline": replace(LAYERS, ends=[1, 4]),
+        "pipeline": replace(LAYERS, ends=[1, 4], fronts=True),
         "pipeline, moe": Case(qwen3_moe_config(num_hidden_layers=3, **UNTIED), (0, 8), pools=True, ends=[2, 3]),
     },
     3: {"uneven": UNEVEN_CASE, "dora": DORA, "pipeline": replace(LAYERS, ends=[2, 3, 4])},
@@ -187,7 +189,10 @@ def _make(folder: Path, case: Case) -> Run:
         mx.save_safetensors(str(folder / "model.safetensors"), weights)
     if case.adapter is not None:
         save_adapter(folder / "adapter", case.adapter, reference)
-    return Run(folder)
+    run = Run(folder)
+    if case.fronts:
+        drawn_format(run.alone()).write(folder / "tuned.json")
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +218,7 @@ def test_logits(runs: dict[tuple[int, str], Run], ranks: int, name: str, monkeyp
     if case.half:
         monkeypatch.setattr("kvant.models.checkpoint._compute_dtype", lambda *_: mx.bfloat16)
     model = run.alone()
-    expected = every_run(model, case.bits, case.pools)
+    expected = every_run(model, case.bits, case.pools, run.folder / "tuned.json" if case.fronts else None)
     assert given.keys() == expected.keys()
     for key, logits in expected.items():
         error = relative_error(given[key], logits)

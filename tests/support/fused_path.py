@@ -96,5 +96,5 @@ def unfused_append(
     alike = key.shape == value.shape
     both = mx.stack([key, value], axis=1) if alike else mx.concatenate([key, value], axis=-1)[:, None]
     options = {"quant_bit": template["BITS"], "quant_group": template["GROUP"], "scale_dtype": template["SCALE"]}
-    quantized, scales = quantize(both, **options)
+    quantized, scales = quantize(both, **options, fit=template["FIT"])
     return [mx.view(quantized, mx.uint32)[None], scales[None]]

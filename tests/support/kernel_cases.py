@@ -290,10 +290,18 @@ def check(case: KernelCase, **how: Any) -> None:
 
 
 def check_append(
-    key: mx.array, value: mx.array, scale_dtype: str = "float16", *, quant_bit: int, quant_group: int, **how: Any
+    key: mx.array,
+    value: mx.array,
+    scale_dtype: str = "float16",
+    *,
+    quant_bit: int,
+    quant_group: int,
+    fit: bool = False,
+    **how: Any,
 ) -> tuple[mx.array, mx.array]:
     """What the kernel stores is the operator's to the bit. Values beside a NaN or an infinity are anything."""
-    form, dtype = {"quant_bit": quant_bit, "quant_group": quant_group}, getattr(mx, scale_dtype)
+    form: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "fit": fit}
+    dtype = getattr(mx, scale_dtype)
     with kernels_on_host(**how):
         arrays = [mx.zeros(0, quantized_dtype(quant_bit)), mx.zeros(0, dtype)]
         stored = stored_tokens(key, value, arrays, **form, backend="metal")

@@ -91,9 +91,23 @@ def unpack_nibbles(packed: Array) -> Array:
     return np.where(nibbles >= 8, nibbles - 16, nibbles).astype(np.int8)
 
 
-def quantize(x: Array, spec: Spec) -> tuple[Array, Array]:
-    """What the cache stores for x: quantized values as T2 holds them, and the scale in T3."""
+def fitted_scale(x: Array, quantized: Array, scale: Array) -> Array:
+    """The scale whose products with the quantized values are nearest to x by least squares, as float32 computes it.
+
+    x is rounded to 1/1024 of the first scale, as the engine's caches do.
+    """
+    shape = (*scale.shape, x.shape[-1] // scale.shape[-1])
+    levels = quantized.reshape(shape).astype(np.int64)
+    steps = np.rint(x.reshape(shape).astype(np.float32) / scale[..., None] * np.float32(1024)).astype(np.int64)
+    products, squares = ((levels * y).sum(axis=-1) for y in (steps, levels))
+    fitted: Array = scale * (products.astype(np.float32) / np.maximum(squares * 1024, 1).astype(np.float32))
+    return fitted
+
+
+def quantize(x: Array, spec: Spec, *, fit: bool = False) -> tuple[Array, Array]:
+    """What the cache stores for x: quantized values as T2 holds them, and the scale in T3; ``fit`` of float32 only."""
     quantized, scale = quantized_and_scale(x, spec.dtype, spec.quant_bit, spec.quant_group)
+    scale = fitted_scale(x, quantized, scale) if fit else scale
     return (pack_nibbles(quantized) if spec.quant_bit == 4 else quantized), cast(scale, spec.scale_dtype)
 
 

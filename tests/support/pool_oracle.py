@@ -27,22 +27,35 @@ def numbers_of(ids: Sequence[int], salt: bytes = b"") -> Array:
 
 @dataclass
 class OracleLayer:
-    """One layer: ``tokens`` (2, K, NUMBERS, D) are the keys and values of each number, without ``split``."""
+    """One layer: ``tokens`` (2, K, NUMBERS, D) are the keys and values of each number, without ``split``.
+
+    Keys are stored less ``center``, divided by ``balance``, powers of two.
+    """
 
     format: LayerFormat
     tokens: Array
     frequencies: Array
     split: BiasSplit | None = None
     sinks: Array | None = None
+    center: Array | None = None
+    balance: Array | None = None
 
     def __post_init__(self) -> None:
-        own = self.format
-        self.stored, self.floats = [self.tokens], self.tokens.astype(np.float64)
+        own, kept = self.format, self.tokens.copy()
+        if self.center is not None:
+            kept[0] -= self.center
+        if self.balance is not None:
+            kept[0] /= self.balance
+        self.stored, self.floats = [kept], kept.astype(np.float64)
         if own.kv_bits:
             spec = oracle.Spec(scale_dtype="float16", quant_bit=own.kv_bits, quant_group=own.kv_group_size)
-            self.stored = list(oracle.quantize(self.tokens, spec))
+            self.stored = list(oracle.quantize(kept, spec, fit=own.kv_bits == 4))
             levels = oracle.unpack_nibbles(self.stored[0]) if own.kv_bits == 4 else self.stored[0]
             self.floats = levels * np.repeat(self.stored[1].astype(np.float64), own.kv_group_size, axis=-1)
+        if self.balance is not None:
+            self.floats[0] *= self.balance
+        if self.center is not None:
+            self.floats[0] += self.center
 
     def new(self, numbers: Array) -> tuple[Array, Array]:
         """Keys and values (K, S, D) as a cache is given them."""

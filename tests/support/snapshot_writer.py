@@ -17,6 +17,7 @@ import mlx.core as mx
 from kvant.cache import ModelCache
 from kvant.cache.layer_format import LayerFormat
 from kvant.cache.pool import Pool, sizes_alone
+from kvant.operators.front import PLAIN
 
 SIZES = (300, 700)  # tokens of the two; each token of a snapshot of n is n
 
@@ -24,7 +25,7 @@ SIZES = (300, 700)  # tokens of the two; each token of a snapshot of n is n
 def make(reserved: int = 1000, layers: int = 2) -> ModelCache:
     """An empty cache of two heads of 64."""
     own = LayerFormat("quantized", 2, 64, 64, 8, 32, "I8", "F16")
-    return ModelCache(Pool([own] * layers, [None] * layers, **sizes_alone(reserved), make_cache=make))
+    return ModelCache(Pool([own] * layers, [PLAIN] * layers, **sizes_alone(reserved), make_cache=make))
 
 
 def caches() -> list[ModelCache]:

@@ -18,7 +18,7 @@ from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import window_mask
 from kvant.operators.paged_attention import PagedRows, attend_rows, read_rows, write_rows
 from kvant.operators.paged_kernel import StepPages, attend_pages
-from kvant.operators.stored_tokens import float_tokens, stored_tokens
+from kvant.operators.stored_tokens import fitted_tokens, float_tokens
 
 UNKNOWN = -1  # in place of a window
 Mask = mx.array | str | None
@@ -165,6 +165,7 @@ class BridgedLayer:
         self.appended = False
         self._step = step
         self._fetched: tuple[mx.array, mx.array] | None = None
+        self._stored_keys: mx.array | None = None  # those fetched, as they are stored, where that is otherwise
 
     @property
     def start_position(self) -> int:
@@ -190,7 +191,11 @@ class BridgedLayer:
                 f"keys and values have shapes {tuple(keys.shape)} and {tuple(values.shape)}; the step's are {shape} "
                 f"with widths {own.head_dim} and {own.value_head_dim}"
             )
-        fetched_keys, fetched_values = self._read(keys.dtype, self._append(keys, values, rows))
+        front = self._layer.front
+        stored_keys, fetched_values = self._read(keys.dtype, self._append(front.keys(keys), values, rows))
+        fetched_keys = front.restored(stored_keys)
+        if front.name:
+            self._stored_keys = stored_keys
         fetched = fetched_keys, fetched_keys if value_is_key else fetched_values
         if own.shared:
             self._fetched = fetched
@@ -234,7 +239,12 @@ class BridgedLayer:
             key, value: as they were fetched.
             mask: "causal", None, or an array that is added to the scores (boolean: True keeps), (S, T) or more.
         """
-        own, S = self._layer.format, query.shape[2]
+        own, S, front = self._layer.format, query.shape[2], self._layer.front
+        if sinks is not None and front.center is not None:  # a sink's share would change with the constant
+            self.attends = False
+            return None
+        if self._stored_keys is not None:
+            query, key = front.queries(query), self._stored_keys
         if (backend := self._layer.backend) is not None and self._step.new_tokens == S:
             output = self._attend_fused(query, key.shape[2], mask, backend, score_scale=scale, sinks=sinks)
             if output is not None:
@@ -280,7 +290,7 @@ class BridgedLayer:
         own, arrays, B = self._layer.format, self._layer.arrays, len(rows.runs)
         bits, group = own.kv_bits, own.kv_group_size
         if rows.new is None:
-            waiting = stored_tokens(keys, values, arrays, quant_bit=bits, quant_group=group, alone=True)
+            waiting = fitted_tokens(keys, values, arrays, quant_bit=bits, quant_group=group, alone=True)
             self._unwritten[self._part].append((self._layer, waiting))
             return waiting
         if len(self._step.lengths) > B:

@@ -111,7 +111,7 @@ class BridgedModel:
         A group that does not divide a layer's width becomes their greatest common divisor there.
         """
         check_process()
-        chosen = CacheOptions(**fields)
+        chosen = CacheOptions.of(**fields)
         if max_seq_len is None:
             max_seq_len = default_reservation(self.config)
         cache = make_model_cache(self.module, max_seq_len, chosen, found=self.entries, absent=self.absent_caches)
@@ -129,7 +129,7 @@ class BridgedModel:
     ) -> BridgedPool:
         """See :class:`kvant.models.LanguageModel`. The model is tried first, with a small pool: some steps long."""
         check_process()
-        chosen = CacheOptions(**fields)
+        chosen = CacheOptions.of(**fields)
         resolve(chosen.kernels)  # refuses them before the model is tried
         sizes = {"tokens": tokens, "sequences": sequences, "prefill_step_size": prefill_step_size}
         sizes["max_seq_len"] = longest_sequence(self.config, tokens, max_seq_len)

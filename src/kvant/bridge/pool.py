@@ -22,6 +22,7 @@ from kvant.cache.pool_sequence import PoolSequence, own_copies
 from kvant.cache.prefix import digests, extended
 from kvant.errors import ModelError
 from kvant.models.caches import check_memory
+from kvant.operators.front import PLAIN, Front
 
 Arrays = list[mx.array | None]  # of one state
 
@@ -138,9 +139,11 @@ class BridgedPool(Pool):
     takes_back = False  # states take all of a step, and several new tokens of several sequences are not tried
     sequence_kind = BridgedSequence
 
-    def __init__(self, found: Sequence[Entry], formats: Sequence[LayerFormat], **options: Any) -> None:
+    def __init__(
+        self, found: Sequence[Entry], formats: Sequence[LayerFormat], fronts: Sequence[Front], **options: Any
+    ) -> None:
         """``found``: by a probe of the model. ``formats``: of its layers that keep rows. ``options``: as Pool has."""
-        super().__init__(formats, [None] * len(formats), **options)
+        super().__init__(formats, fronts, **options)
         self.layout = as_text(found)
         self.entries = tuple(found)
         self.states = tuple(leaf for leaf in leaves_of(found) if isinstance(leaf, State))
@@ -300,8 +303,12 @@ def reserve(
     own = [entry for number, entry in enumerate(found) if number not in absent]
     check_memory(sizes["tokens"], sum(pool_needs(own, sizes, options)))
     formats = formats_of(found, sizes["max_seq_len"], options, absent)
+    fronts = [
+        options.layer(number).front(range(own.num_kv_heads), own.head_dim) if own.num_kv_heads else PLAIN
+        for number, own in enumerate(formats)
+    ]
     further = {"checkpoints": options.checkpoints, "kernels": options.kernels, "dtype": dtype}
-    return BridgedPool(found, formats, **sizes, **further, make_cache=make_cache)
+    return BridgedPool(found, formats, fronts, **sizes, **further, make_cache=make_cache)
 
 
 def check_entries(found: Sequence[Entry], model: Model, name: str) -> None:
@@ -374,25 +381,29 @@ def formats_of(
     A group that does not divide both widths becomes their greatest common divisor. ``absent``: numbers of the entries
     whose layers another process computes; they have no heads here.
     """
-    formats = []
+    formats: list[LayerFormat] = []
     if options.kv_group_size % 8:
         raise ValueError(f"kv_group_size is {options.kv_group_size}; expected a multiple of 8")
+    if options.kv_format is not None:
+        options.kv_format.check_layers(sum(isinstance(leaf, Attention) for leaf in leaves_of(found)))
     for number, entry in enumerate(found):
         for leaf in leaves_of([entry]):
             if not isinstance(leaf, Attention):
                 continue
+            choice = options.layer(len(formats))
             formats.append(
                 LayerFormat.of_rows(
                     0 if number in absent else leaf.num_kv_heads,
                     leaf.key_dim,
                     leaf.value_dim,
-                    options.kv_bits,
-                    math.gcd(options.kv_group_size, leaf.key_dim, leaf.value_dim),
+                    choice.kv_bits,
+                    math.gcd(choice.kv_group_size, leaf.key_dim, leaf.value_dim),
                     leaf.dtype,
                     window=leaf.chunk or leaf.window,
                     max_seq_len=max_seq_len,
                     kind="quantized" if leaf.chunk is None else "chunks",
                     shared=leaf.shared,
+                    front="" if number in absent else choice.name,
                 )
             )
     return formats

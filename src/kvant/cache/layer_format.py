@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.operators.quantization import quantized_dtype
+from kvant.operators.quantization import FITTED_BITS, quantized_dtype
 
 DTYPES = {
     "F32": mx.float32,
@@ -19,6 +19,7 @@ DTYPES = {
     "U32": mx.uint32,
     "I64": mx.int64,
 }
+FLOAT_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 KINDS = ("quantized", "chunks", "state")  # of those that are saved
 FILE_WORDS = {"kv_bits": "quant_bit", "kv_group_size": "quant_group"}  # PMX's, in files of version 1
@@ -43,6 +44,7 @@ class LayerFormat:
         split_pairs: the rotary pairs of the bias split; None: keys and values have their biases.
         state: each array of a state; None: it has not been computed yet.
         shared: other layers of a bridged model ask for what this one fetched.
+        front: what keys went through, as :attr:`kvant.operators.front.Front.name` has it; "": nothing.
     """
 
     kind: str
@@ -58,6 +60,7 @@ class LayerFormat:
     split_pairs: tuple[int, ...] | None = None
     state: tuple[Stored | None, ...] = ()
     shared: bool = False
+    front: str = ""
 
     @classmethod
     def of_rows(
@@ -93,6 +96,7 @@ class LayerFormat:
     def from_json(cls, raw: object) -> "LayerFormat":
         """Of what :meth:`as_json` gave, every field checked."""
         names = {field.name: FILE_WORDS.get(field.name, field.name) for field in fields(cls)}
+        raw = {"front": ""} | raw if isinstance(raw, dict) else raw  # files of before have none
         if not isinstance(raw, dict) or raw.keys() != {*names.values(), "keep"}:
             raise ValueError("a layer's format has other fields than " + ", ".join(sorted([*names.values(), "keep"])))
         if raw["keep"] != 0:
@@ -105,6 +109,8 @@ class LayerFormat:
         for name, allowed in (("kind", KINDS), ("dtype", ("", *DTYPES)), ("scale_dtype", ("", "F16", "F32"))):
             if raw[name] not in allowed:
                 raise ValueError(f"{name} is {_shown(raw[name])}; expected one of {', '.join(filter(None, allowed))}")
+        if not isinstance(raw["front"], str):
+            raise ValueError(f"front is {_shown(raw['front'])}; expected text")
         pairs = raw["split_pairs"]
         if pairs is not None:
             pairs = check_numbers("split_pairs", pairs)
@@ -137,7 +143,8 @@ class LayerFormat:
 
     def as_json(self) -> dict[str, Any]:
         """Numbers, text and lists."""
-        return {"keep": 0} | {FILE_WORDS.get(name, name): value for name, value in asdict(self).items()}
+        given = {name: value for name, value in asdict(self).items() if name != "front" or value}
+        return {"keep": 0} | {FILE_WORDS.get(name, name): value for name, value in given.items()}
 
     @property
     def has_tokens(self) -> bool:
@@ -163,6 +170,12 @@ class LayerFormat:
             found["scale"] = (self.scale_dtype, (*shape, width // self.kv_group_size))
         return found
 
+    @property
+    def front_arrays(self) -> list[Stored]:
+        """What its front holds beside the bias split."""
+        parts = self.front.partition(":")[0].split("+")
+        return [("F32", (self.num_kv_heads, 1, self.head_dim)) for part in ("center", "balance") if part in parts]
+
     def tables(self) -> dict[str, Stored]:
         """The biases that tokens are stored without, by their names."""
         if self.split_pairs is None:
@@ -172,6 +185,20 @@ class LayerFormat:
             "key_bias": ("F32", (heads, 2, len(self.split_pairs))),
             "value_bias": ("F32", (heads, self.head_dim)),
         }
+
+
+def describe_formats(formats: Sequence[LayerFormat]) -> str:
+    """How layers store keys and values, in words; "": none does."""
+    rows = [own for own in formats if own.has_tokens]
+    floats = ["/".join(sorted({own.dtype for own in rows if not own.kv_bits}))] if rows else []
+    bits, groups = (sorted({getattr(own, name) for own in rows} - {0}) for name in ("kv_bits", "kv_group_size"))
+    if not bits:
+        return FLOAT_NAMES.get(floats[0], floats[0]) if floats else ""
+    found = f"{' and '.join(map(str, bits))} bits in groups of {' or '.join(map(str, groups))}"
+    found += "".join(f" and {FLOAT_NAMES.get(own, own)}" for own in floats if own)
+    fronts = sorted({own.front.partition(":")[0] for own in rows} - {""})
+    parts = [*(["scales fitted"] if FITTED_BITS in bits else []), *fronts]
+    return ", ".join([found, *parts])
 
 
 def state_format(arrays: Sequence[mx.array | None]) -> LayerFormat:

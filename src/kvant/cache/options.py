@@ -1,8 +1,11 @@
 """How a model's caches store their tokens, as a user chooses it."""
 
-from dataclasses import dataclass
-from typing import TypedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self, TypedDict, Unpack
 
+from kvant.cache.kv_format import KVFormat, LayerChoice
 from kvant.errors import ArgumentError
 from kvant.operators.dispatch import KERNELS
 from kvant.operators.quantization import QUANT_BITS, check_quantization
@@ -13,11 +16,12 @@ DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE = 8, 32
 class CacheFields(TypedDict, total=False):
     """The fields of :class:`CacheOptions`, as keywords of ``make_cache`` and ``make_pool``."""
 
-    kv_bits: int
-    kv_group_size: int
+    kv_bits: int | None
+    kv_group_size: int | None
     bias_split: bool
     kernels: str | None
     checkpoints: int
+    kv_format: KVFormat | Mapping[str, Any] | str | Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +29,12 @@ class CacheOptions:
     """How caches and pools store their tokens.
 
     Attributes:
-        kv_bits: of a key or value: 8, 4, or 0 for the compute dtype.
-        kv_group_size: elements of a head that share one scale; without meaning at 0 bits.
+        kv_bits: of a key or value: 8, 4, or 0 for the compute dtype. Of a format the fewest that a quantized layer has.
+        kv_group_size: elements of a head that share one scale; without meaning at 0 bits. Of a format the smallest.
         bias_split: the projections' biases stay out of the cache, and attention adds them exactly.
         kernels: "fused" or "unfused"; None: KVANT_KERNELS, else fused on a GPU that it works on.
         checkpoints: places in texts that can be gone back to, where windows and states move on: so many at once.
+        kv_format: of each layer, as ``kvant report --tune`` measured it; None: all have the same.
 
     Raises:
         ArgumentError: a field out of range. Whether a group divides a head is checked with the model.
@@ -40,8 +45,13 @@ class CacheOptions:
     bias_split: bool = True
     kernels: str | None = None
     checkpoints: int = 0
+    kv_format: KVFormat | None = None
 
     def __post_init__(self) -> None:
+        if self.kv_format is not None:
+            quantized = [layer for layer in self.kv_format.layers if layer.kv_bits] or self.kv_format.layers
+            for name in ("kv_bits", "kv_group_size"):
+                object.__setattr__(self, name, min(getattr(layer, name) for layer in quantized))
         if type(self.kv_bits) is not int or self.kv_bits not in QUANT_BITS:
             raise ArgumentError("kv_bits", f"is {self.kv_bits!r:.80}; expected 8, 4, or 0 for no quantization")
         if type(self.kv_group_size) is not int or self.kv_group_size < 1:
@@ -50,6 +60,18 @@ class CacheOptions:
             raise ArgumentError("kernels", f"is {self.kernels!r:.80}; expected {' or '.join(map(repr, KERNELS))}")
         if type(self.checkpoints) is not int or self.checkpoints < 0:
             raise ArgumentError("checkpoints", f"is {self.checkpoints!r:.80}; expected an int, 0 or more")
+
+    @classmethod
+    def of(cls, **fields: Unpack[CacheFields]) -> Self:
+        """Options of what a caller gives: None is the default, and a format may be its file."""
+        given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+        if "kv_format" in given:
+            given["kv_format"] = KVFormat.of(given["kv_format"])
+        made = cls(**given)
+        for name in ("kv_bits", "kv_group_size"):
+            if given.get(name, getattr(made, name)) != getattr(made, name):
+                raise ArgumentError(name, f"is {given[name]!r:.80}; it goes by the", "kv_format")
+        return made
 
     @property
     def fields(self) -> CacheFields:
@@ -60,11 +82,25 @@ class CacheOptions:
             "bias_split": self.bias_split,
             "kernels": self.kernels,
             "checkpoints": self.checkpoints,
+            "kv_format": self.kv_format,
         }
+
+    def layer(self, number: int) -> LayerChoice:
+        """How a layer stores its tokens, of those that keep keys and values."""
+        if self.kv_format is None:
+            return LayerChoice(self.kv_bits, self.kv_group_size)
+        return self.kv_format.layers[number]
+
+    def at(self, kv_bits: int) -> "CacheOptions":
+        """The same with so many bits in every layer, and no format."""
+        group = self.kv_group_size if self.kv_format is None else DEFAULT_KV_GROUP_SIZE
+        return replace(self, kv_bits=kv_bits, kv_group_size=group, kv_format=None)
 
     def check_head(self, width: int) -> None:
         """Raise a ValueError unless heads of this width can be stored so."""
-        check_quantization(self.kv_bits, self.kv_group_size, width, names=("kv_bits", "kv_group_size"))
+        layers = [self.layer(0)] if self.kv_format is None else self.kv_format.layers
+        for own in dict.fromkeys((layer.kv_bits, layer.kv_group_size) for layer in layers):
+            check_quantization(*own, width, names=("kv_bits", "kv_group_size"))
 
 
 DEFAULT_OPTIONS = CacheOptions()

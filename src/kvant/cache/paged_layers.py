@@ -11,8 +11,8 @@ from kvant.cache.layer_format import DTYPES, SLACK, LayerFormat
 from kvant.cache.pages import PAGE_SIZE, Pages, pages_for
 from kvant.cache.prefix import PrefixIndex
 from kvant.errors import ContextError
-from kvant.operators.bias_split import BiasSplit
 from kvant.operators.dispatch import resolve
+from kvant.operators.front import Front
 from kvant.operators.kernels.attend import unsupported_reason
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.probe import KernelUse
@@ -46,7 +46,7 @@ class PoolLayer:
 
     Attributes:
         format: of its tokens.
-        bias_split: the biases that tokens are stored without.
+        front: what keys go through before they are stored, and queries before they attend.
         use: how it calls the fused kernel, if that is used.
         backend: runs the fused kernel for steps of up to 8 new tokens a sequence; None: every step is unfused.
         arrays: values (2, K, T, D'), and where they are quantized scales (2, K, T, D/G). Nothing else may hold them, or
@@ -54,7 +54,7 @@ class PoolLayer:
     """
 
     format: LayerFormat
-    bias_split: BiasSplit | None
+    front: Front
     use: KernelUse
     backend: Backend | None = None
     arrays: list[mx.array] = field(default_factory=list)
@@ -63,18 +63,17 @@ class PoolLayer:
         """Allocate the arrays and touch them; they never grow."""
         stored = self.format.arrays(rows).values()
         self.arrays.extend(mx.zeros(shape, DTYPES[dtype]) for dtype, shape in stored)
-        split = self.bias_split
-        mx.eval(self.arrays, [] if split is None else [split.key_bias, split.rotation, split.value_bias])
+        mx.eval(self.arrays, self.front.arrays)
 
     def tables(self) -> dict[str, mx.array]:
         """The biases that tokens are stored without, by their names in a snapshot."""
-        split = self.bias_split
+        split = self.front.bias_split
         return {} if split is None else {"key_bias": split.key_bias, "value_bias": split.value_bias}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays and of the bias tables."""
-        return sum(part.nbytes for part in (*self.arrays, self.bias_split) if part is not None)
+        """Bytes of the arrays and of the front's."""
+        return sum(array.nbytes for array in (*self.arrays, *self.front.arrays))
 
 
 class PagedLayers:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from kvant.cache.disk import DiskCache
 from kvant.cache.identity import Identity
-from kvant.cache.layer_format import SLACK, LayerFormat, stored_bytes
+from kvant.cache.layer_format import SLACK, LayerFormat, describe_formats, stored_bytes
 from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, backend_of, kernel_use, window_pages
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool_batch import PoolBatch
@@ -17,7 +17,7 @@ from kvant.cache.pool_disk import PoolDisk
 from kvant.cache.pool_sequence import PoolSequence, PoolState, close
 from kvant.cache.prefix import digests, extended, root
 from kvant.errors import ContextError
-from kvant.operators.bias_split import BiasSplit
+from kvant.operators.front import Front
 from kvant.operators.kernels.launch import Backend
 from kvant.sizes import format_bytes
 from kvant.threads import check_process
@@ -47,7 +47,7 @@ class Pool(PoolState):
     def __init__(
         self,
         formats: Sequence[LayerFormat],
-        bias_splits: Sequence[BiasSplit | None],
+        fronts: Sequence[Front],
         *,
         tokens: int,
         sequences: int,
@@ -65,8 +65,7 @@ class Pool(PoolState):
 
         Args:
             formats: of each layer, with its window.
-            bias_splits: of each layer, the biases that keys and values come without; position j is at column j of its
-                rotation.
+            fronts: of each layer; position j is at column j of its bias split's rotation.
             tokens: of all sequences together; whole pages are made of them.
             sequences: that can be open at once.
             max_seq_len: tokens that one can have.
@@ -90,8 +89,8 @@ class Pool(PoolState):
         check_process()
         uses = [kernel_use(own, dtype, num_heads, self.may_have_sinks) for own in formats]
         layers = [
-            PoolLayer(own, split, use, backend_of(use, kernels))
-            for own, split, use in zip(formats, bias_splits, uses, strict=True)
+            PoolLayer(own, front, use, backend_of(use, kernels))
+            for own, front, use in zip(formats, fronts, uses, strict=True)
         ]
         parts = []
         # In the order of the layers; where none keeps rows, pages still count tokens.
@@ -124,10 +123,9 @@ class Pool(PoolState):
         for part in self.parts:
             seen = "all tokens" if part.window is None else f"the last {part.window}"
             kinds.append(f"{part.pages.num} pages for {len(part.layers)} layers that see {seen}")
-        own = self.layers[0].format
-        bits = f"{own.kv_bits} bits" if own.kv_bits else own.dtype
         kept = f" and {self.checkpoints} checkpoints" if self.checkpoints else ""
-        return f"{format_bytes(self.nbytes)} at {bits} for {self.max_sequences} sequences{kept}: {', '.join(kinds)}"
+        size = f"{format_bytes(self.nbytes)} at {describe_formats(self.formats)}"
+        return f"{size} for {self.max_sequences} sequences{kept}: {', '.join(kinds)}"
 
     @property
     def backend(self) -> Backend | None:
@@ -136,7 +134,7 @@ class Pool(PoolState):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers, with their bias tables."""
+        """Bytes of all layers, with their fronts."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
@@ -324,7 +322,7 @@ def pool_bytes(
     total = 0
     for own in formats:
         _, rows = _size(own.window, tokens, sequences, prefill_step_size, checkpoints)
-        stored = [*own.arrays(rows).values(), *own.tables().values()]
+        stored = [*own.arrays(rows).values(), *own.tables().values(), *own.front_arrays]
         if own.window is not None and prefill_step_size is None:  # the rows that are kept beside
             stored += list(own.arrays(min(own.window, max_seq_len)).values()) * checkpoints
         if own.split_pairs is not None:

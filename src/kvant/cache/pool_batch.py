@@ -185,7 +185,7 @@ class PoolLayerView:
     @property
     def bias_split(self) -> BiasSplit | None:
         """The biases that keys and values are to be given without; None: they are given whole."""
-        return self.layer.bias_split
+        return self.layer.front.bias_split
 
     def attend(
         self,
@@ -196,10 +196,12 @@ class PoolLayerView:
         sinks: mx.array | None = None,
     ) -> mx.array:
         """Append and attend; see :meth:`kvant.cache.AttentionCache.attend`. R rows, padding among them."""
-        own = self.layer.format
+        own, front = self.layer.format, self.layer.front
+        if sinks is not None and front.center is not None:
+            raise ValueError("keys are stored without a constant, which would change the share of learned sinks")
         output, waiting = append_and_attend_paged(
-            query,
-            key,
+            front.queries(query),
+            front.keys(key),
             value,
             self.layer.arrays,
             self.batch.placed(self.part),

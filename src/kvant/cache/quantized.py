@@ -8,6 +8,7 @@ from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat
 from kvant.cache.model import KVCache, ModelCache
 from kvant.cache.pool import Pool, check_sizes, sizes_alone
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.front import Front
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization
 from kvant.operators.validation import check_tokens
 
@@ -76,7 +77,9 @@ class QuantizedKVCache(KVCache):
         options: dict[str, Any] = {"kernels": kernels, "dtype": dtype, "num_heads": num_heads}
 
         def made(tokens: int) -> ModelCache:
-            return ModelCache(Pool([own], [bias_split], **sizes_alone(tokens), **options, make_cache=made))
+            return ModelCache(
+                Pool([own], [Front(bias_split=bias_split)], **sizes_alone(tokens), **options, make_cache=made)
+            )
 
         cache = made(max_seq_len)
         super().__init__(cache, cache.pool.parts[0], cache.pool.layers[0])

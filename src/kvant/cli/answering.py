@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from kvant.cache.layer_format import describe_formats
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool import Pool
 from kvant.cli import options
@@ -136,7 +137,7 @@ def _reserve(
             Scheduler(session.model, pool, max_batch=rows, deterministic=True)
     session.reserved = _most_tokens(session, run) or session.model.config.max_position_embeddings
     tokens = pool.num_pages * pool.page_size
-    kind = session.describe_format(sorted({layer.format.kv_group_size for layer in pool.layers} - {0}))
+    kind = describe_formats(pool.formats)
     together = f"{rows} sequence{'s' if rows > 1 else ''} at once"
     say(f"cache: {tokens} tokens reserved for {together}, {kind}, {format_bytes(pool.nbytes)}", run.quiet)
     return pool

@@ -72,8 +72,10 @@ def source_of(context: typer.Context, name: str) -> str | None:
 
 def blocked_by(name: str, values: Mapping[str, Any]) -> str | None:
     """The other parameter whose value leaves this one without effect; the two together would be refused."""
+    if name in ("kv_bits", "kv_group_size") and values.get("kv_format"):
+        return "kv_format"
     if name == "kv_group_size":
-        return None if values["kv_bits"] else "kv_bits"
+        return "kv_bits" if values["kv_bits"] == 0 else None
     if name == "num_draft_tokens":
         return None if values["draft_model"] else "draft_model"
     if name in ("draft", "draft_model"):

@@ -133,7 +133,9 @@ def with_checkpoints(
 
 def named_format(settings: Settings) -> AbstractContextManager[None]:
     """A ValueError in the block is of the cache's format: it becomes a BadValueError that begins with its flags."""
-    return named(f"--kv-bits {settings.cache.kv_bits} --kv-group-size {settings.cache.kv_group_size}")
+    own = settings.cache
+    tuned = None if own.kv_format is None else f"--kv-format {own.kv_format.path}"
+    return named(tuned or f"--kv-bits {own.kv_bits} --kv-group-size {own.kv_group_size}")
 
 
 def describe(made: MemoryPlan, machine: Machine, on: str = "") -> str:
@@ -163,7 +165,7 @@ def longest_by_bits(settings: Settings, longest: Callable[[Settings], LongestCon
     found = {}
     for bits in (0, 8, 4):
         with suppress(ValueError):
-            found[bits] = longest(replace(settings, cache=replace(settings.cache, kv_bits=bits)))
+            found[bits] = longest(replace(settings, cache=settings.cache.at(bits)))
     return found
 
 

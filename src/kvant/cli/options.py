@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 
 from kvant.cache.disk import DiskCache
-from kvant.cache.options import DEFAULT_KV_GROUP_SIZE, CacheOptions
+from kvant.cache.options import CacheOptions
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cli.defaults import BadValueError as BadValueError  # here for the commands
 from kvant.cli.defaults import Defaults, settings_used, source_of
@@ -99,6 +99,10 @@ DiskCacheSize = Annotated[
     str | None, typer.Option(metavar="SIZE", help="The most that --disk-cache takes, such as 500MB; default: 20GB.")
 ]
 
+KvFormat = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Store each layer of the cache as `kvant report --tune` measured for the model."),
+]
 LogitBias = Annotated[
     list[str] | None,
     typer.Option(metavar="TOKEN:BIAS", help="Add BIAS to the logit of token id TOKEN; repeatable."),
@@ -133,7 +137,9 @@ class RunOptions:
         typer.Option(metavar="JSON", help="Variables for the chat template, such as '{\"enable_thinking\": false}'."),
     ] = None
     # How the cache stores tokens, how many, and how they are read and fed.
-    kv_bits: Annotated[int, typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization.")] = 8
+    kv_bits: Annotated[
+        int | None, typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization; default: 8.")
+    ] = None
     kv_group_size: Annotated[
         int | None, typer.Option(help="Cached values that share one scale; divides the head dimension; default: 32.")
     ] = None
@@ -144,6 +150,7 @@ class RunOptions:
             help="Keep the projections' biases out of the cache; attention adds them.",
         ),
     ] = True
+    kv_format: KvFormat = None
     max_kv_size: Annotated[
         str | None,
         typer.Option(
@@ -228,13 +235,20 @@ class RunOptions:
         """How caches and pools store their tokens."""
         if self.kv_bits == 0 and self.kv_group_size is not None:
             raise BadValueError(f"--kv-group-size is {self.kv_group_size}, but --kv-bits 0 does not quantize")
-        group = DEFAULT_KV_GROUP_SIZE if self.kv_group_size is None else self.kv_group_size
-        return CacheOptions(self.kv_bits, group, self.kv_bias_split, self.kernels, self.checkpoints or 0)
+        return CacheOptions.of(
+            kv_bits=self.kv_bits,
+            kv_group_size=self.kv_group_size,
+            bias_split=self.kv_bias_split,
+            kernels=self.kernels,
+            checkpoints=self.checkpoints or 0,
+            kv_format=self.kv_format,
+        )
 
     @property
     def shared(self) -> dict[str, Any]:
         """The flags by name: on several ranks all have to be the same."""
-        return {option.name: getattr(self, option.name) for option in flags(RunOptions)}
+        given = {option.name: getattr(self, option.name) for option in flags(RunOptions)}
+        return given | {"kv_bits": self.cache.kv_bits}
 
 
 class Without(frozenset[str]):

@@ -1,7 +1,8 @@
 """``kvant report``: the cost in quality of a cache format, on a model and a text."""
 
+import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +13,8 @@ from kvant.engine.load import POCKET, find_model, load_folder
 from kvant.errors import KvantError
 
 DEFAULT_TOKENS = 4096
+DEFAULT_MAX_KLD = 0.005
+PIECES = 4  # of a text that tunes, half of them to check the choice
 
 
 @options.with_options
@@ -41,6 +44,22 @@ def report(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png|svg", help="Draw KLD against bytes a token; needs matplotlib.")
     ] = None,
+    kv_format: options.KvFormat = None,
+    tune: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Choose what keys go through, and bits by layer, on one half of the text; measure the choice on the "
+            "other; write FILE for --kv-format.",
+        ),
+    ] = None,
+    kv_bits: Annotated[
+        int | None, typer.Option(help="With --tune: bits of the layers that get no more; default: 4.")
+    ] = None,
+    max_kld: Annotated[
+        float | None,
+        typer.Option(help="With --tune: layers get 8 bits until the mean KLD is at most this; default: 0.005."),
+    ] = None,
     json_object: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
@@ -54,15 +73,20 @@ def report(
         raise BadValueError(f"--tokens is {tokens}; expected at least 2")
     options.check_text(adapter_path=adapter_path, text=None if text is None else str(text))
     options.check_kernels()
+    _check_tuning(tune, kv_bits, max_kld, formats or kv_format)
 
     from kvant.tools.drawing import check_plot_path
-    from kvant.tools.report.formats import check_formats, default_formats, parse_formats
+    from kvant.tools.report.formats import DEFAULT_BITS, CacheFormat, check_formats, default_formats, parse_formats
     from kvant.tools.report.measure import figures_json, measure
     from kvant.tools.report.runs import timing_room
-    from kvant.tools.report.texts import built_in_text, recall_dialogues, text_file
+    from kvant.tools.report.texts import built_in_text, halves, recall_dialogues, text_file
+    from kvant.tools.report.tune import Row, tried_json
+    from kvant.tools.report.tune import tune as tune_format
 
     with options.named("--formats"):
         wanted = None if formats is None else parse_formats(formats)
+    if kv_format is not None:
+        wanted = [*(wanted or []), CacheFormat.of(kv_format=kv_format)]
     if plot is not None:
         with options.named("--plot"):
             check_plot_path(plot)
@@ -72,11 +96,12 @@ def report(
         decoder, tokenizer = load_folder(folder, progress.update, adapter_path=adapter_path)
     if wanted is None:
         wanted = default_formats(decoder)
-    with options.named("--formats"):
+    with options.named("--formats" if kv_format is None else "--formats, --kv-format"):
         check_formats(wanted, decoder)
     config = decoder.config
     limit = config.max_position_embeddings
-    length = tokens if limit is None else min(tokens, limit - timing_room(decoder))
+    most = tokens if tune is None else tokens // PIECES
+    length = most if limit is None else min(most, limit - timing_room(decoder))
     if length < 2:
         raise KvantError(f"the model's context is {limit} tokens; the report needs {2 + timing_room(decoder)}")
     if text is None:
@@ -84,14 +109,43 @@ def report(
     else:
         read = text_file(text, tokenizer, config.vocab_size, length, tokens)
     recall = recall_dialogues(tokenizer, tokens) if text is None and folder == find_model(POCKET) else []
+    tried: list[Row] = []
+    if tune is not None:
+        chooses, read = halves(read)
+        group, bits = wanted[0].kv_group_size, kv_bits or DEFAULT_BITS[-1]
+        with LateProgress("tuning", quiet=quiet) as progress:
+            kld = DEFAULT_MAX_KLD if max_kld is None else max_kld
+            chosen, tried = tune_format(
+                decoder, chooses, kv_bits=bits, kv_group_size=group, max_kld=kld, progress=progress.update
+            )
+        chosen.write(tune)
+        wanted = [CacheFormat.of(kv_format=tune), *(CacheFormat(own, group) for own in sorted({bits, *DEFAULT_BITS}))]
     name = model if adapter_path is None else f"{model} with {adapter_path}"
     with LateProgress("measuring", quiet=quiet) as progress:
         found = measure(name, decoder, read, wanted, recall=recall, progress=progress.update)
 
-    from kvant.tools.report.output import describe, table
+    from kvant.tools.report.output import describe, table, tuning
 
-    terminal.show(figures_json(found), [*describe(found), table(found)], as_json=json_object)
+    lines: list[Any] = [*describe(found), *([tuning(tried)] if tune is not None else []), table(found)]
+    terminal.show(figures_json(found) | tried_json(tried), lines, as_json=json_object)
     if plot is not None:
         from kvant.tools.report.output import plot as draw
 
         draw(found, plot)
+
+
+def _check_tuning(tune: Path | None, kv_bits: int | None, max_kld: float | None, formats: str | None) -> None:
+    """Refuse options that have no effect, or a file that could not be written."""
+    if tune is None:
+        for name, value in (("--kv-bits", kv_bits), ("--max-kld", max_kld)):
+            if value is not None:
+                raise BadValueError(f"{name} is {value}; it goes with --tune")
+        return
+    if formats is not None:
+        raise BadValueError(f"{formats!r:.40} is to be measured, but --tune measures its own; leave one out")
+    if kv_bits not in (None, 4, 8):
+        raise BadValueError(f"--kv-bits is {kv_bits}; expected 4 or 8")
+    if max_kld is not None and not 0 < max_kld < math.inf:
+        raise BadValueError(f"--max-kld is {max_kld}; expected more than 0")
+    if not tune.parent.is_dir():
+        raise BadValueError(f"--tune: the folder of {tune} does not exist")

@@ -3,7 +3,7 @@
 import gc
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.disk import QUEUE_BYTES, DiskCache
+from kvant.cache.layer_format import describe_formats
 from kvant.cache.pool import Pool
 from kvant.cli import options, ranks
 from kvant.cli.fitting import named_format, plan_for, plan_that_fits, with_checkpoints
@@ -98,18 +99,11 @@ class Session:
 
     def describe_cache(self) -> str:
         """The reservation in a line."""
-        kind = self.describe_format(self.cache.groups)
+        kind = describe_formats(self.cache.formats)
         text = f"{self.cache.max_seq_len} tokens reserved, {kind}, {format_bytes(self.cache_bytes)}"
         if not self.state_bytes:
             return text
         return f"{text} for keys and values, {format_bytes(self.state_bytes)} for the state of linear layers"
-
-    def describe_format(self, groups: Sequence[int]) -> str:
-        """The format of keys and values, in words; ``groups``: the sizes of those that share a scale."""
-        bits = self.settings.cache.kv_bits
-        if not bits:
-            return str(self.model.dtype).removeprefix("mlx.core.")
-        return f"{bits} bits in groups of {' or '.join(map(str, groups))}"
 
     def describe_layers(self) -> list[str]:
         """Where layers differ, a line for each kind."""

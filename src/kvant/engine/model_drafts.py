@@ -56,8 +56,7 @@ class ModelDrafts(Drafts):
         chosen = draft_format(
             config,
             replace(
-                self.options,
-                kv_bits=max((own.kv_bits for own in formats), default=0),
+                self.options.at(max((own.kv_bits for own in formats), default=0)),
                 kv_group_size=max((own.kv_group_size for own in formats), default=0) or DEFAULT_KV_GROUP_SIZE,
             ),
         )
@@ -252,7 +251,7 @@ def draft_format(config: Any, options: CacheOptions) -> CacheOptions:
     """The options of a draft model's cache: the run's, with the largest group that divides its heads too."""
     head_dim = getattr(config, "head_dim", None)
     group = options.kv_group_size if head_dim is None else math.gcd(options.kv_group_size, head_dim)
-    return replace(options, kv_group_size=group, checkpoints=0)
+    return replace(options.at(options.kv_bits), kv_group_size=group, checkpoints=0)
 
 
 def asked_drafts(

@@ -20,6 +20,7 @@ from kvant.models.language_model import LanguageModelConfig
 from kvant.sizes import format_bytes, physical_memory
 
 DEFAULT_RESERVATION = 4096  # tokens
+MAX_BITS = 32
 
 
 def default_reservation(config: LanguageModelConfig) -> int:
@@ -76,25 +77,31 @@ def pool_format(
     max_seq_len: int,
     window: int | None,
     pairs: Sequence[int] | None,
+    layer: int = 0,
+    balanced: bool = False,
 ) -> LayerFormat:
     """How a layer of a pool stores tokens. A window that no sequence outgrows is none.
 
     Args:
+        layer: its number in the whole model.
+        balanced: its norms of queries and keys are :func:`kvant.models.key_norms.balance_norms`'.
         dtype: of keys and values at 0 bits.
         window: of the layer.
         pairs: the rotary pairs of its bias split; None: there is none.
     """
     options.check_head(config.head_dim)
+    choice = options.layer(layer)
     return LayerFormat.of_rows(
         config.num_key_value_heads,
         config.head_dim,
         config.head_dim,
-        options.kv_bits,
-        options.kv_group_size,
+        choice.kv_bits,
+        choice.kv_group_size,
         DTYPE_NAMES[dtype],
         window=window,
         max_seq_len=max_seq_len,
         split_pairs=None if pairs is None else tuple(pairs),
+        front="+".join(filter(None, ("norms" if balanced else "", choice.name))),
     )
 
 
@@ -118,11 +125,20 @@ def pool_size(
     sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
     sizes |= {"prefill_step_size": prefill_step_size, "checkpoints": options.checkpoints}
     total = 0
+    kinds = zip(config.windows, split_pairs or repeat(None), strict=False)
+    tuned, count = options.kv_format, config.num_hidden_layers
+    layers: Sequence[int] = [0] * count
+    if tuned is not None and len(tuned.layers) > count:  # a stage of a pipeline: each as the widest of all
+        layers = [max(range(len(tuned.layers)), key=lambda n: tuned.layers[n].kv_bits or MAX_BITS)] * count
+    elif tuned is not None:
+        tuned.check_layers(count)
+        layers = range(count)
+    numbered = [(layer, *kind) for layer, kind in zip(layers, kinds, strict=True)]
     # Layers of a kind together: a folder may name tens of thousands of them.
-    for (window, pairs), count in Counter(zip(config.windows, split_pairs or repeat(None), strict=False)).items():
+    for (layer, window, pairs), count in Counter(numbered).items():
         split = None if pairs is None else range(pairs)
-        own = pool_format(config, options, dtype=dtype, max_seq_len=max_seq_len, window=window, pairs=split)
-        total += count * pool_bytes([own], **sizes)
+        form: dict[str, Any] = {"dtype": dtype, "max_seq_len": max_seq_len, "window": window, "pairs": split}
+        total += count * pool_bytes([pool_format(config, options, **form, layer=layer)], **sizes)
     return total
 
 

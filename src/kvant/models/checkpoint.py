@@ -11,6 +11,7 @@ from kvant.models.architectures.table import ExpertSettings, Parameter
 from kvant.models.bias import divide_bias
 from kvant.models.config import ModelConfig
 from kvant.models.decoder import Attention, Block, Decoder, DecoderParts
+from kvant.models.key_norms import balance_norms
 from kvant.models.matrix import (
     AdaptedMatrix,
     DenseMatrix,
@@ -214,6 +215,7 @@ class _Builder:
             norm=norm,
             lm_head=lm_head,
             bytes_read=self.tensors.bytes_read,
+            held=(wanted.layers, range(*wanted.share.keys)),
         )
 
     def check_formats(self) -> None:
@@ -232,7 +234,7 @@ class _Builder:
         if qkv.bias is not None:  # attention adds it, without the part that a cache leaves out
             qkv_bias = divide_bias(self.local, qkv, qkv.bias, norms["before_attention"])
             qkv = Linear(qkv.matrices)
-        head_norm, projection_norms = self._query_key_norms(path)
+        head_norm, projection_norms, is_balanced = self._query_key_norms(path)
         return Block(
             self_attn=Attention(
                 self.local,
@@ -243,6 +245,7 @@ class _Builder:
                 self._linear(path, "output"),
                 rotates=config.rotates[index],
                 window=config.windows[index],
+                is_balanced=is_balanced,
             ),
             mlp=self._mlp(path, config.experts if config.has_experts(index) else None),
             norms=norms,
@@ -260,17 +263,21 @@ class _Builder:
             normalized=settings.normalized,
         )
 
-    def _query_key_norms(self, path: str) -> tuple[mx.array | None, tuple[mx.array, mx.array] | None]:
-        """The norms of an attention's queries and keys: of each head by itself, or of all of a token's together."""
+    def _query_key_norms(self, path: str) -> tuple[mx.array | None, tuple[mx.array, mx.array] | None, bool]:
+        """The norms of an attention's queries and keys: of each head by itself, or of all of a token's together.
+
+        They are balanced; the last result says whether that changed them.
+        """
         config, table = self.local, self.config.architecture
         rows = [*table.of_role("query_norm"), *table.of_role("key_norm")]
         if not rows:
-            return None, None
-        query, key = (self._norm(path, row) for row in rows)
+            return None, None, False
+        weights = (self._norm(path, row) for row in rows)
+        query, key, changed = balance_norms(next(weights), next(weights), config.head_dim)
         if rows[0].shape != ("head",):
-            return None, (query, key)
+            return None, (query, key), changed
         H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        return mx.concatenate([mx.broadcast_to(query, (H, 1, D)), mx.broadcast_to(key, (K, 1, D))]), None
+        return mx.concatenate([mx.broadcast_to(query, (H, 1, D)), mx.broadcast_to(key, (K, 1, D))]), None, changed
 
     def _norm(self, prefix: str, row: Parameter) -> mx.array:
         return self._vector(f"{prefix}{row.path}.weight", row)

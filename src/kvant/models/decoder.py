@@ -48,6 +48,7 @@ class Attention:
         projection_norms: (H D,) and (K D,) weights of an RMSNorm of a token's queries together, and of its keys.
         rotates: queries and keys turn to their positions.
         window: the last tokens that a query sees, its own included; None: it sees all.
+        is_balanced: the norms are :func:`kvant.models.key_norms.balance_norms`'.
     """
 
     config: ModelConfig
@@ -58,6 +59,7 @@ class Attention:
     o_proj: Linear
     rotates: bool
     window: int | None
+    is_balanced: bool
 
     def __call__(self, x: mx.array, rotate: Rotate, cache: AttentionCache | None) -> mx.array:
         """(B, S, hidden) -> (B, S, hidden); ``rotate`` turns heads to their positions."""
@@ -141,6 +143,7 @@ class DecoderParts:
         norm: the one before the output head; None: another rank has both.
         lm_head: None: tied to the embedding, or another rank's.
         bytes_read: of the model's tensors.
+        held: numbers of the layers and of the key and value heads in the whole model.
     """
 
     config: ModelConfig
@@ -150,6 +153,7 @@ class DecoderParts:
     norm: mx.array | None
     lm_head: Matrix | None
     bytes_read: int
+    held: tuple[range, range]
 
 
 class Decoder:
@@ -171,6 +175,7 @@ class Decoder:
         assert parts.norm is not None
         self.config, self.dtype, self.layers = parts.config, parts.dtype, parts.layers
         self.identity: Identity | None = None
+        self._held = parts.held
         self._rotary = self.config.rope.rotary(self.config.head_dim)
         self._embed_tokens, self._norm, self._lm_head = parts.embed_tokens, parts.norm, parts.lm_head
 
@@ -255,7 +260,7 @@ class Decoder:
     def make_cache(self, max_seq_len: int | None = None, **fields: Unpack[CacheFields]) -> ModelCache:
         if max_seq_len is None:
             max_seq_len = default_reservation(self.config)
-        return ModelCache(self._pool(CacheOptions(**fields), max_seq_len, 1, max_seq_len, None))
+        return ModelCache(self._pool(CacheOptions.of(**fields), max_seq_len, 1, max_seq_len, None))
 
     def make_pool(
         self,
@@ -266,7 +271,7 @@ class Decoder:
         prefill_step_size: int = 512,
         **fields: Unpack[CacheFields],
     ) -> Pool:
-        chosen = CacheOptions(**fields)
+        chosen = CacheOptions.of(**fields)
         return self._pool(chosen, tokens, sequences, max_seq_len, prefill_step_size)
 
     def _pool(
@@ -284,6 +289,9 @@ class Decoder:
         max_seq_len = longest_sequence(self.config, tokens, max_seq_len)
         biases = [layer.self_attn.qkv_bias for layer in self.layers] if chosen.bias_split else []
         split = [bias for bias in biases if bias is not None]
+        held_layers, held_heads = self._held
+        if chosen.kv_format is not None:
+            chosen.kv_format.check(self.identity, len(self.all_windows) or len(self.layers))
         formats = [
             pool_format(
                 self.config,
@@ -292,16 +300,23 @@ class Decoder:
                 max_seq_len=max_seq_len,
                 window=window,
                 pairs=split[number].pairs if split else None,
+                layer=held_layers[number],
+                balanced=self.layers[number].self_attn.is_balanced,
             )
             for number, window in enumerate(self.config.windows)
         ]
         sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
         sizes |= {"prefill_step_size": prefill_step_size, "checkpoints": chosen.checkpoints}
         check_memory(tokens, pool_bytes(formats, **sizes))
-        splits = [bias.split(self.config, max_seq_len) for bias in split]
+        fronts = [
+            chosen.layer(layer).front(
+                held_heads, self.config.head_dim, split[number].split(self.config, max_seq_len) if split else None
+            )
+            for number, layer in enumerate(held_layers)
+        ]
         pool = Pool(
             formats,
-            splits or [None] * len(formats),
+            fronts,
             **sizes,
             make_cache=partial(self.make_cache, **chosen.fields),
             identity=self.identity,

@@ -18,7 +18,7 @@ from kvant.operators.cpu_attention import attend_singly, queries_at_once
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import both_masks, window_mask
 from kvant.operators.paged_kernel import StepPages, attend_pages
-from kvant.operators.stored_tokens import float_tokens, stored_tokens
+from kvant.operators.stored_tokens import fitted_tokens, float_tokens
 from kvant.operators.streams import FEW_ROWS
 
 # Bytes of keys and values as float32 that are made at once, of one sequence at least.
@@ -82,7 +82,7 @@ def append_and_attend_paged(
     own = None if pages is None or mask is not None else backend
     options: dict[str, Any] = {"quant_bit": quant_bit, "bias_split": bias_split, "sinks": sinks}
     if rows.new is None:
-        new = stored_tokens(key, value, arrays, quant_bit=quant_bit, quant_group=quant_group, alone=True)
+        new = fitted_tokens(key, value, arrays, quant_bit=quant_bit, quant_group=quant_group, alone=True)
         return attend_rows(query, arrays, rows, mask=mask, waiting=new, **options), new
     write_rows(key[:B], value[:B], arrays, rows.new, quant_bit=quant_bit, quant_group=quant_group, backend=own)
     if own is None or pages is None:
@@ -176,11 +176,11 @@ def write_rows(
 
     That is one operation an array, or an array and run.
 
-    ``backend``: as :func:`kvant.operators.stored_tokens.stored_tokens` has it.
+    ``backend``: as :func:`kvant.operators.stored_tokens.stored_tokens` has it. Scales are fitted at 4 bits.
     """
     alone = not isinstance(rows, mx.array)
     options: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "backend": backend}
-    new = stored_tokens(key, value, arrays, **options, alone=alone)
+    new = fitted_tokens(key, value, arrays, **options, alone=alone)
     for array, part in zip(arrays, new, strict=True):
         if not isinstance(rows, mx.array):
             put_rows(array, part, rows)

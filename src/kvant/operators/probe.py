@@ -22,7 +22,7 @@ from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import alibi_slopes
 from kvant.operators.paged_kernel import step_pages
 from kvant.operators.quantization import multiply_scale, quantized_dtype
-from kvant.operators.stored_tokens import float_tokens, stored_tokens
+from kvant.operators.stored_tokens import fitted_tokens, float_tokens, stored_tokens
 
 KV_HEADS = 4
 ROWS = 512  # so many that the second pass has its largest threadgroup
@@ -152,6 +152,7 @@ class Trial:
     def __init__(self, use: KernelUse, heads: int) -> None:
         self.use = use
         self.form: dict[str, Any] = {"quant_bit": use.quant_bit, "quant_group": use.quant_group}
+        self.stores = fitted_tokens if use.paged else stored_tokens  # as a cache does, or PMX's operator
         K, D, Dv, S, R = KV_HEADS, use.head_dim, use.value_dim, MAX_NEW_TOKENS, ROWS
         self.window = None if use.window is None else min(use.window, R // 2)  # no constant of an instance
         # The position of the first row of each sequence, and its tokens before the new ones.
@@ -176,7 +177,7 @@ class Trial:
                 self.split = BiasSplit(3 * normal(K, 2, use.pairs), tuple(range(use.pairs)), table, normal(K, Dv))
             past_key, past_value = (normal(B, K, R, width, dtype=use.dtype) for width in (D, Dv))
             self.past = self._empty(R)
-            stored = stored_tokens(past_key, past_value, self.past, **self.form)
+            stored = self.stores(past_key, past_value, self.past, **self.form)
             for b in range(B):
                 self._write(self.past, [part[b] for part in stored], self._places(b, 0))
             mx.eval(self.query, self.key, self.value, self.past, self.sinks, self.mask)
@@ -192,7 +193,7 @@ class Trial:
             expected = mx.concatenate(unfused).astype(mx.float32)
             error = _number((mx.abs(output.astype(mx.float32) - expected) / (1 + mx.abs(expected))).max())
             key, value = (x[:, :, :new_tokens] for x in (self.key, self.value))
-            problem = self._stored_problem(new, stored_tokens(key, value, arrays, **self.form))
+            problem = self._stored_problem(new, self.stores(key, value, arrays, **self.form))
         tolerance = TOLERANCE[self.use.dtype]
         if problem is None and not error <= tolerance:  # true for NaN too
             problem = f"the output is off by {error:.2g}; expected at most {tolerance:g}"
@@ -205,7 +206,7 @@ class Trial:
         with mx.stream(mx.cpu):  # all but the kernels: MLX would compile its own scatter for the GPU
             arrays = [mx.array(array) for array in self.past]
             key, value = (x[:, :, :new_tokens] for x in (self.key, self.value))
-            new = stored_tokens(key, value, arrays, **self.form, backend=backend)
+            new = self.stores(key, value, arrays, **self.form, backend=backend)
             for b in range(len(self.spans)):
                 self._write(arrays, [part[b] for part in new], self._places(b, new_tokens)[-new_tokens:])
             output = self._attend(arrays, new_tokens, self.sinks if sinks else None, backend)

@@ -6,10 +6,12 @@ QUANT_BITS = (0, 8, 4)
 FLOAT_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 SCALE_DTYPES = (mx.float32, mx.float16)
 MIN_SCALE = 1e-5
+FITTED_BITS = 4  # the engine's caches fit the scales of so many bits; at 8 there is nothing to gain
+FIT_STEPS = 1024  # of a quotient, in fitting: so sums of a group's products are exact in float32, in any order
 
 
 def quantize(
-    x: mx.array, *, quant_bit: int = 8, quant_group: int = 8, scale_dtype: mx.Dtype | None = None
+    x: mx.array, *, quant_bit: int = 8, quant_group: int = 8, scale_dtype: mx.Dtype | None = None, fit: bool = False
 ) -> tuple[mx.array, mx.array]:
     """Quantize groups of consecutive elements of the last dimension.
 
@@ -21,6 +23,8 @@ def quantize(
         quant_bit: 8 (int8 from -127 to 127) or 4 (-7 to 7, two in a byte).
         quant_group: elements that share one scale. It divides D.
         scale_dtype: dtype of the scales, float32 or float16; default ``x``'s dtype.
+        fit: an extension of PMX: the scale with which the same quantized values are nearest to ``x`` by least squares,
+            ``sum(x quantized) / sum(quantized^2)`` of the group.
 
     Returns:
         quantized: (..., D) int8, or (..., D/2) uint8 with element 2i in the low nibble and 2i+1 in the high one.
@@ -40,9 +44,17 @@ def quantize(
     scale = mx.maximum(
         mx.abs(grouped).max(axis=-1, keepdims=True) / mx.array(top, x.dtype), mx.array(MIN_SCALE, x.dtype)
     )
-    quantized = mx.round(grouped / scale)
+    quotient = grouped / scale
+    quantized = mx.round(quotient)
     if x.dtype != mx.float32:  # in float32 the largest quotient is within an ulp of top and rounds to it
         quantized = mx.clip(quantized, -top, top)
+    if fit:
+        levels = quantized.astype(mx.float32)
+        if x.dtype != mx.float32:
+            quotient = grouped.astype(mx.float32) / scale.astype(mx.float32)
+        steps = mx.round(quotient * FIT_STEPS)
+        products, squares = ((levels * y).sum(axis=-1, keepdims=True) for y in (steps, levels))
+        scale = scale.astype(mx.float32) * (products / mx.maximum(squares * FIT_STEPS, 1.0))
     quantized = quantized.astype(mx.int8).flatten(-2)
     if quant_bit == 4:
         quantized = _pack_nibbles(quantized)

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from kvant.operators.kernels.attend import quantize_tokens
 from kvant.operators.kernels.launch import Backend
-from kvant.operators.quantization import multiply_scale, quantize
+from kvant.operators.quantization import FITTED_BITS, multiply_scale, quantize
 
 
 def stored_tokens(
@@ -19,6 +19,7 @@ def stored_tokens(
     quant_group: int,
     backend: Backend | None = None,
     alone: bool = False,
+    fit: bool = False,
 ) -> list[mx.array]:
     """Keys and values (B, K, S, D) as a cache and its scale, if there is one, store them: (B, 2, K, S, last) each.
 
@@ -28,10 +29,11 @@ def stored_tokens(
         arrays: the cache, and its scale if there is one. The results have their dtypes.
         alone: B is 1, and the results have no axis for it.
         backend: where one launch quantizes both; None: MLX operations do.
+        fit: as :func:`kvant.operators.quantization.quantize` has it.
     """
     B, K, S, D = key.shape
     if quant_bit and backend is not None:
-        options: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "backend": backend}
+        options: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "backend": backend, "fit": fit}
         words, scales = quantize_tokens(key, value, **options, scale_dtype=arrays[1].dtype)
         axes = (0, 1) if alone else 0
         return [mx.view(words.squeeze(axes), arrays[0].dtype), scales.squeeze(axes)]  # [0] would be a gather
@@ -42,7 +44,13 @@ def stored_tokens(
         both = both if alone else both[:, None]
     if not quant_bit:
         return [both.astype(arrays[0].dtype)]
-    return list(quantize(both, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=arrays[1].dtype))
+    form: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "scale_dtype": arrays[1].dtype}
+    return list(quantize(both, **form, fit=fit))
+
+
+def fitted_tokens(key: mx.array, value: mx.array, arrays: Sequence[mx.array], **options: Any) -> list[mx.array]:
+    """:func:`stored_tokens` as the engine's caches have them, where PMX's formula decides the values, not the scale."""
+    return stored_tokens(key, value, arrays, **options, fit=options["quant_bit"] == FITTED_BITS)
 
 
 def float_tokens(

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from kvant.cache.layer_format import describe_formats
 from kvant.cache.paged_layers import PagedLayers
 from kvant.cache.pages import PAGE_SIZE, runs
 from kvant.cache.pool import Pool, PoolSequence
@@ -111,9 +112,8 @@ class Live:
 
 def _facts(pool: Pool) -> dict[str, Any]:
     """What never changes."""
-    formats = [layer.format for layer in pool.layers[:1]]  # none where all layers keep states
     return {
-        "format": next((f"{own.kv_bits} bits" if own.kv_bits else own.dtype for own in formats), "states"),
+        "format": describe_formats(pool.formats) or "states",
         "reserved_bytes": pool.nbytes,
         "page_size": PAGE_SIZE,
         "sequences": pool.max_sequences,

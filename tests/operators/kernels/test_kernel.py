@@ -19,6 +19,7 @@ from support.pmx_cases import draw_values
 
 from kvant.operators.attention import attend_tokens
 from kvant.operators.kernels.attend import BIAS_WEIGHTS, HEAD_DIMS, QUERIES, threadgroup_shape, unsupported_reason
+from kvant.operators.quantization import FITTED_BITS
 
 pytestmark = host_pytest_skip
 
@@ -197,7 +198,8 @@ def test_appended_values_and_scales_are_the_operator_s_to_the_bit(bits: int, gro
         shape = [int(rng.integers(1, top)) for top in (4, 4, 9)]  # B, K, S
         widths = (D, Dv if data in ("ties", "large") else D)
         key, value = (to_mx(draw_values(rng, (*shape, width), data, spec), dtype) for width in widths)
-        check_append(key, value, scale_dtype, quant_bit=bits, quant_group=group)
+        for fit in {False, bits == FITTED_BITS}:
+            check_append(key, value, scale_dtype, quant_bit=bits, quant_group=group, fit=fit)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -210,6 +212,7 @@ def test_what_is_appended_and_no_number_is_not_hidden(bad: float, bits: int, dty
         given = x.copy()
         given[0, 1, 0, place] = bad
         key = to_mx(given, dtype)
-        _, scale = check_append(key, key, quant_bit=bits, quant_group=32)
-        assert np.isfinite(np.array(scale)).sum() == 8 - 2
-        assert not np.isfinite(np.array(scale)[0, :, 1, 0, place // 32]).any()
+        for fit in {False, bits == FITTED_BITS}:
+            _, scale = check_append(key, key, quant_bit=bits, quant_group=32, fit=fit)
+            assert np.isfinite(np.array(scale)).sum() == 8 - 2
+            assert not np.isfinite(np.array(scale)[0, :, 1, 0, place // 32]).any()

@@ -47,13 +47,13 @@ CASES = [ALONE, EMPTY, RAGGED, MASKED, NIBBLES, PAGES, WIDE, WINDOW, SEVEN, BESI
 Check = Callable[..., Any]
 
 
-def quantized(dtype: mx.Dtype, quant_bit: int = 8, *, nan: bool = False) -> Check:
+def quantized(dtype: mx.Dtype, quant_bit: int = 8, *, nan: bool = False, group: int = 8, fit: bool = False) -> Check:
     """The append's check. 20 words of a token's key at 8 bits, 10 at 4: a simdgroup is not full."""
     x = np.random.default_rng(7).standard_normal((2, 2, 5, 3, 80)).astype(np.float32)
     if nan:
         x[0, 0, 1, 1, 9] = np.nan
     key, value = (mx.array(side).astype(dtype) for side in x)
-    return partial(check_append, key, value, quant_bit=quant_bit, quant_group=8)
+    return partial(check_append, key, value, quant_bit=quant_bit, quant_group=group, fit=fit)
 
 
 class Mutant(NamedTuple):
@@ -107,10 +107,16 @@ MUTANTS = [
     Mutant("a NaN made an integer", quantized(mx.float32, nan=True), "Undefined",
            "rounded > -float(MAX_QUANTIZED) ? int(min(rounded, float(MAX_QUANTIZED))) : -MAX_QUANTIZED",
            "int(rounded)", "append.h"),
+    Mutant("a fit to one thread's values", quantized(mx.float32, 4, group=16, fit=True), NUMBERS,
+           "products += simd_shuffle_xor(products, other);", "", "append.h"),
+    Mutant("a fit to quotients that are rounded twice", quantized(mx.float32, 4, fit=True), NUMBERS,
+           "rint(x[e] / group_scale * FIT_STEPS)", "rounded * FIT_STEPS", "append.h"),
 ]  # fmt: skip
 
 
-APPENDS = [quantized(mx.float32, 4), quantized(mx.float16), quantized(mx.float32, nan=True)]
+APPENDS = [
+    quantized(mx.float32, 4), quantized(mx.float16), quantized(mx.float32, nan=True), quantized(mx.float16, 4, fit=True)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [*CASES[:: count(4, 1)], *APPENDS])

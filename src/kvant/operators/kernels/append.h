@@ -5,13 +5,17 @@
 // Outputs: quantized (B, 2, K, S, D * BITS / 32) uint; scales (B, 2, K, S, D / GROUP) SCALE.
 // Of different widths: (B, 1, K, S, ...), each token's key before its value.
 //
-// Every result is rounded to T, as by the unfused operator. In half precision a quotient of two floats is rounded
+// With FIT the scale is sum(x q) / sum(q q) of the group's values x and quantized values q. Its sums are of whole numbers
+// below 2^24, so their order does not matter.
+//
+// Every other result is rounded to T, as by the unfused operator. In half precision a quotient of two floats is rounded
 // twice, with the same result. A NaN makes its group's scale NaN.
 
 constexpr int MAX_QUANTIZED = BITS == 8 ? 127 : 7;
 constexpr int VALUES_PER_WORD = 32 / BITS;
 // A power of two up to 32. The threads of a group are neighbours in the simdgroup.
 constexpr int GROUP_THREADS = GROUP / VALUES_PER_WORD;
+constexpr float FIT_STEPS = 1024.0f;
 
 const bool of_value = threadgroup_position_in_grid.z % 2 == 1;
 const uint batch = threadgroup_position_in_grid.z / 2;
@@ -39,20 +43,34 @@ for (uint other = GROUP_THREADS / 2; other > 0; other /= 2) {
     largest = kvant_larger(largest, simd_shuffle_xor(largest, other));
 }
 const float group_scale = kvant_larger(float(T(largest / float(MAX_QUANTIZED))), float(T(1e-5f)));
-if (exists) {
-    uint packed = 0;
-    KVANT_UNROLL
-    for (int e = 0; e < VALUES_PER_WORD; e++) {
-        const float rounded = rint(float(T(x[e] / group_scale)));
-        // A NaN gives -MAX_QUANTIZED; its scale is NaN, so the value does not matter.
-        const int clamped = rounded > -float(MAX_QUANTIZED) ? int(min(rounded, float(MAX_QUANTIZED))) : -MAX_QUANTIZED;
-        packed |= (uint(clamped) & (0xffffffffu >> (32 - BITS))) << (BITS * e);
+uint packed = 0;
+float products = 0.0f;
+float squares = 0.0f;
+KVANT_UNROLL
+for (int e = 0; e < VALUES_PER_WORD; e++) {
+    const float rounded = rint(float(T(x[e] / group_scale)));
+    // A NaN gives -MAX_QUANTIZED; its scale is NaN, so the value does not matter.
+    const int clamped = rounded > -float(MAX_QUANTIZED) ? int(min(rounded, float(MAX_QUANTIZED))) : -MAX_QUANTIZED;
+    packed |= (uint(clamped) & (0xffffffffu >> (32 - BITS))) << (BITS * e);
+    if (FIT) {
+        products += rint(x[e] / group_scale * FIT_STEPS) * float(clamped);
+        squares += float(clamped * clamped);
     }
+}
+if (FIT) {
+    KVANT_UNROLL
+    for (uint other = GROUP_THREADS / 2; other > 0; other /= 2) {
+        products += simd_shuffle_xor(products, other);
+        squares += simd_shuffle_xor(squares, other);
+    }
+}
+if (exists) {
     const size_t stored = key_words == value_words
         ? ((size_t(batch) * 2 + of_value) * tokens + token) * words + word
         : (size_t(batch) * tokens + token) * (key_words + value_words) + (of_value ? key_words : 0) + word;
     quantized[stored] = packed;
     if (word % GROUP_THREADS == 0) {
-        scales[stored / GROUP_THREADS] = SCALE(group_scale);
+        scales[stored / GROUP_THREADS] =
+            SCALE(FIT ? group_scale * (products / max(squares * FIT_STEPS, 1.0f)) : group_scale);
     }
 }

@@ -148,9 +148,18 @@ def attend(
 
 
 def quantize_tokens(
-    key: mx.array, value: mx.array, *, quant_bit: int, quant_group: int, scale_dtype: mx.Dtype, backend: Backend
+    key: mx.array,
+    value: mx.array,
+    *,
+    quant_bit: int,
+    quant_group: int,
+    scale_dtype: mx.Dtype,
+    backend: Backend,
+    fit: bool = False,
 ) -> list[mx.array]:
     """Quantize keys (B, K, S, D) and values (B, K, S, Dv) in one launch, to 8 or 4 bits.
+
+    ``fit`` is as :func:`kvant.operators.quantization.quantize` has it.
 
     Returns:
         32-bit words of what the cache stores, (1, B, 2, K, S, D * bits / 32), and scales (1, B, 2, K, S, D/G). Keys and
@@ -164,7 +173,7 @@ def quantize_tokens(
         "append",
         backend,
         [key, value],
-        template={"T": key.dtype, "SCALE": scale_dtype, "BITS": quant_bit, "GROUP": quant_group},
+        template={"T": key.dtype, "SCALE": scale_dtype, "BITS": quant_bit, "GROUP": quant_group, "FIT": fit},
         grid=(-(-widest * quant_bit // (32 * 32)), K * S, 2 * B),
         threads=32,
         outputs=[((*shape, width * quant_bit // 32), mx.uint32), ((*shape, width // quant_group), scale_dtype)],

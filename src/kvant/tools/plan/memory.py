@@ -85,6 +85,11 @@ def as_record(plan: MemoryPlan) -> dict[str, int]:
 def settings_record(settings: Settings) -> dict[str, Any]:
     """The settings that are flags of ``kvant plan``, by name."""
     cache = settings.cache
-    stored = {"kv_bits": cache.kv_bits, "kv_group_size": cache.kv_group_size, "kv_bias_split": cache.bias_split}
+    stored: dict[str, Any] = {
+        "kv_bits": cache.kv_bits,
+        "kv_group_size": cache.kv_group_size,
+        "kv_bias_split": cache.bias_split,
+    }
+    stored |= {} if cache.kv_format is None else {"kv_format": cache.kv_format.path}
     fed = {"checkpoints": cache.checkpoints, "prefill_step_size": settings.prefill_step_size}
     return stored | fed | {"sequences": settings.sequences}

@@ -105,8 +105,10 @@ def _pairs(config: ModelConfig, settings: Settings, known: Sequence[int] | None)
 
 def _row_bytes(config: ModelConfig, settings: Settings, itemsize: int) -> int:
     """Bytes of a token's keys and values in one layer's cache."""
-    K, D, bits = config.num_key_value_heads, config.head_dim, settings.cache.kv_bits
-    return 2 * K * (D * bits // 8 + D // settings.cache.kv_group_size * SCALE_BYTES if bits else D * itemsize)
+    K, D, cache = config.num_key_value_heads, config.head_dim, settings.cache
+    layers = [cache.layer(0)] if cache.kv_format is None else cache.kv_format.layers
+    each = (own.kv_bits and (own.kv_bits, own.kv_group_size) for own in layers)
+    return max(2 * K * (D * own[0] // 8 + D // own[1] * SCALE_BYTES if own else D * itemsize) for own in {*each})
 
 
 def scratch_bytes(
@@ -137,6 +139,8 @@ def scratch_bytes(
     # Norms make two arrays, a product its parts, rotation two halves, the cache magnitudes; a GPU may attend in
     # float32, and an adapter adds a product to each.
     copies, inner = (7 if on_cpu else 10), 3
+    if settings.cache.kv_format is not None:  # its front's
+        copies += 2
     if checkpoint.adapter_bytes:
         copies, inner = copies + 3, inner + 2
     numbers = copies * (hidden + heads * config.head_dim + kv_row) + inner * config.intermediate_size

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvant.cache import ModelCache
 from kvant.cache.options import CacheOptions
@@ -20,13 +21,17 @@ class CacheFormat(CacheOptions):
 
     @property
     def label(self) -> str:
-        """The format as it is given: 8g32, 4g32:nosplit, 0."""
+        """The format as it is given: 8g32, 4g32:nosplit, 0, or the name of its file."""
+        if self.kv_format is not None:
+            return Path(self.kv_format.path).name or "tuned"
         whole = "" if self.bias_split else ":nosplit"
         return f"{self.kv_bits}g{self.kv_group_size}{whole}" if self.kv_bits else "0"
 
     @property
     def flags(self) -> str:
         """The flags with which ``kvant generate`` and ``kvant chat`` use it."""
+        if self.kv_format is not None:
+            return f"--kv-format {self.kv_format.path}"
         if not self.kv_bits:
             return "--kv-bits 0"
         whole = "" if self.bias_split else " --no-kv-bias-split"
@@ -83,6 +88,8 @@ def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
             candidate.check_head(head_dim)
         except ValueError as error:
             raise ValueError(f"format {candidate.label}: {error}") from error
+        if candidate.kv_format is not None:
+            candidate.bytes_per_token(model)  # that of another model is refused
         if candidate.kv_bits and not candidate.bias_split and not has_bias(model):
             raise ValueError(f"format {candidate.label}: the model's keys and values have no bias to split off")
 

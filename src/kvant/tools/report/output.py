@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
@@ -11,6 +12,7 @@ from rich.text import Text as Line
 from kvant.errors import KvantError
 from kvant.tools.drawing import COLORS, check_plot_path, drawing, plain
 from kvant.tools.report.measure import Report
+from kvant.tools.report.tune import Row
 
 CAPTION = (
     "KLD: nats, of the distribution without quantization against the format's. Top-1: the same likeliest token. "
@@ -71,6 +73,19 @@ def table(report: Report) -> Table:
             f"{result.ms_per_token:.2f}",
             *([f"{sum(result.recalled)}/{asked}"] if asked else []),
         )
+    return made
+
+
+def tuning(tried: Sequence[Row]) -> Table:
+    """The formats that were tried in tuning."""
+    made = Table(box=box.SIMPLE_HEAD, title=Line("Tried"), title_justify="left", collapse_padding=True, pad_edge=False)
+    made.add_column("format", no_wrap=True)
+    for name in ("mean\nKLD", "p99\nKLD", "top-1\n%", "bytes a\ntoken"):
+        made.add_column(name, justify="right", no_wrap=True)
+    for row in tried:
+        own = row.figures
+        klds = _small(own.mean_kld_nats), _small(own.p99_kld_nats)
+        made.add_row(Line(row.name), *klds, f"{100 * own.top1:.2f}", str(row.bytes_per_token))
     return made
 
 

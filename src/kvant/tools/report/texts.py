@@ -1,7 +1,7 @@
 """The text, a file or the built-in held-out conversations, as token ids; and questions whose answers are known."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from itertools import zip_longest
@@ -31,6 +31,14 @@ class Text:
     def tokens(self) -> int:
         """Tokens in all pieces."""
         return sum(len(piece) for piece in self.pieces)
+
+
+def halves(text: Text) -> tuple[Text, Text]:
+    """Every second piece of a text, and the others; a PromptError if there is one piece."""
+    if len(text.pieces) < 2:
+        raise PromptError(f"{text.name} has {text.tokens} tokens; expected more, for two halves")
+    first, second = (replace(text, pieces=text.pieces[n::2]) for n in (0, 1))
+    return first, second
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,161 @@
+"""A format of a cache that was tuned for one model: bits of each layer, and what is done to its keys before.
+
+A file of JSON. ``kvant report --tune`` writes it; docs/measuring.md describes it.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from kvant.atomic import atomic_file
+from kvant.cache.identity import Identity
+from kvant.errors import ArgumentError, KvantError, SnapshotError, one_line
+from kvant.files import read_given, unique_keys
+from kvant.operators.bias_split import BiasSplit
+from kvant.operators.front import Front
+from kvant.operators.quantization import QUANT_BITS
+
+NAME = "kv_format"
+FORMAT, VERSION = "kvant kv format", 1
+MAX_BYTES = 16 * 1024 * 1024
+MAX_EXPONENT = 24  # of a channel's balance
+
+Rows = tuple[tuple[float, ...], ...]  # of each kv head, a number a channel
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChoice:
+    """How a layer's cache stores its tokens.
+
+    Attributes:
+        kv_bits, kv_group_size: as in :class:`kvant.cache.CacheOptions`.
+        rotates, center, balance: as in :class:`kvant.operators.front.Front`, the balance as exponents of 2; (): none.
+    """
+
+    kv_bits: int
+    kv_group_size: int
+    rotates: bool = False
+    center: Rows = ()
+    balance: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The parts that it has of a front, and a digest of their numbers; "": none."""
+        has = {"center": self.center, "balance": self.balance, "rotate": self.rotates}
+        parts = "+".join(part for part, value in has.items() if value)
+        facts = json.dumps([self.center, self.balance]).encode()
+        return parts and f"{parts}:{hashlib.sha256(facts).hexdigest()[:16]}"
+
+    def front(self, heads: range, width: int, split: BiasSplit | None = None) -> Front:
+        """The front of a layer that has some of the kv heads, whose keys are ``width`` wide."""
+        for part, rows in (("center", self.center), ("balance", self.balance)):
+            if rows and (len(rows) < heads.stop or any(len(row) != width for row in rows)):
+                raise ArgumentError(NAME, f"has a {part} of {len(rows)} kv heads of {len(rows[0])}; expected {width}")
+        own = slice(heads.start, heads.stop)
+        center = mx.array(self.center[own], mx.float32)[:, None] if self.center else None
+        balance = mx.power(2.0, mx.array(self.balance[own], mx.float32))[:, None] if self.balance else None
+        return Front(self.name, split, center, balance, self.rotates)
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """A tuned format.
+
+    Attributes:
+        model: the digest of the model that it is for, of :class:`kvant.cache.Identity`; "": one that has none.
+        layers: of each layer that keeps keys and values.
+        figures: what was measured, for people.
+        path: the file it is from, if it is from one.
+    """
+
+    model: str
+    layers: tuple[LayerChoice, ...]
+    figures: Mapping[str, Any] = field(default_factory=dict, compare=False, hash=False)
+    path: str = field(default="", compare=False)
+
+    @classmethod
+    def of(cls, given: object) -> "KVFormat":
+        """A format, that of a file's path, or of what :meth:`as_json` gave; an ArgumentError says what is wrong."""
+        if isinstance(given, KVFormat):
+            return given
+        if isinstance(given, Mapping):
+            return _parsed(given, "")
+        if not isinstance(given, str | Path):
+            raise ArgumentError(NAME, f"is a {type(given).__name__}; expected a file that kvant report --tune wrote")
+        try:
+            return _parsed(json.loads(read_given(given, MAX_BYTES), object_pairs_hook=unique_keys), str(given))
+        except (ValueError, RecursionError) as error:
+            said = "not JSON" if isinstance(error, json.JSONDecodeError | RecursionError) else str(error)
+            raise ArgumentError(NAME, f"is {given}: {said}; expected a file that kvant report --tune wrote") from error
+        except KvantError as error:
+            raise ArgumentError(NAME, f"is {error}") from error
+
+    def as_json(self) -> dict[str, Any]:
+        """Numbers, text and lists."""
+        layers = [asdict(layer) for layer in self.layers]
+        return {"format": FORMAT, "version": VERSION, "model": self.model, "figures": self.figures, "layers": layers}
+
+    def write(self, path: Path) -> None:
+        """Write the file; a SnapshotError if it cannot be written: what was there still is."""
+        data = json.dumps(self.as_json(), separators=(",", ":")).encode()
+        try:
+            with atomic_file(path) as file:
+                file.write(data + b"\n")
+        except OSError as error:
+            raise SnapshotError(f"{path}: cannot be written: {one_line(error)}") from error
+
+    def check(self, identity: Identity | None, layers: int) -> None:
+        """Raise an ArgumentError unless the format is for this model, of so many layers with keys and values."""
+        where = f"is {self.path or 'a format'}"
+        own = "" if identity is None else identity.model
+        if self.model != own:
+            raise ArgumentError(NAME, f"{where}, which is for another model: {self.model[:16]}; this one is {own[:16]}")
+        self.check_layers(layers)
+
+    def check_layers(self, layers: int) -> None:
+        """Raise an ArgumentError unless it has so many layers."""
+        if len(self.layers) != layers:
+            raise ArgumentError(
+                NAME, f"is {self.path or 'a format'}, with {len(self.layers)} layers; expected {layers}"
+            )
+
+
+def _parsed(raw: object, path: str) -> KVFormat:
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise ValueError("not a format of a cache")
+    if raw.get("version") != VERSION:
+        raise ValueError(f"version {raw.get('version')!r:.20}; this kvant reads version {VERSION}")
+    names = {"format", "version", "model", "figures", "layers"}
+    if raw.keys() != names or not isinstance(raw["model"], str) or not isinstance(raw["figures"], dict):
+        raise ValueError(f"it has other parts than {', '.join(sorted(names))}")
+    if not isinstance(raw["layers"], list) or not raw["layers"]:
+        raise ValueError("layers is no list of formats")
+    return KVFormat(raw["model"], tuple(map(_layer, raw["layers"])), raw["figures"], path)
+
+
+def _layer(raw: object) -> LayerChoice:
+    if not isinstance(raw, dict) or raw.keys() != {each.name for each in fields(LayerChoice)}:
+        raise ValueError("a layer has other parts than " + ", ".join(each.name for each in fields(LayerChoice)))
+    bits, group = raw["kv_bits"], raw["kv_group_size"]
+    if type(bits) is not int or bits not in QUANT_BITS or type(group) is not int or group < 1:
+        raise ValueError(f"a layer of {bits!r:.20} bits in groups of {group!r:.20}")
+    if type(raw["rotates"]) is not bool:
+        raise ValueError(f"rotates is {raw['rotates']!r:.20}; expected true or false")
+    center = _rows("center", raw["center"], lambda number: type(number) in (int, float) and abs(number) < 1e6)
+    balance = _rows("balance", raw["balance"], lambda number: type(number) is int and abs(number) <= MAX_EXPONENT)
+    return LayerChoice(bits, group, raw["rotates"], center, balance)
+
+
+def _rows(name: str, raw: object, is_right: Any) -> Any:
+    """A list of as many numbers of each kv head."""
+    rows = raw if isinstance(raw, list | tuple) else None
+    if rows is None or not all(isinstance(row, list | tuple) and row for row in rows):
+        raise ValueError(f"{name} is no list of rows of numbers")
+    if not all(is_right(number) for row in rows for number in row) or len({len(row) for row in rows}) > 1:
+        raise ValueError(f"{name} has a number that is out of range, or rows of different lengths")
+    return tuple(tuple(row) for row in rows)

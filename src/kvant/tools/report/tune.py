@@ -1,0 +1,193 @@
+"""Tuning a cache's format for a model: parts of the front, and the bits of each layer, chosen by divergence a byte."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+
+from kvant.cache.kv_format import MAX_EXPONENT, KVFormat, LayerChoice
+from kvant.models import LanguageModel
+from kvant.operators.front import Front
+from kvant.tools.report.divergence import Figures, Tally
+from kvant.tools.report.formats import REFERENCE, CacheFormat
+from kvant.tools.report.runs import compare, feed
+from kvant.tools.report.texts import Text
+
+MORE_BITS = 8  # of a layer that gets more than the others
+WORTH = 0.97  # a further part has to leave at most this much of the divergence
+PARTS = ("", "center", "rotate", "balance", "center+rotate", "center+balance", "center+balance+rotate")
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Watched(Front):
+    """A front that changes nothing and counts what goes through.
+
+    Attributes:
+        sums: by name, of each kv head and channel, (K, 1, D) float32: "tokens", "keys" and "key squares", which are
+            less "base", the first tokens' mean, and "query squares" of the query heads that read a kv head.
+    """
+
+    sums: dict[str, Any] = field(default_factory=dict)
+
+    def keys(self, key: mx.array) -> mx.array:
+        wide = key[0].astype(mx.float32)
+        base = self.sums.setdefault("base", wide.mean(axis=1, keepdims=True))
+        self._add("tokens", mx.array(wide.shape[1]))
+        self._add("keys", (wide - base).sum(axis=1, keepdims=True))
+        self._add("key squares", mx.square(wide - base).sum(axis=1, keepdims=True))
+        return key
+
+    def queries(self, query: mx.array) -> mx.array:
+        self._add("query squares", mx.square(query[0].astype(mx.float32)).sum(axis=1, keepdims=True))
+        return query
+
+    def _add(self, name: str, more: mx.array) -> None:
+        self.sums[name] = self.sums[name] + more if name in self.sums else more
+        mx.eval(self.sums[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Of a layer's keys and queries. Each (K, D) of kv heads and channels.
+
+    Attributes:
+        mean, spread: of keys; the spread is the standard deviation.
+        queries: the root mean square of the queries that read them.
+        pairs: the rotary pairs whose biases are split off: the balance has to be the same for both elements.
+    """
+
+    mean: mx.array
+    spread: mx.array
+    queries: mx.array
+    pairs: tuple[int, ...]
+
+    @classmethod
+    def of(cls, watched: Watched) -> "Statistics":
+        """Of what was counted."""
+        sums, split = watched.sums, watched.bias_split
+        tokens, K = sums["tokens"], sums["base"].shape[0]
+        mean = sums["keys"] / tokens
+        spread = mx.sqrt(mx.maximum(sums["key squares"] / tokens - mx.square(mean), 1e-12))
+        squares = sums["query squares"].reshape(K, -1, mean.shape[-1]).mean(axis=1)
+        found = (mean + sums["base"]).squeeze(1), spread.squeeze(1), mx.sqrt(squares / tokens)
+        return cls(*found, () if split is None else split.pairs)
+
+    def choice(self, bits: int, group: int, parts: str) -> LayerChoice:
+        """How a layer stores tokens with some of center, balance and rotate."""
+        names = parts.split("+")
+        means: Any = self.mean.tolist()
+        center = [[float(f"{x:.4g}") for x in row] for row in means] if "center" in names else []
+        return LayerChoice(
+            bits,
+            group,
+            rotates="rotate" in names and not self.pairs,
+            center=tuple(map(tuple, center)),
+            balance=tuple(map(tuple, self._exponents("center" in names))) if "balance" in names else (),
+        )
+
+    def _exponents(self, centered: bool) -> list[list[int]]:
+        """Of the factors s that make ``sum(k^2 / s^2) sum(q^2 s^2)``, a rotated group's error, the least."""
+        size = self.spread if centered else mx.sqrt(mx.square(self.spread) + mx.square(self.mean))
+        factor = mx.log2(mx.maximum(size, 1e-6) / mx.maximum(self.queries, 1e-6)) / 2
+        exponents = mx.round(factor - mx.median(factor, axis=-1, keepdims=True))
+        if self.pairs:
+            halves = exponents.reshape(len(exponents), 2, -1).max(axis=1, keepdims=True)
+            exponents = mx.tile(halves, (1, 2, 1)).reshape(exponents.shape)
+        found: list[list[int]] = mx.clip(exponents, -MAX_EXPONENT, MAX_EXPONENT).astype(mx.int32).tolist()  # type: ignore[assignment]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A format that was tried: what it is, bytes of a token in all layers, and its figures."""
+
+    name: str
+    bytes_per_token: int
+    figures: Figures
+
+
+def tune(
+    model: LanguageModel,
+    text: Text,
+    *,
+    kv_bits: int,
+    kv_group_size: int,
+    max_kld: float,
+    progress: Progress = lambda done, total: None,
+) -> tuple[KVFormat, list[Row]]:
+    """Choose parts of the front for all layers, then layers that get 8 bits, until the divergence is small enough.
+
+    Args:
+        kv_bits: of the layers that get no more.
+        max_kld: nats. As many layers get 8 bits as it takes, those first that gain most a byte.
+        progress: called with (tokens fed, tokens to be fed at most).
+
+    Returns:
+        the format, and all that was tried, in order.
+    """
+    seen = statistics(model, text)
+    digest = "" if model.identity is None else model.identity.model
+    bits, done = [kv_bits] * len(seen), 0
+    total = text.tokens * (len(PARTS) + 2 * len(seen) + 3)
+
+    def fed(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(min(done, total), total)
+
+    def made(parts: str, bits: Sequence[int]) -> CacheFormat:
+        layers = tuple(own.choice(each, kv_group_size, parts) for own, each in zip(seen, bits, strict=True))
+        return CacheFormat(kv_format=KVFormat(digest, layers))
+
+    def measured(formats: Mapping[str, CacheFormat]) -> list[Row]:
+        caches = [own.make_cache(model, len(text.pieces[0])) for own in (REFERENCE, *formats.values())]
+        tallies = [Tally() for _ in caches]
+        for piece in text.pieces:
+            compare(model, piece, caches, tallies, fed=fed)
+        figures = [tally.figures() for tally in tallies[1:]]
+        return [Row(n, f.bytes_per_token(model), own) for (n, f), own in zip(formats.items(), figures, strict=True)]
+
+    tried = measured({parts or "plain": made(parts, bits) for parts in PARTS})
+    best, parts = tried[0], ""
+    for row, own in zip(tried, PARTS, strict=True):
+        if row.figures.mean_kld_nats < WORTH * best.figures.mean_kld_nats:
+            best, parts = row, own
+    last = best
+    if best.figures.mean_kld_nats > max_kld and kv_bits < MORE_BITS:
+        with_more = [[MORE_BITS if n == number else kv_bits for n in range(len(seen))] for number in range(len(seen))]
+        rows = measured({f"layer {n} at {MORE_BITS} bits": made(parts, own) for n, own in enumerate(with_more)})
+        kld, size = best.figures.mean_kld_nats, best.bytes_per_token
+        gains = [(kld - row.figures.mean_kld_nats) / (row.bytes_per_token - size) for row in rows]
+        tried += rows
+        for count, layer in enumerate(sorted(range(len(seen)), key=lambda n: -gains[n]), 1):
+            bits[layer] = MORE_BITS
+            (last,) = (
+                measured({f"{count} layers at {MORE_BITS} bits": made(parts, bits)}) if count > 1 else [rows[layer]]
+            )
+            tried += [last] if count > 1 else []
+            if last.figures.mean_kld_nats <= max_kld:
+                break
+    chosen = made(parts, bits).kv_format
+    assert chosen is not None
+    return replace(chosen, figures={"tokens": text.tokens, "mean_kld_nats": last.figures.mean_kld_nats}), tried
+
+
+def tried_json(tried: Sequence[Row]) -> dict[str, Any]:
+    """What was tried, for the report's JSON; of no tuning nothing."""
+    return {"tried": [asdict(row) for row in tried]} if tried else {}
+
+
+def statistics(model: LanguageModel, text: Text) -> list[Statistics]:
+    """Of each layer that keeps keys and values."""
+    cache = model.make_cache(len(text.pieces[0]), kv_bits=0)
+    watched = []
+    for layer in cache.pool.layers:
+        watched.append(Watched("watched", layer.front.bias_split))
+        layer.front = watched[-1]
+    for piece in text.pieces:
+        for _ in feed(model, piece, cache):
+            pass
+    return [Statistics.of(own) for own in watched]

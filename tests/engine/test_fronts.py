@@ -1,0 +1,135 @@
+"""Every part of a front with everything else. Without quantization nothing changes but rounding."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.batches import asked
+from support.bridged import KINDS, LONG, WITH_STATE, bridged
+from support.checkpoints import CONFIGS, check_three_ways, reference_logits, write_reference
+from support.fronts import drawn_format
+from support.metal_host import host_pytest_skip
+from support.numbers import relative_error
+from support.pools import TEXT, next_logits, prefill, tiny_model
+
+from kvant import stream_generate
+from kvant.engine.batch_engine import BatchEngine
+from kvant.engine.request import Request
+from kvant.errors import ArgumentError, SnapshotError
+from kvant.models import Decoder, LanguageModel, load_decoder
+
+Pocket = tuple[Decoder, Any]
+NEAR = 1e-5  # of the largest logit
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_architecture_is_mlx_lms(tmp_path: Path, name: str) -> None:
+    folder, reference = write_reference(tmp_path, CONFIGS[name])
+    model, ids = load_decoder(folder), TEXT[:40]
+    expected = reference_logits(reference, ids)
+    check_three_ways(model, expected, ids, kv_format=drawn_format(model))
+    cache = model.make_cache(40, kv_format=drawn_format(model))
+    assert relative_error(model(mx.array([ids]), cache=cache)[0], model(mx.array([ids]))[0]) < NEAR
+
+
+def test_ragged_sequences_windows_and_the_bias_split(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path, (None, 40))
+    tuned = drawn_format(model, rotates=False, paired=True)
+    pool = model.make_pool(2048, sequences=3, kv_format=tuned)
+    assert pool.nbytes == sum(layer.nbytes for layer in pool.layers)
+    for length in (3, 127, 256):
+        given = prefill(model, pool, pool.sequence(300), TEXT[:length])
+        assert relative_error(given, next_logits(model, TEXT[:length])) < NEAR
+    with pytest.raises(ValueError, match="cannot be rotated"):
+        model.make_cache(9, kv_format=drawn_format(model))
+    assert model.make_cache(9, kv_format=drawn_format(model), bias_split=False)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_bridged_model(name: str) -> None:
+    """A cache alone in uneven steps, and a batch of a pool where there are any."""
+    model = bridged(name)
+    tuned = drawn_format(model)
+
+    def logits(**options: Any) -> mx.array:
+        cache, ids = model.make_cache(64, kv_bits=0, **options), LONG[:50]
+        bounds = [0, 30, 31, 32, 47, 50]
+        steps = [model(mx.array([ids[a:b]]), cache=cache)[0] for a, b in pairwise(bounds)]
+        return mx.concatenate(steps)
+
+    assert relative_error(logits(kv_format=tuned), logits()) < NEAR
+    if name in (*WITH_STATE, "llama4", "deepseek_v32"):
+        return
+
+    def of_a_pool(**options: Any) -> mx.array:
+        pool = model.make_pool(768, sequences=2, kv_bits=0, **options)
+        sequences = [pool.sequence(64) for _ in range(2)]
+        for number, sequence in enumerate(sequences):
+            model(mx.array([LONG[number : number + 20 + 7 * number]]), cache=pool.batch([sequence]))
+        return model(mx.array([[5], [9]]), cache=pool.batch(sequences))[:, 0]
+
+    assert relative_error(of_a_pool(kv_format=tuned), of_a_pool()) < NEAR
+
+
+@host_pytest_skip
+@pytest.mark.parametrize("bits", [0, 84])
+def test_the_fused_kernel_reads_it_unchanged(tmp_path: Path, launches: list[Any], bits: int) -> None:
+    model = tiny_model(tmp_path, (None, 40), hidden_size=4 * 64)
+    tuned = drawn_format(model, bits, rotates=False, paired=True)
+    found = []
+    for kernels in ("unfused", None):
+        assert not launches
+        pool = model.make_pool(1024, sequences=2, kv_format=tuned, kernels=kernels)
+        engine = BatchEngine(model, pool, max_batch=2)
+        answers = [asked(engine, Request(TEXT[:length], 3)) for length in (3, 127)]
+        found.append([[token.token for token in answer] for answer in answers])
+        assert engine.close(drain=True, timeout=60)
+    assert found[0] == found[1]
+    assert launches
+
+
+@pytest.mark.parametrize("bits", [0, 84])
+def test_drafts_prefixes_and_snapshots(pocket: Pocket, tmp_path: Path, bits: int) -> None:
+    """The same tokens with drafts; from a file; and no file of another front."""
+    model, tokenizer = pocket
+    tuned = drawn_format(model, bits, 32)
+    prompt = "Tom had a red ball. Sam had a blue ball. " * 4
+
+    def tokens(**options: Any) -> tuple[list[int], Any]:
+        cache = model.make_cache(300, kv_format=tuned)
+        given = stream_generate(model, tokenizer, prompt, max_tokens=30, prompt_cache=cache, **options)
+        return [response.token for response in given], cache
+
+    plain, cache = tokens()
+    assert tokens(draft="prompt")[0] == plain
+    cache.save(tmp_path / "cache")
+    loaded = model.make_cache(300, kv_format=tuned)
+    loaded.load(tmp_path / "cache")
+    assert mx.array_equal(model(mx.array([[7, 9]]), cache=loaded), model(mx.array([[7, 9]]), cache=cache))
+    for other in (drawn_format(model, bits, 32, seed=1), drawn_format(model, bits, 32, rotates=False)):
+        with pytest.raises(SnapshotError, match="front is"):
+            model.make_cache(300, kv_format=other).load(tmp_path / "cache")
+
+
+def _wrong(model: LanguageModel, **options: Any) -> None:
+    model.make_cache(9, **options)
+
+
+def test_a_format_of_another_model_or_with_bits_beside_it(pocket: Pocket, tmp_path: Path) -> None:
+    model, _ = pocket
+    tuned = drawn_format(model, 8, 32)
+    tuned.write(tmp_path / "tuned.json")
+    assert model.make_cache(9, kv_format=tmp_path / "tuned.json", kv_bits=8).nbytes
+    cases: Sequence[tuple[dict[str, Any], str]] = [
+        ({"kv_format": tuned, "kv_bits": 4}, "kv_bits is 4; it goes by the kv_format"),
+        ({"kv_format": 3}, "kv_format is a int; expected a file"),
+        ({"kv_format": tmp_path / "none"}, "cannot be read"),
+    ]
+    for options, said in cases:
+        with pytest.raises(ArgumentError, match=said):
+            _wrong(model, **options)
+    with pytest.raises(ArgumentError, match="another model"):
+        _wrong(tiny_model(tmp_path / "tiny"), kv_format=tuned)

@@ -1,0 +1,33 @@
+"""Formats with every part of a front, drawn for a model's layers."""
+
+from typing import Any
+
+import numpy as np
+
+from kvant.cache.kv_format import KVFormat, LayerChoice
+
+
+def drawn_format(
+    model: Any, bits: int = 0, group: int = 16, *, seed: int = 0, rotates: bool = True, paired: bool = False
+) -> KVFormat:
+    """Center, balance and rotation of every layer; 8 and 4 bits in turn where ``bits`` is 84.
+
+    ``paired``: the balance is the same for both elements of a rotary pair.
+    """
+    rng = np.random.default_rng(seed)
+    layers = []
+    for number, own in enumerate(model.make_cache(8, kv_bits=0).formats):
+        shape = own.num_kv_heads, own.head_dim
+        balance = rng.integers(-2, 3, shape)
+        if paired:
+            balance[:, shape[1] // 2 :] = balance[:, : shape[1] // 2]
+        layers.append(
+            LayerChoice(
+                (8, 4)[number % 2] if bits == 84 else bits,
+                group,
+                rotates,
+                tuple(map(tuple, rng.normal(0, 2, shape).round(3).tolist())),
+                tuple(map(tuple, balance.tolist())),
+            )
+        )
+    return KVFormat("" if model.identity is None else model.identity.model, tuple(layers))

@@ -1,0 +1,123 @@
+"""Tuning finds what was planted, in a model that is the same without quantization, and the command that does it."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.command import call, refusal
+
+from kvant.cache import pool_batch
+from kvant.cache.kv_format import KVFormat
+from kvant.models import Decoder
+from kvant.tools.report.texts import Text, built_in_text, halves
+from kvant.tools.report.tune import statistics, tune
+
+Pocket = tuple[Decoder, Any]
+
+
+@pytest.fixture
+def text(pocket: Pocket) -> Text:
+    return built_in_text(pocket[1], 512, 1024)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, factor: mx.array, constant: mx.array) -> None:
+    """Every layer's keys (K, 1, D) times a factor, by which queries are divided, and a constant added."""
+    attend = pool_batch.PoolLayerView.attend
+
+    def planted(self: Any, query: mx.array, key: mx.array, *others: Any) -> mx.array:
+        of_queries = mx.repeat(factor, query.shape[1] // key.shape[1], axis=0)
+        return attend(self, query / of_queries, key * factor + constant, *others)
+
+    monkeypatch.setattr(pool_batch.PoolLayerView, "attend", planted)
+
+
+def of_channels(channels: dict[int, float], rest: float) -> mx.array:
+    return mx.broadcast_to(mx.array([channels.get(channel, rest) for channel in range(64)]), (2, 1, 64))
+
+
+@pytest.mark.parametrize(
+    ("factor", "constant", "part"),
+    [
+        ({}, {30: 100.0, 62: 100.0}, "center"),
+        ({20: 18.0, 52: 18.0, 27: 18.0, 59: 18.0}, {}, "balance"),
+        ({3: 18.0, 17: 18.0, 44: 18.0}, {}, "balance"),
+        ({3: 18.0, 17: 18.0}, {30: 100.0}, "center+balance"),
+    ],
+    ids=["a constant", "pairs", "single channels", "both"],
+)
+def test_plants_are_found(
+    pocket: Pocket, text: Text, monkeypatch: pytest.MonkeyPatch, factor: Any, constant: Any, part: str
+) -> None:
+    plant(monkeypatch, of_channels(factor, 1.0), of_channels(constant, 0.0))
+    chosen, tried = tune(pocket[0], text, kv_bits=4, kv_group_size=32, max_kld=1.0)
+    found = {row.name: row.figures.mean_kld_nats for row in tried}
+    assert found["plain"] > 0.3
+    assert min(found.values()) < 1e-2
+    layer = chosen.layers[0]
+    assert all(bool(getattr(layer, name)) for name in part.split("+"))
+    assert {own.kv_bits for own in chosen.layers} == {4}
+
+
+def test_layers_get_more_bits_until_it_is_enough(pocket: Pocket, text: Text) -> None:
+    seen: list[tuple[int, int]] = []
+    chosen, tried = tune(
+        pocket[0], text, kv_bits=4, kv_group_size=32, max_kld=0.0015, progress=lambda *done: seen.append(done)
+    )
+    bits = [own.kv_bits for own in chosen.layers]
+    assert 0 < bits.count(8) < 4
+    found = {row.figures.mean_kld_nats: row.bytes_per_token for row in tried}
+    assert found[chosen.figures["mean_kld_nats"]] == 576 + 128 * bits.count(8)
+    assert chosen.figures["mean_kld_nats"] <= 0.0015
+    assert [row.bytes_per_token for row in tried if row.name.startswith("layer ")] == [576 + 128] * 4
+    assert seen == sorted(seen)
+    assert seen[-1][0] <= seen[-1][1]
+
+
+def test_statistics_are_numpys(pocket: Pocket, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a channel with a large constant, whose spread float32 would lose in a sum of squares."""
+    plant(monkeypatch, mx.ones((2, 1, 64)), of_channels({5: 3000.0}, 0.0))
+    (first, *_) = statistics(pocket[0], text)
+    monkeypatch.undo()
+    (plain, *_) = statistics(pocket[0], text)
+    assert mx.allclose(first.spread, plain.spread, rtol=1e-2).item()
+    assert mx.allclose(first.mean - plain.mean, of_channels({5: 3000.0}, 0.0)[:, 0], atol=1e-2).item()
+    assert mx.array_equal(first.queries, plain.queries)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "tuned.json"
+    done = call("report", "--tune", str(file), "--tokens", "800", "--json", "-q")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert [row["name"] for row in said["tried"]][:2] == ["plain", "center"]
+    assert [own["format"] for own in said["formats"]] == ["tuned.json", "4g32", "8g32"]
+    assert said["text"]["tokens"] == 400
+    assert KVFormat.of(file).figures["tokens"] == 400
+    used = call("generate", "--kv-format", str(file), "-p", "Hello", "-m", "3")
+    assert used.returncode == 0, used.stderr
+    (line,) = re.findall("^cache: .*$", used.stderr, re.M)
+    assert "scales fitted" in line
+    flags = (["--kv-bits", "4"], ["--kv-format", str(file)], ["--kv-bits", "8"])
+    four, tuned, eight = (json.loads(call("plan", *given, "--json").stdout) for given in flags)
+    assert tuned["kv_format"] == str(file)
+    assert four["bytes"]["cache"] < tuned["bytes"]["cache"] < eight["bytes"]["cache"]
+    for arguments, code, reason in (
+        (["generate", "--kv-format", str(file), "--kv-bits", "8"], 2, "--kv-bits is 8; it goes by the --kv-format"),
+        (["generate", "--kv-format", str(tmp_path)], 2, "not a regular file"),
+        (["report", "--kv-bits", "4"], 2, "--kv-bits is 4; it goes with --tune"),
+        (["report", "--tune", str(tmp_path / "no" / "x")], 2, "does not exist"),
+        (["report", "--tune", str(file), "--formats", "8g32"], 2, "leave one out"),
+        (["report", "--tune", str(file), "--max-kld", "0"], 2, "--max-kld is 0.0"),
+    ):
+        assert reason in refusal(code, *arguments)
+
+
+def test_halves(pocket: Pocket) -> None:
+    text = built_in_text(pocket[1], 100, 500)
+    first, second = halves(text)
+    assert first.pieces + second.pieces == text.pieces[::2] + text.pieces[1::2]
+    with pytest.raises(ValueError, match="expected more, for two halves"):
+        halves(built_in_text(pocket[1], 500, 500))
