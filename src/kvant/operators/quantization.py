@@ -7,7 +7,9 @@ FLOAT_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 SCALE_DTYPES = (mx.float32, mx.float16)
 MIN_SCALE = 1e-5
 FITTED_BITS = 4  # the engine's caches fit the scales of so many bits; at 8 there is nothing to gain
-FIT_STEPS = 1024  # of a quotient, in fitting: so sums of a group's products are exact in float32, in any order
+# Added to a quotient and taken away, it rounds it to 1/1024. So the sums of a fit are exact in float32, in any order.
+ROUNDING = 12288.0
+NIBBLES = mx.array([[1.0], [16.0]])  # places of two values in a byte
 
 
 def quantize(
@@ -52,13 +54,11 @@ def quantize(
         levels = quantized.astype(mx.float32)
         if x.dtype != mx.float32:
             quotient = grouped.astype(mx.float32) / scale.astype(mx.float32)
-        steps = mx.round(quotient * FIT_STEPS)
-        products, squares = ((levels * y).sum(axis=-1, keepdims=True) for y in (steps, levels))
-        scale = scale.astype(mx.float32) * (products / mx.maximum(squares * FIT_STEPS, 1.0))
-    quantized = quantized.astype(mx.int8).flatten(-2)
-    if quant_bit == 4:
-        quantized = _pack_nibbles(quantized)
-    return quantized, scale.squeeze(-1).astype(scale_dtype or x.dtype)
+        rounded = (quotient + ROUNDING) - ROUNDING
+        products, squares = ((levels * y).sum(axis=-1, keepdims=True) for y in (rounded, levels))
+        scale = scale.astype(mx.float32) * (products / mx.maximum(squares, 1.0))
+    stored = _pack_nibbles(quantized) if quant_bit == 4 else quantized.astype(mx.int8).flatten(-2)
+    return stored, scale.squeeze(-1).astype(scale_dtype or x.dtype)
 
 
 def dequantize(
@@ -137,8 +137,9 @@ def quantized_dtype(quant_bit: int) -> mx.Dtype:
 
 
 def _pack_nibbles(quantized: mx.array) -> mx.array:
-    pairs = mx.unflatten(quantized.astype(mx.uint8), -1, (-1, 2))  # (..., D) -> (..., D/2, 2), two's complement kept
-    return (pairs[..., 0] & 0x0F) | (pairs[..., 1] << 4)
+    # (..., D/G, G) floats -> (..., D/2) bytes. n + 8 is at least 0, and (n + 8) ^ 8 is n in two's complement.
+    pairs = quantized.astype(mx.float32).reshape(*quantized.shape[:-2], -1, 2)
+    return (pairs @ NIBBLES + 136).astype(mx.uint8).squeeze(-1) ^ mx.array(0x88, mx.uint8)
 
 
 def _unpack_nibbles(packed: mx.array) -> mx.array:

@@ -110,7 +110,7 @@ MUTANTS = [
     Mutant("a fit to one thread's values", quantized(mx.float32, 4, group=16, fit=True), NUMBERS,
            "products += simd_shuffle_xor(products, other);", "", "append.h"),
     Mutant("a fit to quotients that are rounded twice", quantized(mx.float32, 4, fit=True), NUMBERS,
-           "rint(x[e] / group_scale * FIT_STEPS)", "rounded * FIT_STEPS", "append.h"),
+           "rint(x[e] / group_scale * FIT_STEPS) / FIT_STEPS", "rounded", "append.h"),
 ]  # fmt: skip
 
 

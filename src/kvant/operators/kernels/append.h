@@ -5,8 +5,8 @@
 // Outputs: quantized (B, 2, K, S, D * BITS / 32) uint; scales (B, 2, K, S, D / GROUP) SCALE.
 // Of different widths: (B, 1, K, S, ...), each token's key before its value.
 //
-// With FIT the scale is sum(x q) / sum(q q) of the group's values x and quantized values q. Its sums are of whole numbers
-// below 2^24, so their order does not matter.
+// With FIT the scale is sum(x q) / sum(q q) of the group's values x and quantized values q. Its sums are of multiples of
+// 1/1024 that float32 holds exactly, so their order does not matter.
 //
 // Every other result is rounded to T, as by the unfused operator. In half precision a quotient of two floats is rounded
 // twice, with the same result. A NaN makes its group's scale NaN.
@@ -53,7 +53,7 @@ for (int e = 0; e < VALUES_PER_WORD; e++) {
     const int clamped = rounded > -float(MAX_QUANTIZED) ? int(min(rounded, float(MAX_QUANTIZED))) : -MAX_QUANTIZED;
     packed |= (uint(clamped) & (0xffffffffu >> (32 - BITS))) << (BITS * e);
     if (FIT) {
-        products += rint(x[e] / group_scale * FIT_STEPS) * float(clamped);
+        products += rint(x[e] / group_scale * FIT_STEPS) / FIT_STEPS * float(clamped);
         squares += float(clamped * clamped);
     }
 }
@@ -71,6 +71,6 @@ if (exists) {
     quantized[stored] = packed;
     if (word % GROUP_THREADS == 0) {
         scales[stored / GROUP_THREADS] =
-            SCALE(FIT ? group_scale * (products / max(squares * FIT_STEPS, 1.0f)) : group_scale);
+            SCALE(FIT ? group_scale * (products / max(squares, 1.0f)) : group_scale);
     }
 }
