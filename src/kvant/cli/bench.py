@@ -57,6 +57,7 @@ def bench(
         int | None,
         typer.Option(help="Cached values that share one scale; default: each engine's, 32 of kvant, 64 of mlx-lm."),
     ] = None,
+    kv_format: options.KvFormat = None,
     repeats: Annotated[int, typer.Option(help="Rounds: every engine runs every prompt length once in each.")] = 5,
     seed: Annotated[int, typer.Option(help="Seed of the prompts and of random weights.")] = 0,
     baseline: Annotated[
@@ -137,9 +138,9 @@ def bench(
     specs: list[EngineSpec] = []
     if counts and servers and not engine:
         why = "--streams with --server measures no other --engine"
-        bench_options.refuse(why, kv_bits=kv_bits, kv_group_size=kv_group_size)
+        bench_options.refuse(why, kv_bits=kv_bits, kv_group_size=kv_group_size, kv_format=kv_format)
     else:
-        specs = bench_options.specs(engine, kv_bits, kv_group_size, source.sizes, bool(counts))
+        specs = bench_options.specs(engine, kv_bits, kv_group_size, source.sizes, bool(counts), kv_format)
     if drafts:
         specs = with_drafts(specs, **drafts)
         if not any(spec.name == "kvant" for spec in specs):

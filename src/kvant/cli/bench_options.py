@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from kvant import blas
+from kvant.cache.kv_format import KVFormat
 from kvant.cli.options import BadValueError, check_kernels, flag, named
 from kvant.engine.load import POCKET, find_model
 from kvant.fields import MAX_SIZE
@@ -96,7 +97,12 @@ def contexts(text: str | None, max_tokens: int, context: int | None, streams: bo
 
 
 def specs(
-    engines: Sequence[str] | None, kv_bits: str | None, kv_group_size: int | None, sizes: Any, streams: bool = False
+    engines: Sequence[str] | None,
+    kv_bits: str | None,
+    kv_group_size: int | None,
+    sizes: Any,
+    streams: bool = False,
+    kv_format: str | None = None,
 ) -> list[EngineSpec]:
     """The engines that compute on this machine, in processes of their own.
 
@@ -113,8 +119,13 @@ def specs(
     if not any(bits):
         refuse("--kv-bits 0 does not quantize", kv_group_size=kv_group_size)
     head_dim = getattr(sizes, "head_dim", None)  # a bridged model's layers may differ
+    if kv_format is not None:
+        KVFormat.of(kv_format)  # one that is wrong is refused with its own flag
     with named("--engine"):
-        found = engine_specs(engines or ("kvant", theirs), bits, kv_group_size, head_dim, streams=streams)
+        names = engines or ("kvant", theirs)
+        found = engine_specs(names, bits, kv_group_size, head_dim, kv_format=kv_format, streams=streams)
+    if kv_format is not None and not any(spec.kv_format for spec in found):
+        raise BadValueError(f"--kv-format is {kv_format}, but no --engine is kvant")
     if engines is None and kv_bits is None and head_dim is None:  # it raises for windows and some other layers
         found = [spec for spec in found if spec.name != "mlx-lm" or not spec.kv_bits]
     for spec in found:

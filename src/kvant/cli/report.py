@@ -1,6 +1,7 @@
 """``kvant report``: the cost in quality of a cache format, on a model and a text."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
 from kvant.engine.load import POCKET, find_model, load_folder
 from kvant.errors import KvantError
+from kvant.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 4096
 DEFAULT_MAX_KLD = 0.005
@@ -44,6 +46,13 @@ def report(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png|svg", help="Draw KLD against bytes a token; needs matplotlib.")
     ] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Compare with the predictions that `llama-perplexity --kl-divergence-base FILE` wrote, on its tokens.",
+        ),
+    ] = None,
     kv_format: options.KvFormat = None,
     tune: Annotated[
         Path | None,
@@ -74,10 +83,13 @@ def report(
     options.check_text(adapter_path=adapter_path, text=None if text is None else str(text))
     options.check_kernels()
     _check_tuning(tune, kv_bits, max_kld, formats or kv_format)
+    if reference is not None and (text is not None or tune is not None):
+        raise BadValueError(f"--reference {reference} has its own text; leave out {'--text' if text else '--tune'}")
 
     from kvant.tools.drawing import check_plot_path
     from kvant.tools.report.formats import DEFAULT_BITS, CacheFormat, check_formats, default_formats, parse_formats
     from kvant.tools.report.measure import figures_json, measure
+    from kvant.tools.report.reference import read_reference
     from kvant.tools.report.runs import timing_room
     from kvant.tools.report.texts import built_in_text, halves, recall_dialogues, text_file
     from kvant.tools.report.tune import Row, tried_json
@@ -104,11 +116,18 @@ def report(
     length = most if limit is None else min(most, limit - timing_room(decoder))
     if length < 2:
         raise KvantError(f"the model's context is {limit} tokens; the report needs {2 + timing_room(decoder)}")
-    if text is None:
+    others = None
+    if reference is not None:
+        others = read_reference(reference, config.vocab_size, _first_token(tokenizer))
+        read = replace(others.text, pieces=others.text.pieces[: max(1, tokens // len(others.text.pieces[0]))])
+        if len(read.pieces[0]) > (limit or math.inf):
+            raise KvantError(f"{reference} has pieces of {len(read.pieces[0])} tokens; the model's context is {limit}")
+    elif text is None:
         read = built_in_text(tokenizer, length, tokens)
     else:
         read = text_file(text, tokenizer, config.vocab_size, length, tokens)
-    recall = recall_dialogues(tokenizer, tokens) if text is None and folder == find_model(POCKET) else []
+    is_built_in = text is None and reference is None and folder == find_model(POCKET)
+    recall = recall_dialogues(tokenizer, tokens) if is_built_in else []
     tried: list[Row] = []
     if tune is not None:
         chooses, read = halves(read)
@@ -122,7 +141,7 @@ def report(
         wanted = [CacheFormat.of(kv_format=tune), *(CacheFormat(own, group) for own in sorted({bits, *DEFAULT_BITS}))]
     name = model if adapter_path is None else f"{model} with {adapter_path}"
     with LateProgress("measuring", quiet=quiet) as progress:
-        found = measure(name, decoder, read, wanted, recall=recall, progress=progress.update)
+        found = measure(name, decoder, read, wanted, recall=recall, others=others, progress=progress.update)
 
     from kvant.tools.report.output import describe, table, tuning
 
@@ -132,6 +151,12 @@ def report(
         from kvant.tools.report.output import plot as draw
 
         draw(found, plot)
+
+
+def _first_token(tokenizer: Tokenizer) -> int | None:
+    """The token that a text of this tokenizer begins with, whatever it is; None: there is none."""
+    first: int = tokenizer.encode("a")[0]
+    return first if first == tokenizer.bos_token_id else None
 
 
 def _check_tuning(tune: Path | None, kv_bits: int | None, max_kld: float | None, formats: str | None) -> None:

@@ -25,6 +25,7 @@ from kvant.engine.scheduler import Scheduler
 from kvant.errors import BenchError, CheckpointError
 from kvant.files import read_json
 from kvant.models.checkpoint import check_folder
+from kvant.models.identity import identify
 from kvant.models.tensors import TensorFiles
 from kvant.tools.bench.engines import KVANT_GROUP, EngineSpec
 
@@ -55,6 +56,9 @@ class Kvant:
             "kv_group_size": spec.kv_group_size or KVANT_GROUP,
             "kernels": spec.kernels,
         }
+        if spec.kv_format is not None:
+            self._model.identity = identify(folder)
+            self._cache_options = {"kv_format": spec.kv_format, "kernels": spec.kernels}
         self._cache: ModelCache | None = None
 
     def tokens(self, prompt: Sequence[int], max_tokens: int, *, ahead: int = 1) -> Tokens:

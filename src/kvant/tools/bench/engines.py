@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvant.cache.options import CacheOptions
 from kvant.operators.dispatch import KERNELS
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -32,6 +33,7 @@ class EngineSpec:
     draft: str = "none"  # kvant's drafts come from "prompt" or "model"
     draft_model: str | None = None  # the folder of the model that drafts
     num_draft_tokens: int | None = None  # its tokens a step
+    kv_format: str | None = None  # of kvant: the file of a tuned format, in place of bits and group
 
     @property
     def label(self) -> str:
@@ -39,7 +41,7 @@ class EngineSpec:
         if self.name == "server":
             return self.title
         if self.name == "kvant":
-            own = f"kvant {self.kv_bits}-bit" if self.kv_bits else "kvant full"
+            own = "kvant tuned" if self.kv_format else f"kvant {self.kv_bits}-bit" if self.kv_bits else "kvant full"
             own += f" {self.kernels}" if self.kernels else ""
             return own + DRAFTS * (self.draft != "none") + ONE_BY_ONE * self.one_by_one
         bits = f"{self.kv_bits}-bit" if self.kv_bits else None
@@ -52,6 +54,7 @@ def engine_specs(
     kv_group_size: int | None,
     head_dim: int | None,
     *,
+    kv_format: str | None = None,
     streams: bool = False,
 ) -> list[EngineSpec]:
     """The engines to run, each once for every number of bits; a ValueError for one that there is not.
@@ -61,6 +64,7 @@ def engine_specs(
         kv_bits: 0, 8 or 4.
         kv_group_size: for every engine; None: each engine's own default.
         head_dim: of the model, which a group must divide; None: its layers differ, and any group will do.
+        kv_format: of kvant, once more beside its bits; None: not.
         streams: several requests come at once. Each kvant is also run one by one, and mlx-lm in full precision
             alone: it does not batch with a quantized cache.
     """
@@ -77,6 +81,10 @@ def engine_specs(
             raise ValueError(f"engine is {given!r}; {name} takes {takes} after a colon, each at most once")
         first = chosen[0][0] if chosen[0] else None
         dtype, kernels = (first, None) if name == "mlx-lm" else (None, first)
+        if kv_format is not None and name == "kvant":
+            own = CacheOptions.of(kv_format=kv_format)
+            stored = own.kv_bits, own.kv_group_size
+            specs.append(EngineSpec(name, *stored, dtype, OPENBLAS in settings, kernels, kv_format=kv_format))
         for bits in [0] if streams and name == "mlx-lm" else kv_bits:
             group = _group_size(name, kv_group_size, head_dim) if bits else None
             spec = EngineSpec(name, bits, group, dtype, OPENBLAS in settings, kernels)

@@ -9,6 +9,7 @@ from kvant.machine import Environment, environment
 from kvant.models import Decoder, LanguageModel
 from kvant.tools.report.divergence import Figures, Tally
 from kvant.tools.report.formats import REFERENCE, CacheFormat
+from kvant.tools.report.reference import Reference
 from kvant.tools.report.runs import STEPS, answer, answer_after_hit, compare, layer_errors, step_ms, timing_room
 from kvant.tools.report.texts import Dialogue, Text
 
@@ -40,6 +41,7 @@ class Report:
     dtype: str  # of activations and of the reference's cache
     text: Text
     reference: FormatResult  # without quantization, keys and values as the model computes them
+    compared_with: str  # the file of another engine's predictions; "": those of the reference
     results: list[FormatResult]  # of the formats asked for, in their order
     environment: Environment
 
@@ -51,12 +53,14 @@ def measure(
     formats: Sequence[CacheFormat],
     *,
     recall: Sequence[Dialogue] = (),
+    others: Reference | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Report:
     """Measure every format on the text, and on recall questions if there are any.
 
     Args:
         name: the model's.
+        others: predictions of another engine, which all formats are compared with, on its ``text``.
         formats: checked by ``check_formats``; the reference among them is not measured twice.
         progress: called with (tokens fed, tokens to be fed), through all caches.
     """
@@ -79,8 +83,8 @@ def measure(
     caches = [f.make_cache(model, room + timing_room(model)) for f in (REFERENCE, *measured)]
     tallies = [Tally() for _ in caches]
     times: list[float] = []
-    for piece in text.pieces:
-        compare(model, piece, caches, tallies, fed=fed)
+    for number, piece in enumerate(text.pieces):
+        compare(model, piece, caches, tallies, expected=None if others is None else others.rows(number), fed=fed)
         times = times or step_ms(model, caches)
     errors: dict[CacheFormat, list[float]] = {}
     for split in splits:
@@ -106,6 +110,7 @@ def measure(
         dtype=str(model.dtype).removeprefix("mlx.core."),
         text=text,
         reference=results[0],
+        compared_with="" if others is None else str(others.path),
         results=[by_format[f] for f in formats],
         environment=environment(),
     )
@@ -120,6 +125,7 @@ def figures_json(report: Report) -> dict[str, Any]:
         "dtype": report.dtype,
         "text": {"name": text.name, "tokens": text.tokens, **pieces},
         **asdict(report.environment),
+        "compared_with": report.compared_with or None,
         "layer_tokens": len(text.pieces[0][:LAYER_TOKENS]),
         "reference": _result_json(report.reference),
         "formats": [_result_json(result) for result in report.results],

@@ -27,11 +27,14 @@ def describe(report: Report) -> list[str]:
     text, environment = report.text, report.environment
     pieces = "" if len(text.pieces) == 1 else f" in {len(text.pieces)} pieces of up to {len(text.pieces[0])}"
     left_out = f"; the {text.left_out} after them are left out" if text.left_out else ""
+    compared = "reference,"
+    if report.compared_with:
+        compared = f"reference: predictions of the second half of each piece in {report.compared_with};"
     return [
         f"{report.model} on {text.name}: {text.tokens} tokens{pieces}{left_out}",
         f"{environment.device}, {environment.cores} cores, {environment.system}; "
         f"kvant {environment.versions['kvant']}, MLX {environment.versions['mlx']}, BLAS: {environment.blas}",
-        f"reference, 0: a cache that is not quantized, {report.dtype}; decode times with {len(text.pieces[0])} tokens",
+        f"{compared} 0: a cache that is not quantized, {report.dtype}; decode times with {len(text.pieces[0])} tokens",
         *([] if report.reference.layer_errors else ["layers are not measured one by one: the model is mlx-lm's"]),
     ]
 
@@ -61,14 +64,14 @@ def table(report: Report) -> Table:
     for name in (*columns, *["recall"] * bool(asked)):
         made.add_column(name, justify="right", no_wrap=True)
     for result in results:
-        figures, exact = result.figures, result.format.kv_bits == 0
+        figures, exact = result.figures, result.format.kv_bits == 0 and not report.compared_with
         made.add_row(
             Line(result.format.label),
             f"{figures.perplexity:.4f}" if figures.perplexity < 1e5 else f"{figures.perplexity:.3e}",
             "-" if exact else _small(figures.mean_kld_nats),
             "-" if exact else _small(figures.p99_kld_nats),
             "-" if exact else f"{100 * figures.top1:.2f}",
-            "-" if exact or not result.layer_errors else _small(max(result.layer_errors)),
+            "-" if not result.format.kv_bits or not result.layer_errors else _small(max(result.layer_errors)),
             str(result.bytes_per_token),
             f"{result.ms_per_token:.2f}",
             *([f"{sum(result.recalled)}/{asked}"] if asked else []),

@@ -58,34 +58,40 @@ def compare(
     tallies: Sequence[Tally],
     *,
     reference: LanguageModel | None = None,
+    expected: mx.array | None = None,
     step_size: int = STEP_SIZE,
     fed: Fed = lambda _: None,
 ) -> None:
     """Feed a piece through all caches, emptied first, and count their predictions after every token.
 
     Args:
-        caches: the first one's predictions are taken for right.
+        caches: the first one's predictions are taken for right, unless others are expected.
         tallies: one for each cache; added to.
         reference: the model of the first cache; default: ``model``.
+        expected: (N, vocab) log-probabilities after the last N tokens before the very last: no others are compared.
         step_size: tokens a chunk.
     """
     models = [reference or model, *[model] * (len(caches) - 1)]
     step_size = min(_step_size(own, step_size) for own in models)
     runs = [feed(own, piece, cache, step_size=step_size, fed=fed) for own, cache in zip(models, caches, strict=True)]
     most = _logits_at_once(model)
-    place = 0
+    place, first = 0, 0 if expected is None else len(piece) - 1 - len(expected)
+    end = len(piece) if expected is None else len(piece) - 1
     for hidden in zip(*runs, strict=True):
         for low in range(0, len(hidden[0]), most):
-            states = [own[low : low + most] for own in hidden]
-            following = piece[place + 1 : place + len(states[0]) + 1]
-            place += len(states[0])
-            right = log_probabilities(_logits(models[0], states[0]))
-            mx.eval(right)
-            if not mx.isfinite(mx.logsumexp(right, axis=-1)).all().item():
+            skipped = max(0, first - place)
+            states = [own[low : low + most][skipped : end - place] for own in hidden]
+            start, place = place + skipped, place + min(most, len(hidden[0]) - low)
+            if not len(states[0]):
+                continue
+            following = piece[start + 1 : start + len(states[0]) + 1]
+            given = [log_probabilities(_logits(own, x)) for own, x in zip(models, states, strict=True)]
+            mx.eval(given)
+            if not mx.isfinite(mx.logsumexp(given[0], axis=-1)).all().item():
                 raise KvantError("without quantization the model's logits are not finite; there is nothing to compare")
-            tallies[0].add(right, right, following)
-            for own, tally in zip(states[1:], tallies[1:], strict=True):
-                tally.add(right, log_probabilities(_logits(model, own)), following)
+            right = given[0] if expected is None else expected[start - first :][: len(states[0])]
+            for own, tally in zip(given, tallies, strict=True):
+                tally.add(right, own, following)
 
 
 def answer(model: LanguageModel, cache: ModelCache, dialogue: Dialogue, *, fed: Fed = lambda _: None) -> list[bool]:
