@@ -30,7 +30,7 @@ SLACK = 16  # tokens that a sequence goes back at least
 ROTARY, PAIRS = 100.0, (0, 3, 11)
 TEXTS = [[(5 * i * i + 11 * i + 97 * text) % 290 for i in range(RESERVED)] for text in range(2)]
 WINDOWS = [8, None, 300, 20, 1, 90]
-TOLERANCE = 1e-5
+TOLERANCE, FITTED = 1e-5, 1e-3  # of the largest; a fitted scale may differ by an ulp of float16
 NEW = st.sampled_from([129, 1, 2, 3, 8, 17, 18, 40, 257, 400])
 FEW = st.sampled_from([3, 1, 20])
 FATES = st.sampled_from(["committed", "committed", "committed", "in part", "abandoned"])
@@ -178,7 +178,8 @@ class _Machine(RuleBasedStateMachine):
             for b in range(B):
                 places = looked + starts[b]
                 expected = layer.attend(query[b][:, looked], places, numbers[b], None if mask is None else mask[looked])
-                assert np.abs(np.array(given[b])[:, looked] - expected).max() < TOLERANCE * np.abs(expected).max()
+                least = FITTED if layer.format.kv_bits == 4 else TOLERANCE
+                assert np.abs(np.array(given[b])[:, looked] - expected).max() < least * np.abs(expected).max()
         if fate == "abandoned":
             return True
         kept = [int(self.rng.integers(S + 1)) if fate == "in part" else S for _ in texts]

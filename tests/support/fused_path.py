@@ -9,7 +9,7 @@ import pytest
 
 from kvant.operators import dispatch, fused_attention, kernel_record
 from kvant.operators.kernels import attend, launch
-from kvant.operators.quantization import quantize
+from kvant.operators.quantization import quantize, quantize_fitted
 from support import attend_stand_in
 from support.metal_host import on_host
 from support.metal_host.run import FORWARD
@@ -95,6 +95,9 @@ def unfused_append(
     key, value = inputs
     alike = key.shape == value.shape
     both = mx.stack([key, value], axis=1) if alike else mx.concatenate([key, value], axis=-1)[:, None]
-    options = {"quant_bit": template["BITS"], "quant_group": template["GROUP"], "scale_dtype": template["SCALE"]}
-    quantized, scales = quantize(both, **options, fit=template["FIT"])
+    bits, group, dtype = (template[name] for name in ("BITS", "GROUP", "SCALE"))
+    if template["FIT"]:
+        quantized, scales = quantize_fitted(both, group, dtype)
+    else:
+        quantized, scales = quantize(both, quant_bit=bits, quant_group=group, scale_dtype=dtype)
     return [mx.view(quantized, mx.uint32)[None], scales[None]]

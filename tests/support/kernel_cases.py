@@ -19,7 +19,7 @@ from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels import attend as attend_module
 from kvant.operators.kernels import launch as launch_module
 from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, PAGE_SIZE, SPLIT_ROWS, threadgroup_shape
-from kvant.operators.quantization import quantize, quantized_dtype
+from kvant.operators.quantization import quantize, quantize_fitted, quantized_dtype
 from kvant.operators.stored_tokens import stored_tokens
 from support import attend_stand_in, oracle
 from support.counts import count
@@ -307,11 +307,15 @@ def check_append(
         stored = stored_tokens(key, value, arrays, **form, backend="metal")
     alike = key.shape == value.shape  # (B, 2, K, S, D), or (B, 1, K, S, D + Dv)
     both = mx.stack([key, value], axis=1) if alike else mx.concatenate([key, value], axis=-1)[:, None]
-    wanted = quantize(both, **form, scale_dtype=dtype)
+    if fit:
+        wanted = quantize_fitted(both, quant_group, dtype)
+    else:
+        wanted = quantize(both, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=dtype)
     assert [(x.shape, x.dtype) for x in stored] == [(x.shape, x.dtype) for x in wanted]
-    np.testing.assert_array_equal(np.array(stored[1]), np.array(wanted[1]))
-    if np.isfinite(np.array(wanted[1])).all():
-        np.testing.assert_array_equal(np.array(stored[0]), np.array(wanted[0]))
+    given, expected = ([np.array(array) for array in pair] for pair in (stored, wanted))
+    oracle.check_scales(given[1], expected[1], fit=fit)
+    if np.isfinite(expected[1]).all():
+        np.testing.assert_array_equal(given[0], expected[0])
     quantized, scale = stored
     return quantized, scale
 

@@ -266,7 +266,7 @@ class Trial:
             mx.unflatten(multiply_scale(quantized, scale, self.use.quant_bit, mx.float32), -1, (scale.shape[-1], -1))
             for quantized, scale in (new, expected)
         )
-        off = mx.abs(given - wanted) / expected[1].astype(mx.float32)[..., None]
+        off = mx.abs(given - wanted) / mx.abs(expected[1].astype(mx.float32))[..., None]
         most, share = _number(off.max()), _number((off > 0.5).astype(mx.float32).mean())
         if most <= MAX_STEPS_OFF and share <= MAX_SHARE_OFF:
             return None

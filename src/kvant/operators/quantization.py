@@ -7,13 +7,11 @@ FLOAT_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 SCALE_DTYPES = (mx.float32, mx.float16)
 MIN_SCALE = 1e-5
 FITTED_BITS = 4  # the engine's caches fit the scales of so many bits; at 8 there is nothing to gain
-# Added to a quotient and taken away, it rounds it to 1/1024. So the sums of a fit are exact in float32, in any order.
-ROUNDING = 12288.0
-NIBBLES = mx.array([[1.0], [16.0]])  # places of two values in a byte
+TINY = 1e-30  # keeps a group of zeros from 0/0
 
 
 def quantize(
-    x: mx.array, *, quant_bit: int = 8, quant_group: int = 8, scale_dtype: mx.Dtype | None = None, fit: bool = False
+    x: mx.array, *, quant_bit: int = 8, quant_group: int = 8, scale_dtype: mx.Dtype | None = None
 ) -> tuple[mx.array, mx.array]:
     """Quantize groups of consecutive elements of the last dimension.
 
@@ -25,8 +23,6 @@ def quantize(
         quant_bit: 8 (int8 from -127 to 127) or 4 (-7 to 7, two in a byte).
         quant_group: elements that share one scale. It divides D.
         scale_dtype: dtype of the scales, float32 or float16; default ``x``'s dtype.
-        fit: an extension of PMX: the scale with which the same quantized values are nearest to ``x`` by least squares,
-            ``sum(x quantized) / sum(quantized^2)`` of the group.
 
     Returns:
         quantized: (..., D) int8, or (..., D/2) uint8 with element 2i in the low nibble and 2i+1 in the high one.
@@ -46,19 +42,34 @@ def quantize(
     scale = mx.maximum(
         mx.abs(grouped).max(axis=-1, keepdims=True) / mx.array(top, x.dtype), mx.array(MIN_SCALE, x.dtype)
     )
-    quotient = grouped / scale
-    quantized = mx.round(quotient)
+    quantized = mx.round(grouped / scale)
     if x.dtype != mx.float32:  # in float32 the largest quotient is within an ulp of top and rounds to it
         quantized = mx.clip(quantized, -top, top)
-    if fit:
-        levels = quantized.astype(mx.float32)
-        if x.dtype != mx.float32:
-            quotient = grouped.astype(mx.float32) / scale.astype(mx.float32)
-        rounded = (quotient + ROUNDING) - ROUNDING
-        products, squares = ((levels * y).sum(axis=-1, keepdims=True) for y in (rounded, levels))
-        scale = scale.astype(mx.float32) * (products / mx.maximum(squares, 1.0))
     stored = _pack_nibbles(quantized) if quant_bit == 4 else quantized.astype(mx.int8).flatten(-2)
     return stored, scale.squeeze(-1).astype(scale_dtype or x.dtype)
+
+
+def quantize_fitted(x: mx.array, quant_group: int, scale_dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """Quantize to 4 bits with all 16 values, nearest by least squares; an extension of PMX.
+
+    PMX leaves -8 out. Here the value of the largest magnitude becomes -8, so a scale may be negative, and then the
+    scale is the one with which the quantized values are nearest to ``x``: ``sum(x q) / sum(q^2)``. What is stored is
+    read as PMX's. All arithmetic is in float32.
+
+    Args:
+        x: (..., D) floats. The group divides D.
+
+    Returns:
+        as :func:`quantize` at 4 bits.
+    """
+    grouped = mx.unflatten(x.astype(mx.float32), -1, (-1, quant_group))  # (..., D) -> (..., D/G, G)
+    high, low = grouped.max(axis=-1, keepdims=True), grouped.min(axis=-1, keepdims=True)
+    first = mx.where(high > -low, high, low) * -0.125 + TINY
+    quotient = grouped / first
+    quantized = mx.minimum(mx.round(quotient), 7.0)
+    products, squares = ((quantized * y).sum(axis=-1, keepdims=True) for y in (quotient, quantized))
+    scale = first * (products / mx.maximum(squares, 1.0))
+    return _pack_nibbles(quantized), scale.squeeze(-1).astype(scale_dtype)
 
 
 def dequantize(
@@ -137,9 +148,10 @@ def quantized_dtype(quant_bit: int) -> mx.Dtype:
 
 
 def _pack_nibbles(quantized: mx.array) -> mx.array:
-    # (..., D/G, G) floats -> (..., D/2) bytes. n + 8 is at least 0, and (n + 8) ^ 8 is n in two's complement.
-    pairs = quantized.astype(mx.float32).reshape(*quantized.shape[:-2], -1, 2)
-    return (pairs @ NIBBLES + 136).astype(mx.uint8).squeeze(-1) ^ mx.array(0x88, mx.uint8)
+    # (..., D/G, G) floats -> (..., D/2) bytes. n + 8 is at least 0, and (n + 8) ^ 8 is n in two's complement. Two bytes
+    # are a word, the first of them the low one.
+    words = mx.view((quantized + 8).astype(mx.uint8).flatten(-2), mx.uint16)
+    return (words | (words >> 4)).astype(mx.uint8) ^ mx.array(0x88, mx.uint8)
 
 
 def _unpack_nibbles(packed: mx.array) -> mx.array:

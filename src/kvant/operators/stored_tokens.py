@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from kvant.operators.kernels.attend import quantize_tokens
 from kvant.operators.kernels.launch import Backend
-from kvant.operators.quantization import FITTED_BITS, multiply_scale, quantize
+from kvant.operators.quantization import FITTED_BITS, multiply_scale, quantize, quantize_fitted
 
 
 def stored_tokens(
@@ -29,7 +29,7 @@ def stored_tokens(
         arrays: the cache, and its scale if there is one. The results have their dtypes.
         alone: B is 1, and the results have no axis for it.
         backend: where one launch quantizes both; None: MLX operations do.
-        fit: as :func:`kvant.operators.quantization.quantize` has it.
+        fit: 4 bits are those of :func:`kvant.operators.quantization.quantize_fitted`.
     """
     B, K, S, D = key.shape
     if quant_bit and backend is not None:
@@ -44,12 +44,13 @@ def stored_tokens(
         both = both if alone else both[:, None]
     if not quant_bit:
         return [both.astype(arrays[0].dtype)]
-    form: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "scale_dtype": arrays[1].dtype}
-    return list(quantize(both, **form, fit=fit))
+    if fit:
+        return list(quantize_fitted(both, quant_group, arrays[1].dtype))
+    return list(quantize(both, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=arrays[1].dtype))
 
 
 def fitted_tokens(key: mx.array, value: mx.array, arrays: Sequence[mx.array], **options: Any) -> list[mx.array]:
-    """:func:`stored_tokens` as the engine's caches have them, where PMX's formula decides the values, not the scale."""
+    """:func:`stored_tokens` as the engine's caches have them: PMX's at 8 bits, and at 4 bits nearer than PMX's."""
     return stored_tokens(key, value, arrays, **options, fit=options["quant_bit"] == FITTED_BITS)
 
 

@@ -103,14 +103,18 @@ MUTANTS = [
     Mutant("a split without rows", EMPTY, OUTSIDE,
            "int split = lane; split < rows.used", "int split = lane; split < settings[KVANT_SPLITS]", "combine.h"),
     Mutant("a rounding that is left out", quantized(mx.float16), NUMBERS,
-           "float(T(x[e] / group_scale))", "x[e] / group_scale", "append.h"),
+           "float(T(quotient))", "quotient", "append.h"),
     Mutant("a NaN made an integer", quantized(mx.float32, nan=True), "Undefined",
-           "rounded > -float(MAX_QUANTIZED) ? int(min(rounded, float(MAX_QUANTIZED))) : -MAX_QUANTIZED",
+           "rounded > float(LEAST) ? int(min(rounded, float(MAX_QUANTIZED))) : LEAST",
            "int(rounded)", "append.h"),
     Mutant("a fit to one thread's values", quantized(mx.float32, 4, group=16, fit=True), NUMBERS,
            "products += simd_shuffle_xor(products, other);", "", "append.h"),
     Mutant("a fit to quotients that are rounded twice", quantized(mx.float32, 4, fit=True), NUMBERS,
-           "rint(x[e] / group_scale * FIT_STEPS) / FIT_STEPS", "rounded", "append.h"),
+           "products += quotient *", "products += rounded *", "append.h"),
+    Mutant("the largest value in place of the largest magnitude", quantized(mx.float32, 4, fit=True), NUMBERS,
+           "high > -low ? high : low", "high", "append.h"),
+    Mutant("the least of one thread's values", quantized(mx.float32, 4, group=16, fit=True), NUMBERS,
+           "low = -kvant_larger(-low, -simd_shuffle_xor(low, other));", "", "append.h"),
 ]  # fmt: skip
 
 

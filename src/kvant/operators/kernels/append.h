@@ -5,17 +5,18 @@
 // Outputs: quantized (B, 2, K, S, D * BITS / 32) uint; scales (B, 2, K, S, D / GROUP) SCALE.
 // Of different widths: (B, 1, K, S, ...), each token's key before its value.
 //
-// With FIT the scale is sum(x q) / sum(q q) of the group's values x and quantized values q. Its sums are of multiples of
-// 1/1024 that float32 holds exactly, so their order does not matter.
+// With FIT, of 4 bits, the value of the largest magnitude becomes -8, and the scale is then sum(x q) / sum(q q) of the
+// group's values x and quantized values q, in float32. The sums have their own order: a scale may differ by an ulp.
 //
-// Every other result is rounded to T, as by the unfused operator. In half precision a quotient of two floats is rounded
+// Without it every result is rounded to T, as by the unfused operator. In half precision a quotient of two floats is rounded
 // twice, with the same result. A NaN makes its group's scale NaN.
 
 constexpr int MAX_QUANTIZED = BITS == 8 ? 127 : 7;
+constexpr int LEAST = FIT ? -8 : -MAX_QUANTIZED;
 constexpr int VALUES_PER_WORD = 32 / BITS;
 // A power of two up to 32. The threads of a group are neighbours in the simdgroup.
 constexpr int GROUP_THREADS = GROUP / VALUES_PER_WORD;
-constexpr float FIT_STEPS = 1024.0f;
+constexpr float TINY = 1e-30f;  // keeps a group of zeros from 0/0
 
 const bool of_value = threadgroup_position_in_grid.z % 2 == 1;
 const uint batch = threadgroup_position_in_grid.z / 2;
@@ -33,27 +34,35 @@ KVANT_UNROLL
 for (int e = 0; e < VALUES_PER_WORD; e++) {
     x[e] = !exists ? 0.0f : float(of_value ? value[source + e] : key[source + e]);
 }
-float largest = 0.0f;
+float high = FIT ? x[0] : 0.0f;  // of all magnitudes, or with FIT of the values
+float low = x[0];
 KVANT_UNROLL
 for (int e = 0; e < VALUES_PER_WORD; e++) {
-    largest = kvant_larger(largest, abs(x[e]));
+    high = kvant_larger(high, FIT ? x[e] : abs(x[e]));
+    low = -kvant_larger(-low, -x[e]);
 }
 KVANT_UNROLL
 for (uint other = GROUP_THREADS / 2; other > 0; other /= 2) {
-    largest = kvant_larger(largest, simd_shuffle_xor(largest, other));
+    high = kvant_larger(high, simd_shuffle_xor(high, other));
+    if (FIT) {
+        low = -kvant_larger(-low, -simd_shuffle_xor(low, other));
+    }
 }
-const float group_scale = kvant_larger(float(T(largest / float(MAX_QUANTIZED))), float(T(1e-5f)));
+const float group_scale = FIT
+    ? (high > -low ? high : low) * -0.125f + TINY
+    : kvant_larger(float(T(high / float(MAX_QUANTIZED))), float(T(1e-5f)));
 uint packed = 0;
 float products = 0.0f;
 float squares = 0.0f;
 KVANT_UNROLL
 for (int e = 0; e < VALUES_PER_WORD; e++) {
-    const float rounded = rint(float(T(x[e] / group_scale)));
-    // A NaN gives -MAX_QUANTIZED; its scale is NaN, so the value does not matter.
-    const int clamped = rounded > -float(MAX_QUANTIZED) ? int(min(rounded, float(MAX_QUANTIZED))) : -MAX_QUANTIZED;
+    const float quotient = x[e] / group_scale;
+    const float rounded = rint(FIT ? quotient : float(T(quotient)));
+    // A NaN gives LEAST; its scale is NaN, so the value does not matter.
+    const int clamped = rounded > float(LEAST) ? int(min(rounded, float(MAX_QUANTIZED))) : LEAST;
     packed |= (uint(clamped) & (0xffffffffu >> (32 - BITS))) << (BITS * e);
     if (FIT) {
-        products += rint(x[e] / group_scale * FIT_STEPS) / FIT_STEPS * float(clamped);
+        products += quotient * float(clamped);
         squares += float(clamped * clamped);
     }
 }

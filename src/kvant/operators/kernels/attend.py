@@ -159,7 +159,7 @@ def quantize_tokens(
 ) -> list[mx.array]:
     """Quantize keys (B, K, S, D) and values (B, K, S, Dv) in one launch, to 8 or 4 bits.
 
-    ``fit`` is as :func:`kvant.operators.quantization.quantize` has it.
+    With ``fit`` 4 bits are those of :func:`kvant.operators.quantization.quantize_fitted`.
 
     Returns:
         32-bit words of what the cache stores, (1, B, 2, K, S, D * bits / 32), and scales (1, B, 2, K, S, D/G). Keys and
