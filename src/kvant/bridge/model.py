@@ -16,7 +16,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from kvant.bridge.cache import BridgedCache, make_model_cache
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.pool import TRIAL, BridgedBatch, BridgedPool, attends_apart, check_entries, reserve
-from kvant.bridge.probe import Entry, probe
+from kvant.bridge.probe import Attention, Entry, leaves_of, probe
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.options import CacheFields, CacheOptions
@@ -111,7 +111,7 @@ class BridgedModel:
         A group that does not divide a layer's width becomes their greatest common divisor there.
         """
         check_process()
-        chosen = CacheOptions.of(**fields)
+        chosen = self._options(fields)
         if max_seq_len is None:
             max_seq_len = default_reservation(self.config)
         cache = make_model_cache(self.module, max_seq_len, chosen, found=self.entries, absent=self.absent_caches)
@@ -129,7 +129,7 @@ class BridgedModel:
     ) -> BridgedPool:
         """See :class:`kvant.models.LanguageModel`. The model is tried first, with a small pool: some steps long."""
         check_process()
-        chosen = CacheOptions.of(**fields)
+        chosen = self._options(fields)
         resolve(chosen.kernels)  # refuses them before the model is tried
         sizes = {"tokens": tokens, "sequences": sequences, "prefill_step_size": prefill_step_size}
         sizes["max_seq_len"] = longest_sequence(self.config, tokens, max_seq_len)
@@ -159,6 +159,14 @@ class BridgedModel:
     def arrays(self) -> list[mx.array]:
         """Every weight array."""
         return list(parameters(self.module).values())
+
+    def _options(self, fields: CacheFields) -> CacheOptions:
+        """What a caller gives; a format of another model is refused."""
+        chosen = CacheOptions.of(**fields)
+        if chosen.kv_format is not None:
+            count = sum(isinstance(leaf, Attention) for leaf in leaves_of(self.entries))
+            chosen.kv_format.check(self.identity, count)
+        return chosen
 
     def _checked(self, cache: Sequence[KVCache] | PoolBatch) -> BridgedBatch:
         if isinstance(cache, ModelCache) or not isinstance(cache, PoolBatch):

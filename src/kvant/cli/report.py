@@ -14,7 +14,7 @@ from kvant.engine.load import POCKET, find_model, load_folder
 from kvant.errors import KvantError
 from kvant.text.tokenizer import Tokenizer
 
-DEFAULT_TOKENS = 4096
+DEFAULT_TOKENS, TUNED_TOKENS = 4096, 8192
 DEFAULT_MAX_KLD = 0.005
 PIECES = 4  # of a text that tunes, half of them to check the choice
 
@@ -41,8 +41,11 @@ def report(
         ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(help="At most so many tokens of the text, and of pocket's recall questions.")
-    ] = DEFAULT_TOKENS,
+        int | None,
+        typer.Option(
+            help="At most so many tokens of text, and of pocket's recall questions; default: 4096, with --tune 8192."
+        ),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png|svg", help="Draw KLD against bytes a token; needs matplotlib.")
     ] = None,
@@ -78,6 +81,8 @@ def report(
     cache as generation reads it.
     """
     model = options.choose_model(context, model_argument, model)
+    if tokens is None:
+        tokens = DEFAULT_TOKENS if tune is None else TUNED_TOKENS
     if tokens < 2:
         raise BadValueError(f"--tokens is {tokens}; expected at least 2")
     options.check_text(adapter_path=adapter_path, text=None if text is None else str(text))

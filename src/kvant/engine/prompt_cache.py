@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from kvant.cache import ModelCache
+from kvant.cache.kv_format import KVFormat
+from kvant.cache.options import CacheOptions
 from kvant.cache.prompt_file import PromptCacheFile
-from kvant.engine.request import cache_options, check_count
+from kvant.engine.request import check_count
 from kvant.models.caches import DEFAULT_RESERVATION
 from kvant.threads import check_process
 
@@ -17,6 +19,7 @@ def make_prompt_cache(
     *,
     kv_bits: int | None = None,
     kv_group_size: int | None = None,
+    kv_format: KVFormat | str | Path | None = None,
 ) -> Any:
     """A prompt cache that is reserved now and never grows, of a model of :func:`kvant.load` or of mlx-lm's own.
 
@@ -26,12 +29,16 @@ def make_prompt_cache(
         max_kv_size: tokens it can hold; None: at most 4,096, and at most the context of a model of ``kvant.load``.
         kv_bits: 8, 4, or 0 for no quantization; None: 8.
         kv_group_size: elements that share a scale; None: 32.
+        kv_format: a format of each layer, or its file, that ``kvant report --tune`` wrote; None: all have the same. Of
+            a model of mlx-lm's own nobody can tell whether it is for that one.
 
     Raises:
         ContextError: more than this machine's memory; nothing was allocated.
         ValueError: an argument out of range, or a model with a kind of cache that kvant has nothing for.
     """
-    options = cache_options(kv_bits, kv_group_size, max_kv_size)
+    if max_kv_size is not None:
+        check_count("max_kv_size", max_kv_size)
+    options = CacheOptions.of(kv_bits=kv_bits, kv_group_size=kv_group_size, kv_format=kv_format)
     if hasattr(model, "check_cache"):
         return model.make_cache(max_kv_size, **options.fields)
     from kvant.bridge import prompt_cache  # not for a model of kvant's own: it imports mlx-lm

@@ -8,7 +8,7 @@ from typing import Literal
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
-from kvant.cache.options import DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE, CacheOptions
+from kvant.cache.options import CacheOptions
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.engine.drafts import Drafts
 from kvant.engine.processors import LogitsProcessor
@@ -161,10 +161,7 @@ def cache_options(kv_bits: int | None, kv_group_size: int | None, max_kv_size: i
     """How a cache that is reserved stores tokens; None: the caller says nothing."""
     if max_kv_size is not None:
         check_count("max_kv_size", max_kv_size)
-    return CacheOptions(
-        DEFAULT_KV_BITS if kv_bits is None else kv_bits,
-        DEFAULT_KV_GROUP_SIZE if kv_group_size is None else kv_group_size,
-    )
+    return CacheOptions.of(kv_bits=kv_bits, kv_group_size=kv_group_size)
 
 
 def check_given(cache: ModelCache, kv_bits: int | None, kv_group_size: int | None, max_kv_size: int | None) -> None:

@@ -33,14 +33,10 @@ class Front:
     center: mx.array | None = None
     balance: mx.array | None = None
     rotates: bool = False
-    _inverse: mx.array | None = field(default=None, init=False)
-    _of_queries: dict[int, mx.array] = field(default_factory=dict, init=False)  # the balance by query heads
+    _made: dict[tuple[str, mx.Dtype, int], mx.array] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         split = self.bias_split
-        if self.balance is not None:
-            mx.eval(inverse := 1 / self.balance)  # here: other threads read it
-            object.__setattr__(self, "_inverse", inverse)
         if split is None or not split.pairs:
             return
         if self.rotates:
@@ -61,29 +57,39 @@ class Front:
 
     def keys(self, key: mx.array) -> mx.array:
         """Keys (R, K, S, D) as they are stored, in their dtype."""
-        changed = key
         if self.center is not None:
-            changed = (changed - self.center).astype(key.dtype)  # in float32: half precision would round the constant
-        if self._inverse is not None:
-            changed = changed * self._inverse.astype(key.dtype)
-        return rotated(changed) if self.rotates else changed
+            key = key - self._constants("center", key.dtype)
+        if self.balance is not None:
+            key = key * self._constants("inverse", key.dtype)
+        return rotated(key) if self.rotates else key
 
     def queries(self, query: mx.array) -> mx.array:
         """Queries (R, H, S, D) for stored keys, in their dtype."""
-        changed = query
         if self.balance is not None:
-            if (heads := query.shape[1]) not in self._of_queries:
-                mx.eval(own := mx.repeat(self.balance, heads // self.balance.shape[0], axis=0))
-                self._of_queries[heads] = own
-            changed = query * self._of_queries[heads].astype(query.dtype)
-        return rotated(changed) if self.rotates else changed
+            query = query * self._constants("queries", query.dtype, query.shape[1])
+        return rotated(query) if self.rotates else query
 
     def restored(self, key: mx.array) -> mx.array:
         """Stored keys (R, K, T, D) as they were given."""
-        changed = rotated(key) if self.rotates else key
+        if self.rotates:
+            key = rotated(key)
         if self.balance is not None:
-            changed = changed * self.balance.astype(key.dtype)
-        return changed if self.center is None else (changed + self.center).astype(key.dtype)
+            key = key * self._constants("balance", key.dtype)
+        return key if self.center is None else key + self._constants("center", key.dtype)
+
+    def _constants(self, name: str, dtype: mx.Dtype, heads: int = 0) -> mx.array:
+        """Made once: of a dtype, for so many query heads. Any constant can be taken out, a rounded one too."""
+        if (found := self._made.get((name, dtype, heads))) is not None:
+            return found
+        made = self.center if name == "center" else self.balance
+        assert made is not None
+        if name == "inverse":
+            made = 1 / made
+        elif name == "queries":
+            made = mx.repeat(made, heads // made.shape[0], axis=0)
+        made = made.astype(dtype)
+        mx.eval(made)  # here: other threads read it
+        return self._made.setdefault((name, dtype, heads), made)
 
 
 PLAIN = Front()

@@ -1,0 +1,110 @@
+"""The file of llama.cpp's predictions, written here as its source says, and the report that compares with it."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.command import call, refusal
+from support.oracle import Array
+
+from kvant.errors import KvantError
+from kvant.models import Decoder
+from kvant.tools.report.reference import read_reference
+from kvant.tools.report.texts import Text, built_in_text
+
+Pocket = tuple[Decoder, Any]
+LENGTH = 64
+
+
+def write_llama(path: Path, pieces: Any, logits: list[Array]) -> None:
+    """What llama-perplexity writes: tools/perplexity/perplexity.cpp, the second log_softmax."""
+    length, (_, vocabulary) = len(pieces[0]), logits[0].shape
+    data = b"_logits_" + struct.pack("<3i", length, vocabulary, len(pieces))
+    data += np.array(pieces, np.int32).tobytes()
+    for rows in logits:
+        for row in rows[length // 2 : -1].astype(np.float32):
+            most = row.max()
+            least = max(row.min(), most - 16)
+            scale = (most - least) / np.float32(65535)
+            places = np.where(row > least, np.rint((row - least) / scale), 0).astype(np.uint16)
+            log_sum = np.log(np.exp((row - most).astype(np.float64)).sum())
+            data += struct.pack("<2f", scale, least - most - log_sum)
+            data += np.pad(places, (0, vocabulary % 2)).tobytes()
+    path.write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def text(pocket: Pocket) -> Text:
+    return built_in_text(pocket[1], LENGTH, 2 * LENGTH)
+
+
+@pytest.fixture(scope="module")
+def file(pocket: Pocket, text: Text, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama") / "base.kld"
+    write_llama(path, text.pieces, [np.array(pocket[0](mx.array([piece]))[0]) for piece in text.pieces])
+    return path
+
+
+def test_what_was_written_is_read(pocket: Pocket, text: Text, file: Path) -> None:
+    found = read_reference(file, 1280, None)
+    assert found.text.pieces == text.pieces
+    for number, piece in enumerate(text.pieces):
+        logits = np.array(pocket[0](mx.array([piece]))[0], np.float64)[LENGTH // 2 : -1]
+        expected = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        given = np.array(found.rows(number))
+        likely = expected > -15
+        assert np.abs(given - expected)[likely].max() < 1e-3
+        assert (given[expected < -17] == -np.inf).all()
+    begun = read_reference(file, 1280, 7).text.pieces
+    assert [piece[0] for piece in begun] == [7, 7]
+    assert [piece[1:] for piece in begun] == [piece[1:] for piece in text.pieces]
+
+
+def test_an_odd_vocabulary(tmp_path: Path) -> None:
+    logits = np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)
+    write_llama(tmp_path / "base", [list(range(4)) * 2], [logits])
+    found = read_reference(tmp_path / "base", 5, None)
+    expected = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    assert found.rows(0).shape == (3, 5)
+    np.testing.assert_allclose(np.array(found.rows(0)), expected[4:-1], atol=1e-3)
+
+
+def test_the_report(pocket: Pocket, file: Path) -> None:
+    """The model that wrote it is as near as 16 bits; a coarse cache is as far as from its own reference."""
+    done = call("report", "--reference", str(file), "--formats", "0,4g32", "--json", "-q")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    exact, coarse = said["formats"]
+    assert said["compared_with"] == str(file)
+    assert exact["positions"] == 2 * (LENGTH - 1 - LENGTH // 2)
+    assert 0 < exact["mean_kld_nats"] < 1e-5
+    assert coarse["mean_kld_nats"] > 50 * exact["mean_kld_nats"]
+    assert said["reference"]["mean_kld_nats"] == exact["mean_kld_nats"]
+    assert said["reference"]["recall"]["asked"] == 0
+    table = call("report", "--reference", str(file), "--formats", "4g32", "-q").stdout
+    assert f"predictions of the second half of each piece in {file}" in table.replace("\n", " ")
+
+
+def test_what_is_refused(file: Path, tmp_path: Path) -> None:
+    data = file.read_bytes()
+    other = tmp_path / "other"
+    for changed, said in (
+        (b"", "not a file of llama-perplexity"),
+        (b"x" + data[1:], "not a file of llama-perplexity"),
+        (data[:-1], "not whole"),
+        (data + b"\0", "not whole"),
+        (data[:20] + struct.pack("<i", 5000) + data[24:], "not in the vocabulary"),
+        (data[:20] + struct.pack("<i", -1) + data[24:], "not in the vocabulary"),
+    ):
+        other.write_bytes(changed)
+        with pytest.raises(KvantError, match=said):
+            read_reference(other, 1280, None)
+    with pytest.raises(KvantError, match="of a model with 1280 tokens in its vocabulary; expected 5"):
+        read_reference(file, 5, None)
+    assert "cannot be read" in refusal(1, "report", "--reference", str(tmp_path / "none"))
+    assert "leave out --text" in refusal(2, "report", "--reference", str(file), "--text", "x")
+    assert "leave out --tune" in refusal(2, "report", "--reference", str(file), "--tune", str(tmp_path / "x"))
