@@ -15,7 +15,7 @@ from support.metal_host import host_pytest_skip
 from support.numbers import relative_error
 from support.pools import TEXT, next_logits, prefill, tiny_model
 
-from kvant import stream_generate
+from kvant import make_prompt_cache, stream_generate
 from kvant.engine.batch_engine import BatchEngine
 from kvant.engine.request import Request
 from kvant.errors import ArgumentError, SnapshotError
@@ -52,7 +52,10 @@ def test_ragged_sequences_windows_and_the_bias_split(tmp_path: Path) -> None:
 def test_a_bridged_model(name: str) -> None:
     """A cache alone in uneven steps, and a batch of a pool where there are any."""
     model = bridged(name)
-    tuned = drawn_format(model)
+    tuned = drawn_format(model, centers=not model.has_sinks)
+    if model.has_sinks:
+        with pytest.raises(ArgumentError, match="learned sinks"):
+            _wrong(model, kv_format=drawn_format(model))
 
     def logits(**options: Any) -> mx.array:
         cache, ids = model.make_cache(64, kv_bits=0, **options), LONG[:50]
@@ -131,5 +134,9 @@ def test_a_format_of_another_model_or_with_bits_beside_it(pocket: Pocket, tmp_pa
     for options, said in cases:
         with pytest.raises(ArgumentError, match=said):
             _wrong(model, **options)
-    with pytest.raises(ArgumentError, match="another model"):
-        _wrong(tiny_model(tmp_path / "tiny"), kv_format=tuned)
+    for other in (tiny_model(tmp_path / "tiny"), bridged("qwen3")):
+        with pytest.raises(ArgumentError, match="another model"):
+            _wrong(other, kv_format=tuned)
+    assert make_prompt_cache(model, 9, kv_format=tmp_path / "tuned.json").formats[0].front == tuned.layers[0].name
+    with pytest.raises(ArgumentError, match="with 4 layers; expected 2"):  # nobody knows its digest
+        make_prompt_cache(bridged("qwen3").module, 9, kv_format=tuned)

@@ -8,7 +8,14 @@ from kvant.cache.kv_format import KVFormat, LayerChoice
 
 
 def drawn_format(
-    model: Any, bits: int = 0, group: int = 16, *, seed: int = 0, rotates: bool = True, paired: bool = False
+    model: Any,
+    bits: int = 0,
+    group: int = 16,
+    *,
+    seed: int = 0,
+    rotates: bool = True,
+    paired: bool = False,
+    centers: bool = True,
 ) -> KVFormat:
     """Center, balance and rotation of every layer; 8 and 4 bits in turn where ``bits`` is 84.
 
@@ -26,7 +33,7 @@ def drawn_format(
                 (8, 4)[number % 2] if bits == 84 else bits,
                 group,
                 rotates,
-                tuple(map(tuple, rng.normal(0, 2, shape).round(3).tolist())),
+                tuple(map(tuple, rng.normal(0, 2, shape).round(3).tolist())) if centers else (),
                 tuple(map(tuple, balance.tolist())),
             )
         )

@@ -23,6 +23,7 @@ from kvant.cache.options import CacheFields, CacheOptions
 from kvant.cache.pool import check_sizes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.prompt_file import PromptCacheFile
+from kvant.errors import ArgumentError
 from kvant.models.caches import default_reservation, longest_sequence
 from kvant.models.inputs import check_ids, check_offset, check_shape
 from kvant.operators.dispatch import resolve
@@ -48,6 +49,11 @@ class BridgedModel:
         self.config = config
         self.dtype = dtype
         self.identity: Identity | None = None
+
+    @cached_property
+    def has_sinks(self) -> bool:
+        """Whether attention has learned sinks: their share of a softmax changes with a constant of all scores."""
+        return any(name.endswith("sinks") for name in parameters(self.module))
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
@@ -166,6 +172,8 @@ class BridgedModel:
         if chosen.kv_format is not None:
             count = sum(isinstance(leaf, Attention) for leaf in leaves_of(self.entries))
             chosen.kv_format.check(self.identity, count)
+            if self.has_sinks and any(layer.center for layer in chosen.kv_format.layers):
+                raise ArgumentError("kv_format", "has a center, which the model's learned sinks would see")
         return chosen
 
     def _checked(self, cache: Sequence[KVCache] | PoolBatch) -> BridgedBatch:

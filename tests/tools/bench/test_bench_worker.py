@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.completions import Reply
+from support.fronts import drawn_format
 
 from kvant.engine.load import find_model
 from kvant.errors import BenchError
@@ -188,6 +189,15 @@ def expected() -> list[list[int]]:
     """The tokens of each prompt, by mlx-lm's own loop."""
     alone = MLXLM(EngineSpec("mlx-lm", 0, dtype="float32"), find_model("pocket"), 512)
     return [list(alone.tokens(prompt, TOKENS)) for prompt in PROMPTS]
+
+
+def test_kvant_with_a_tuned_format(expected: list[list[int]], tmp_path: Path, pocket: Any) -> None:
+    """Of 0 bits with every part of a front, beside 8 bits."""
+    drawn_format(pocket[0]).write(tmp_path / "tuned.json")
+    tuned, plain = engine_specs(["kvant"], [8], None, 64, kv_format=str(tmp_path / "tuned.json"))
+    assert [(spec.label, spec.kv_bits) for spec in (tuned, plain)] == [("kvant tuned", 0), ("kvant 8-bit", 8)]
+    engine = Kvant(tuned, find_model("pocket"), 512)
+    assert [list(engine.tokens(prompt, TOKENS)) for prompt in PROMPTS] == expected
 
 
 @pytest.mark.parametrize(

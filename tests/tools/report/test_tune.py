@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from support.bridged import LONG, bridged
 from support.command import call, refusal
 
 from kvant.cache import pool_batch
@@ -121,3 +122,17 @@ def test_halves(pocket: Pocket) -> None:
     assert first.pieces + second.pieces == text.pieces[::2] + text.pieces[1::2]
     with pytest.raises(ValueError, match="expected more, for two halves"):
         halves(built_in_text(pocket[1], 500, 500))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "qwen3_next"])
+def test_a_bridged_model(name: str) -> None:
+    """With learned sinks nothing is centered; of a model that attends in its own way no queries are seen."""
+    model = bridged(name)
+    text = Text("random", (tuple(LONG[:200]), tuple(LONG[200:400])), 0)
+    chosen, tried = tune(model, text, kv_bits=4, kv_group_size=16, max_kld=1e-4)
+    names = [row.name for row in tried]
+    assert ("center" in names) == (name != "gpt_oss")
+    plain = tried[0].figures.mean_kld_nats
+    assert 0 < chosen.figures["mean_kld_nats"] < plain
+    cache = model.make_cache(60, kv_format=chosen)
+    assert model(mx.array([LONG[:50]]), cache=cache).shape[1] == 50

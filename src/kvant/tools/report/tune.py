@@ -71,7 +71,8 @@ class Statistics:
         tokens, K = sums["tokens"], sums["base"].shape[0]
         mean = sums["keys"] / tokens
         spread = mx.sqrt(mx.maximum(sums["key squares"] / tokens - mx.square(mean), 1e-12))
-        squares = sums["query squares"].reshape(K, -1, mean.shape[-1]).mean(axis=1)
+        # Of a model that attends in its own way no queries are seen.
+        squares = sums.get("query squares", tokens * mx.ones_like(mean)).reshape(K, -1, mean.shape[-1]).mean(axis=1)
         found = (mean + sums["base"]).squeeze(1), spread.squeeze(1), mx.sqrt(squares / tokens)
         return cls(*found, () if split is None else split.pairs)
 
@@ -102,10 +103,16 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A format that was tried: what it is, bytes of a token in all layers, and its figures."""
+    """A format that was tried.
+
+    Attributes:
+        bytes_per_token: of one token more in all layers.
+        cache_bytes: of the cache of a piece; layers with a window count in it.
+    """
 
     name: str
     bytes_per_token: int
+    cache_bytes: int
     figures: Figures
 
 
@@ -147,20 +154,23 @@ def tune(
         tallies = [Tally() for _ in caches]
         for piece in text.pieces:
             compare(model, piece, caches, tallies, fed=fed)
-        figures = [tally.figures() for tally in tallies[1:]]
-        return [Row(n, f.bytes_per_token(model), own) for (n, f), own in zip(formats.items(), figures, strict=True)]
+        found = zip(formats.items(), caches[1:], tallies[1:], strict=True)
+        return [
+            Row(name, own.bytes_per_token(model), cache.nbytes, tally.figures()) for (name, own), cache, tally in found
+        ]
 
-    tried = measured({parts or "plain": made(parts, bits) for parts in PARTS})
+    allowed = [own for own in PARTS if "center" not in own or not getattr(model, "has_sinks", False)]
+    tried = measured({own or "plain": made(own, bits) for own in allowed})
     best, parts = tried[0], ""
-    for row, own in zip(tried, PARTS, strict=True):
+    for row, own in zip(tried, allowed, strict=True):
         if row.figures.mean_kld_nats < WORTH * best.figures.mean_kld_nats:
             best, parts = row, own
     last = best
     if best.figures.mean_kld_nats > max_kld and kv_bits < MORE_BITS:
         with_more = [[MORE_BITS if n == number else kv_bits for n in range(len(seen))] for number in range(len(seen))]
         rows = measured({f"layer {n} at {MORE_BITS} bits": made(parts, own) for n, own in enumerate(with_more)})
-        kld, size = best.figures.mean_kld_nats, best.bytes_per_token
-        gains = [(kld - row.figures.mean_kld_nats) / (row.bytes_per_token - size) for row in rows]
+        kld, size = best.figures.mean_kld_nats, best.cache_bytes
+        gains = [(kld - row.figures.mean_kld_nats) / (row.cache_bytes - size) for row in rows]
         tried += rows
         for count, layer in enumerate(sorted(range(len(seen)), key=lambda n: -gains[n]), 1):
             bits[layer] = MORE_BITS
