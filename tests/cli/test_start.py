@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 from support.command import COMMAND, QUESTION, call, refusal, run, sampling_of
+from support.fronts import drawn_format
 
 from kvant.cli.app import COMMANDS
 from kvant.engine.load import POCKET, find_model
@@ -200,6 +202,18 @@ def test_what_the_file_sets_is_applied(write: Write) -> None:
     assert call("chat", stdin="Hi\n").stderr == "cut at max_tokens, 2; /set max_tokens changes it\n"
     assert "groups of 16" in call("generate", QUESTION, "-m", "1").stderr
     assert call("generate", QUESTION, "-m", "1", "--kv-bits", "0").returncode == 0
+
+
+def test_a_format_in_the_file_gives_way_to_a_flag_and_takes_a_setting_s_place(
+    write: Write, tmp_path: Path, pocket: Any
+) -> None:
+    drawn_format(pocket[0], 4, 32).write(tmp_path / "tuned.json")
+    write(f"kv-format = '{tmp_path / 'tuned.json'}'\n")
+    line = "4 bits in groups of 32, scales fitted, center+balance+rotate,"
+    assert line in call("generate", QUESTION, "-m", "1").stderr
+    assert "8 bits in groups of 32," in call("generate", QUESTION, "-m", "1", "--kv-bits", "8").stderr
+    write("kv-bits = 8\nkv-group-size = 64\n")
+    assert line in call("generate", QUESTION, "-m", "1", "--kv-format", str(tmp_path / "tuned.json")).stderr
 
 
 def test_a_model_of_the_environment(

@@ -94,7 +94,8 @@ def test_props_say_what_is_in_force(server: Running) -> None:
     service, found = server.service, server.client.get("/props").json()
     sizes = {"sequences": 4, "tokens_of_a_sequence": 512, "pages": 16, "page_tokens": 128, "bytes": service.pool.nbytes}
     sizes["checkpoints"] = 0
-    cache = {"kv_bits": 8, "kv_group_sizes": [32], "kv_bias_split": True, "kernels": "unfused"}
+    cache = {"format": "8 bits in groups of 32"}
+    cache |= {"kv_bits": 8, "kv_group_sizes": [32], "kv_bias_split": True, "kernels": "unfused"}
     assert found["pool"] == sizes | cache
     engine = {"prefill_step_size": 512, "deterministic": False, "max_queue": 16, "draft": "none"}
     drafts = service.engine.drafts

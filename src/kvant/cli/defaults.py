@@ -74,6 +74,8 @@ def blocked_by(name: str, values: Mapping[str, Any]) -> str | None:
     """The other parameter whose value leaves this one without effect; the two together would be refused."""
     if name in ("kv_bits", "kv_group_size") and values.get("kv_format"):
         return "kv_format"
+    if name == "kv_format":
+        return next((other for other in ("kv_bits", "kv_group_size") if values.get(other) is not None), None)
     if name == "kv_group_size":
         return "kv_bits" if values["kv_bits"] == 0 else None
     if name == "num_draft_tokens":

@@ -8,6 +8,7 @@ import mlx.core as mx
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvant.cache.layer_format import describe_formats
 from kvant.machine import environment
 from kvant.server.metrics import CONTENT_TYPE
 from kvant.server.service import Service
@@ -81,6 +82,7 @@ async def props(request: Request) -> Response:
                 "pages": pool.num_pages,
                 "page_tokens": pool.page_size,
                 "bytes": pool.nbytes,
+                "format": describe_formats(pool.formats),
                 "kv_bits": settings.cache.kv_bits,
                 "kv_group_sizes": groups,
                 "kv_bias_split": any(layer.format.split_pairs is not None for layer in pool.layers),

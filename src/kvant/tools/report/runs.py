@@ -85,13 +85,14 @@ def compare(
             if not len(states[0]):
                 continue
             following = piece[start + 1 : start + len(states[0]) + 1]
-            given = [log_probabilities(_logits(own, x)) for own, x in zip(models, states, strict=True)]
+            given = log_probabilities(_logits(models[0], states[0]))
             mx.eval(given)
-            if not mx.isfinite(mx.logsumexp(given[0], axis=-1)).all().item():
+            if not mx.isfinite(mx.logsumexp(given, axis=-1)).all().item():
                 raise KvantError("without quantization the model's logits are not finite; there is nothing to compare")
-            right = given[0] if expected is None else expected[start - first :][: len(states[0])]
-            for own, tally in zip(given, tallies, strict=True):
-                tally.add(right, own, following)
+            right = given if expected is None else expected[start - first :][: len(states[0])]
+            tallies[0].add(right, given, following)
+            for own, tally in zip(states[1:], tallies[1:], strict=True):
+                tally.add(right, log_probabilities(_logits(model, own)), following)
 
 
 def answer(model: LanguageModel, cache: ModelCache, dialogue: Dialogue, *, fed: Fed = lambda _: None) -> list[bool]:
