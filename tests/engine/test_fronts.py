@@ -78,14 +78,16 @@ def test_a_bridged_model(name: str) -> None:
 
 
 @host_pytest_skip
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("bits", [0, 84])
-def test_the_fused_kernel_reads_it_unchanged(tmp_path: Path, launches: list[Any], bits: int) -> None:
+def test_the_fused_kernel_reads_it_unchanged(tmp_path: Path, launches: list[Any], bits: int, split: bool) -> None:
+    """Rotated, too, where no key bias is split off."""
     model = tiny_model(tmp_path, (None, 40), hidden_size=4 * 64)
-    tuned = drawn_format(model, bits, rotates=False, paired=True)
+    tuned = drawn_format(model, bits, rotates=not split, paired=split)
     found = []
     for kernels in ("unfused", None):
         assert not launches
-        pool = model.make_pool(1024, sequences=2, kv_format=tuned, kernels=kernels)
+        pool = model.make_pool(1024, sequences=2, kv_format=tuned, bias_split=split, kernels=kernels)
         engine = BatchEngine(model, pool, max_batch=2)
         answers = [asked(engine, Request(TEXT[:length], 3)) for length in (3, 127)]
         found.append([[token.token for token in answer] for answer in answers])
