@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ MAX_EXPONENT = 24  # of a channel's balance
 Rows = tuple[tuple[float, ...], ...]  # of each kv head, a number a channel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerChoice:
     """How a layer's cache stores its tokens.
 
@@ -43,13 +44,13 @@ class LayerChoice:
     center: Rows = ()
     balance: tuple[tuple[int, ...], ...] = ()
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The parts that it has of a front, and a digest of their numbers; "": none."""
         has = {"center": self.center, "balance": self.balance, "rotate": self.rotates}
         parts = "+".join(part for part, value in has.items() if value)
-        facts = json.dumps([self.center, self.balance]).encode()
-        return parts and f"{parts}:{hashlib.sha256(facts).hexdigest()[:16]}"
+        numbers = [self.center, self.balance]
+        return parts and f"{parts}:{hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]}"
 
     def front(self, heads: range, width: int, split: BiasSplit | None = None) -> Front:
         """The front of a layer that has some of the kv heads, whose keys are ``width`` wide."""
@@ -120,9 +121,8 @@ class KVFormat:
     def check_layers(self, layers: int) -> None:
         """Raise an ArgumentError unless it has so many layers."""
         if len(self.layers) != layers:
-            raise ArgumentError(
-                NAME, f"is {self.path or 'a format'}, with {len(self.layers)} layers; expected {layers}"
-            )
+            where, count = self.path or "a format", len(self.layers)
+            raise ArgumentError(NAME, f"is {where}, with {count} layers; expected {layers}")
 
 
 def _parsed(raw: object, path: str) -> KVFormat:

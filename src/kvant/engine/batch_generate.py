@@ -187,7 +187,7 @@ def batch_generate(
         name = "completion_batch_size" if at_once == completion_batch_size else "prefill_batch_size"
         raise ArgumentError(name, f"is {at_once}; expected at most {MOST_ROWS} with", "deterministic")
     drafts = asked_drafts(draft, draft_model, num_draft_tokens, model, tokenizer)
-    options = cache_options(kv_bits, kv_group_size, max_kv_size)
+    options = cache_options(max_kv_size, kv_bits=kv_bits, kv_group_size=kv_group_size)
     stops = check_stops(stop)
     shared = for_a_run(sampler or greedy)
     wanted: list[Wanted] = []

@@ -98,7 +98,7 @@ def stream_generate(
     ):
         if given is not None:
             raise ArgumentError(name, f"is a {type(given).__name__}; expected None: {reason}")
-    options = cache_options(kv_bits, kv_group_size, max_kv_size)
+    options = cache_options(max_kv_size, kv_bits=kv_bits, kv_group_size=kv_group_size)
     if quantized_kv_start is not None and quantized_kv_start != 0 and kv_bits != 0:
         words = f"is {quantized_kv_start!r}; a cache is quantized from the first token: expected 0"
         raise ArgumentError("quantized_kv_start", words)

@@ -6,9 +6,8 @@ from typing import Any
 
 from kvant.cache import ModelCache
 from kvant.cache.kv_format import KVFormat
-from kvant.cache.options import CacheOptions
 from kvant.cache.prompt_file import PromptCacheFile
-from kvant.engine.request import check_count
+from kvant.engine.request import cache_options, check_count
 from kvant.models.caches import DEFAULT_RESERVATION
 from kvant.threads import check_process
 
@@ -36,9 +35,7 @@ def make_prompt_cache(
         ContextError: more than this machine's memory; nothing was allocated.
         ValueError: an argument out of range, or a model with a kind of cache that kvant has nothing for.
     """
-    if max_kv_size is not None:
-        check_count("max_kv_size", max_kv_size)
-    options = CacheOptions.of(kv_bits=kv_bits, kv_group_size=kv_group_size, kv_format=kv_format)
+    options = cache_options(max_kv_size, kv_bits=kv_bits, kv_group_size=kv_group_size, kv_format=kv_format)
     if hasattr(model, "check_cache"):
         return model.make_cache(max_kv_size, **options.fields)
     from kvant.bridge import prompt_cache  # not for a model of kvant's own: it imports mlx-lm

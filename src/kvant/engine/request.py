@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Unpack
 
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
-from kvant.cache.options import CacheOptions
+from kvant.cache.options import CacheFields, CacheOptions
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.engine.drafts import Drafts
 from kvant.engine.processors import LogitsProcessor
@@ -157,11 +157,11 @@ def limit_in_words(model: LanguageModel, limit: int) -> str:
     return f"{limit} are {whose}"
 
 
-def cache_options(kv_bits: int | None, kv_group_size: int | None, max_kv_size: int | None) -> CacheOptions:
+def cache_options(max_kv_size: int | None, **stored: Unpack[CacheFields]) -> CacheOptions:
     """How a cache that is reserved stores tokens; None: the caller says nothing."""
     if max_kv_size is not None:
         check_count("max_kv_size", max_kv_size)
-    return CacheOptions.of(kv_bits=kv_bits, kv_group_size=kv_group_size)
+    return CacheOptions.of(**stored)
 
 
 def check_given(cache: ModelCache, kv_bits: int | None, kv_group_size: int | None, max_kv_size: int | None) -> None:

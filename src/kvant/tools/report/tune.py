@@ -174,10 +174,9 @@ def tune(
         tried += rows
         for count, layer in enumerate(sorted(range(len(seen)), key=lambda n: -gains[n]), 1):
             bits[layer] = MORE_BITS
-            (last,) = (
-                measured({f"{count} layers at {MORE_BITS} bits": made(parts, bits)}) if count > 1 else [rows[layer]]
-            )
-            tried += [last] if count > 1 else []
+            if count > 1:
+                tried += measured({f"{count} layers at {MORE_BITS} bits": made(parts, bits)})
+            last = rows[layer] if count == 1 else tried[-1]
             if last.figures.mean_kld_nats <= max_kld:
                 break
     chosen = made(parts, bits).kv_format
