@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import kvant.blas  # isort: skip  (before MLX: it loads a faster one)
@@ -74,18 +75,25 @@ def plants() -> dict[str, Plant]:
 @contextmanager
 def planted(factor: mx.array, constant: mx.array, by_position: Callable[[mx.array], mx.array]) -> Iterator[None]:
     """Every layer's keys with a plant, and its queries."""
-    attend = pool_batch.PoolLayerView.attend
+    view = pool_batch.PoolLayerView
+    front = view.front
 
-    def changed(self: Any, query: mx.array, key: mx.array, *others: Any) -> mx.array:
-        at = self.batch.lengths[0] + mx.arange(key.shape[2])
-        of_queries = mx.repeat(factor, query.shape[1] // key.shape[1], axis=0)
-        return attend(self, query / of_queries, key * factor * by_position(at) + constant, *others)
+    def changed(self: Any) -> Any:
+        own = self.layer.front
 
-    pool_batch.PoolLayerView.attend = changed  # type: ignore[method-assign]
+        def query_key(both: mx.array, H: int) -> mx.array:
+            at = self.batch.lengths[0] + mx.arange(both.shape[2])
+            of_queries = mx.repeat(factor, H // len(factor), axis=0)
+            key = both[:, H:] * factor * by_position(at) + constant
+            return own.query_key(mx.concatenate([both[:, :H] / of_queries, key], axis=1), H)
+
+        return SimpleNamespace(query_key=query_key, bias_split=own.bias_split, center=own.center)
+
+    view.front = property(changed)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        pool_batch.PoolLayerView.attend = attend  # type: ignore[method-assign]
+        view.front = front  # type: ignore[method-assign]
 
 
 def figures(model: Any, text: Text, formats: dict[str, CacheFormat]) -> dict[str, dict[str, float]]:

@@ -172,7 +172,8 @@ class _Machine(RuleBasedStateMachine):
             for b in range(B):
                 heads[:, b] = layer.new(numbers[b][-S:])
             sinks = None if layer.sinks is None else mx.array(layer.sinks)
-            given = view.attend(*map(mx.array, (query, *heads)), None if mask is None else mx.array(mask), sinks)
+            changed = view.front.queries(mx.array(query)), view.front.keys(mx.array(heads[0])), mx.array(heads[1])
+            given = view.attend(*changed, None if mask is None else mx.array(mask), sinks)
             mx.eval(given)
             assert not np.array(given[B:]).any()
             for b in range(B):

@@ -4,15 +4,15 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from kvant.operators.bias_split import BiasSplit
+from kvant.operators.front import Front
 
 
 class AttentionCache(Protocol):
     """What a model's layer sees of its cache. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
 
     @property
-    def bias_split(self) -> BiasSplit | None:
-        """The biases that keys and values are to be given without; None: they are given whole."""
+    def front(self) -> Front:
+        """What queries and keys go through before they are given, and the biases that they come without."""
 
     def attend(
         self,

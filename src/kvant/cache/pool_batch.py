@@ -10,7 +10,7 @@ from kvant.cache.layer import AttentionCache
 from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
 from kvant.cache.pages import pages_for, runs
 from kvant.cache.pool_sequence import PoolSequence, PoolState
-from kvant.operators.bias_split import BiasSplit
+from kvant.operators.front import Front
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged, put_rows
 from kvant.operators.paged_kernel import StepPages, step_pages
@@ -183,9 +183,9 @@ class PoolLayerView:
     layer: PoolLayer
 
     @property
-    def bias_split(self) -> BiasSplit | None:
-        """The biases that keys and values are to be given without; None: they are given whole."""
-        return self.layer.front.bias_split
+    def front(self) -> Front:
+        """The layer's."""
+        return self.layer.front
 
     def attend(
         self,
@@ -196,19 +196,19 @@ class PoolLayerView:
         sinks: mx.array | None = None,
     ) -> mx.array:
         """Append and attend; see :meth:`kvant.cache.AttentionCache.attend`. R rows, padding among them."""
-        own, front = self.layer.format, self.layer.front
-        if sinks is not None and front.center is not None:
+        own = self.layer.format
+        if sinks is not None and self.front.center is not None:
             raise ValueError("keys are stored without a constant, which would change the share of learned sinks")
         output, waiting = append_and_attend_paged(
-            front.queries(query),
-            front.keys(key),
+            query,
+            key,
             value,
             self.layer.arrays,
             self.batch.placed(self.part),
             quant_bit=own.kv_bits,
             quant_group=own.kv_group_size,
             mask=mask,
-            bias_split=self.bias_split,
+            bias_split=self.front.bias_split,
             sinks=sinks,
             backend=self.layer.backend,
         )

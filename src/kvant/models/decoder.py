@@ -28,6 +28,7 @@ from kvant.models.inputs import check_ids, check_offset, check_shape
 from kvant.models.matrix import Linear, Matrix
 from kvant.models.mlp import MLP, Experts
 from kvant.operators.attention import attend_tokens
+from kvant.operators.front import PLAIN
 from kvant.operators.masks import window_mask
 from kvant.operators.normalization import rms_norm
 from kvant.operators.rotary import Rotate
@@ -67,9 +68,9 @@ class Attention:
         B, S, _ = x.shape
         H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         qkv = self.qkv_proj(x)
+        front = PLAIN if cache is None else cache.front
         if self.qkv_bias is not None:
-            split = cache is not None and cache.bias_split is not None
-            qkv = qkv + (self.qkv_bias.stored if split else self.qkv_bias.whole)
+            qkv = qkv + (self.qkv_bias.whole if front.bias_split is None else self.qkv_bias.stored)
         if self.projection_norms is not None:
             query, key, value = mx.split(qkv, [H * D, (H + K) * D], axis=-1)
             qkv = mx.concatenate([*self._normalized(query, key, self.projection_norms), value], axis=-1)
@@ -80,6 +81,7 @@ class Attention:
             query_key = mx.fast.rms_norm(query_key, None, config.rms_norm_eps) * self.head_norm
         if self.rotates:  # queries and keys turn by the same angles: one call for both
             query_key = rotate(query_key)
+        query_key = front.query_key(query_key, H)
         query, key, value = query_key[:, :H], query_key[:, H:], qkv[:, H + K :]
         if cache is not None:
             output = cache.attend(query, key, value)

@@ -33,7 +33,7 @@ class Front:
     center: mx.array | None = None
     balance: mx.array | None = None
     rotates: bool = False
-    _made: dict[tuple[str, mx.Dtype, int], mx.array] = field(default_factory=dict, init=False)
+    _made: dict[tuple[str, mx.Dtype, int, int], mx.array] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         split = self.bias_split
@@ -55,41 +55,44 @@ class Front:
         parts = [] if split is None else [split.key_bias, split.rotation, split.value_bias]
         return [*parts, *(part for part in (self.center, self.balance) if part is not None)]
 
+    def query_key(self, both: mx.array, num_heads: int) -> mx.array:
+        """(R, H + K, S, D) of H query heads and K kv heads, in their dtype: both changed in one pass."""
+        if self.center is not None and num_heads < both.shape[1]:
+            both = both - self._constants("center", both.dtype, num_heads, both.shape[1] - num_heads)
+        if self.balance is not None:
+            both = both * self._constants("factor", both.dtype, num_heads, both.shape[1] - num_heads)
+        return rotated(both) if self.rotates else both
+
     def keys(self, key: mx.array) -> mx.array:
         """Keys (R, K, S, D) as they are stored, in their dtype."""
-        if self.center is not None:
-            key = key - self._constants("center", key.dtype)
-        if self.balance is not None:
-            key = key * self._constants("inverse", key.dtype)
-        return rotated(key) if self.rotates else key
+        return self.query_key(key, 0)
 
     def queries(self, query: mx.array) -> mx.array:
         """Queries (R, H, S, D) for stored keys, in their dtype."""
-        if self.balance is not None:
-            query = query * self._constants("queries", query.dtype, query.shape[1])
-        return rotated(query) if self.rotates else query
+        return self.query_key(query, query.shape[1])
 
     def restored(self, key: mx.array) -> mx.array:
         """Stored keys (R, K, T, D) as they were given."""
         if self.rotates:
             key = rotated(key)
         if self.balance is not None:
-            key = key * self._constants("balance", key.dtype)
-        return key if self.center is None else key + self._constants("center", key.dtype)
+            key = key / self._constants("factor", key.dtype, 0, key.shape[1])  # exact: a power of two
+        return key if self.center is None else key + self._constants("center", key.dtype, 0, key.shape[1])
 
-    def _constants(self, name: str, dtype: mx.Dtype, heads: int = 0) -> mx.array:
-        """Made once: of a dtype, for so many query heads. Any constant can be taken out, a rounded one too."""
-        if (found := self._made.get((name, dtype, heads))) is not None:
+    def _constants(self, name: str, dtype: mx.Dtype, H: int, K: int) -> mx.array:
+        """(H + K, 1, D), made once. Any constant can be taken out, a rounded one too."""
+        if (found := self._made.get((name, dtype, H, K))) is not None:
             return found
-        made = self.center if name == "center" else self.balance
-        assert made is not None
-        if name == "inverse":
-            made = 1 / made
-        elif name == "queries":
-            made = mx.repeat(made, heads // made.shape[0], axis=0)
-        made = made.astype(dtype)
+        if name == "center":
+            assert self.center is not None
+            of_queries, of_keys = mx.zeros_like(self.center), self.center
+        else:
+            assert self.balance is not None
+            of_queries, of_keys = self.balance, 1 / self.balance
+        of_queries = mx.repeat(of_queries, H // of_keys.shape[0], axis=0)
+        made = mx.concatenate([of_queries, of_keys[:K]]).astype(dtype)
         mx.eval(made)  # here: other threads read it
-        return self._made.setdefault((name, dtype, heads), made)
+        return self._made.setdefault((name, dtype, H, K), made)
 
 
 PLAIN = Front()

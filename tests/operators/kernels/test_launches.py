@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_mlx_lm
 
 import kvant
+from kvant.cache.kv_format import KVFormat, LayerChoice
 from kvant.models import load_decoder
 from kvant.operators import exponential
 from kvant.operators.kernels import launch as launch_module
@@ -27,7 +28,7 @@ from kvant.tools.bench.shapes import Shape, write_random
 LAUNCHES = {
     "DynamicSliceUpdate": 2,  # gpu/primitives.cpp: compute_dynamic_offset (metal/slicing.cpp), then the copy
     "Concatenate": 2,  # metal/slicing.cpp: a copy of each of two arrays
-    **dict.fromkeys(("CustomKernel", "ScatterAxis", "SliceUpdate", "AsType"), 1),
+    **dict.fromkeys(("CustomKernel", "ScatterAxis", "SliceUpdate", "AsType", "Hadamard"), 1),
     **dict.fromkeys(("Add", "Arange", "Gather", "Less", "Remainder", "Select", "Subtract"), 1),
     **dict.fromkeys(("AddMM", "Matmul", "QuantizedMatmul", "Multiply", "Sigmoid", "BitwiseBinary"), 1),
     # They hand on the same bytes (gpu/primitives.cpp, common/common.cpp).
@@ -97,6 +98,7 @@ def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 APPEND = ["CustomKernel"]
 ATTEND = ["CustomKernel", "CustomKernel"]
 PUT = ["ScatterAxis", "ScatterAxis"]
+CENTER_AND_BALANCE: dict[str, Any] = {"center": ((1.0,) * D,) * K, "balance": ((1,) * D,) * K}
 QUANTIZED: dict[str, Any] = {"quant_bit": 8, "quant_group": 32, "backend": "metal"}
 
 
@@ -201,3 +203,14 @@ def test_a_layer_takes_fewer_launches_than_mlx_lm_s(
     more = 3 if bits else 0  # mlx-lm adds the biases of queries, keys and values as it multiplies, if they are floats
     totals = {name: own.total() for name, own in a_layer.items()}
     assert totals == {"kvant": 16, "a draft": 16, "bridged": 19 + more, "mlx-lm": 17 + more}
+
+
+def test_a_front_takes_no_more_launches_than_two_transforms(weights: tuple[int, list[Path]], gpu: None) -> None:
+    """Queries and keys go through it together: a transform, and what a compiled step makes one pass of."""
+    model, changed = load_decoder(weights[1][0]), {}
+    for name, choice in {"none": {}, "rotate": {"rotates": True}, "all": {"rotates": True} | CENTER_AND_BALANCE}.items():
+        tuned = KVFormat("", (LayerChoice(8, 32, **choice),))
+        cache = model.make_cache(64, kv_format=tuned, bias_split=False)
+        layer: Any = next(iter(cache))
+        changed[name] = Counter(_traced(lambda both, layer=layer: layer.front.query_key(both, H), _tokens(H + K)))
+    assert changed == {"none": {}, "rotate": {"Hadamard": 1}, "all": {"Subtract": 1, "Multiply": 1, "Hadamard": 1}}

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -26,13 +27,18 @@ def text(pocket: Pocket) -> Text:
 
 def plant(monkeypatch: pytest.MonkeyPatch, factor: mx.array, constant: mx.array) -> None:
     """Every layer's keys (K, 1, D) times a factor, by which queries are divided, and a constant added."""
-    attend = pool_batch.PoolLayerView.attend
 
-    def planted(self: Any, query: mx.array, key: mx.array, *others: Any) -> mx.array:
-        of_queries = mx.repeat(factor, query.shape[1] // key.shape[1], axis=0)
-        return attend(self, query / of_queries, key * factor + constant, *others)
+    def planted(view: Any) -> Any:
+        own = view.layer.front
 
-    monkeypatch.setattr(pool_batch.PoolLayerView, "attend", planted)
+        def query_key(both: mx.array, H: int) -> mx.array:
+            of_queries = mx.repeat(factor, H // len(factor), axis=0)
+            both = mx.concatenate([both[:, :H] / of_queries, both[:, H:] * factor + constant], axis=1)
+            return own.query_key(both, H)  # type: ignore[no-any-return]
+
+        return SimpleNamespace(query_key=query_key, bias_split=own.bias_split, center=own.center)
+
+    monkeypatch.setattr(pool_batch.PoolLayerView, "front", property(planted))
 
 
 def of_channels(channels: dict[int, float], rest: float) -> mx.array:

@@ -14,7 +14,7 @@ from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.request import Request
 from kvant.errors import KvantError, LogitsError
 from kvant.models import Decoder, LanguageModel
-from kvant.operators.bias_split import BiasSplit
+from kvant.operators.front import Front
 from kvant.tools.report.divergence import Tally, log_probabilities
 from kvant.tools.report.formats import CacheFormat
 from kvant.tools.report.texts import Dialogue
@@ -157,13 +157,9 @@ class SideBySide:
     """A layer's exact cache, which it attends through, and others that are given the same keys, values and queries."""
 
     def __init__(self, exact: AttentionCache, others: Sequence[AttentionCache]) -> None:
-        self._exact, self._others = exact, others
+        self._all = (exact, *others)
+        self.front = Front(bias_split=exact.front.bias_split)  # the others must have a bias split if it has one
         self.squares = [0.0] * (1 + len(others))  # sums, of the exact outputs and of the others' differences from them
-
-    @property
-    def bias_split(self) -> BiasSplit | None:
-        """The exact cache's. The others must have one if it has."""
-        return self._exact.bias_split
 
     def attend(
         self,
@@ -174,7 +170,9 @@ class SideBySide:
         sinks: mx.array | None = None,
     ) -> mx.array:
         """Attend through all caches; return the exact one's output."""
-        exact, *others = (each.attend(query, key, value, mask, sinks) for each in (self._exact, *self._others))
+        exact, *others = (
+            each.attend(each.front.queries(query), each.front.keys(key), value, mask, sinks) for each in self._all
+        )
         wide = exact.astype(mx.float32)
         squares = [mx.square(x).sum() for x in (wide, *(given.astype(mx.float32) - wide for given in others))]
         mx.eval(exact, squares)

@@ -32,17 +32,20 @@ class Watched(Front):
 
     sums: dict[str, Any] = field(default_factory=dict)
 
-    def keys(self, key: mx.array) -> mx.array:
+    def query_key(self, both: mx.array, num_heads: int) -> mx.array:
+        if num_heads:
+            squares = mx.square(both[0, :num_heads].astype(mx.float32))
+            self._add("query squares", squares.sum(axis=1, keepdims=True))
+        if num_heads < both.shape[1]:
+            self._count_keys(both[:, num_heads:])
+        return both
+
+    def _count_keys(self, key: mx.array) -> None:
         wide = key[0].astype(mx.float32)
         base = self.sums.setdefault("base", wide.mean(axis=1, keepdims=True))
         self._add("tokens", mx.array(wide.shape[1]))
         self._add("keys", (wide - base).sum(axis=1, keepdims=True))
         self._add("key squares", mx.square(wide - base).sum(axis=1, keepdims=True))
-        return key
-
-    def queries(self, query: mx.array) -> mx.array:
-        self._add("query squares", mx.square(query[0].astype(mx.float32)).sum(axis=1, keepdims=True))
-        return query
 
     def _add(self, name: str, more: mx.array) -> None:
         self.sums[name] = self.sums[name] + more if name in self.sums else more
