@@ -9,6 +9,7 @@ Sources: SmoothQuant (arXiv 2211.10438) for the balance, QuaRot (arXiv 2404.0045
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import mlx.core as mx
 
@@ -56,11 +57,14 @@ class Front:
         return [*parts, *(part for part in (self.center, self.balance) if part is not None)]
 
     def query_key(self, both: mx.array, num_heads: int) -> mx.array:
-        """(R, H + K, S, D) of H query heads and K kv heads, in their dtype: both changed in one pass."""
-        if self.center is not None and num_heads < both.shape[1]:
-            both = both - self._constants("center", both.dtype, num_heads, both.shape[1] - num_heads)
-        if self.balance is not None:
-            both = both * self._constants("factor", both.dtype, num_heads, both.shape[1] - num_heads)
+        """(R, H + K, S, D) of H query heads and K kv heads, in their dtype: on a GPU two launches at most."""
+        heads = num_heads, both.shape[1] - num_heads
+        if self.center is not None and self.balance is not None:
+            both = _scaled(both, *(self._constants(name, both.dtype, *heads) for name in ("center", "factor")))
+        elif self.center is not None and heads[1]:
+            both = both - self._constants("center", both.dtype, *heads)
+        elif self.balance is not None:
+            both = both * self._constants("factor", both.dtype, *heads)
         return rotated(both) if self.rotates else both
 
     def keys(self, key: mx.array) -> mx.array:
@@ -96,6 +100,15 @@ class Front:
 
 
 PLAIN = Front()
+
+
+def _scaled(x: mx.array, center: mx.array, factor: mx.array) -> mx.array:
+    return _compiled(x, center, factor) if mx.default_device().type == mx.gpu else (x - center) * factor
+
+
+@partial(mx.compile, shapeless=True)
+def _compiled(x: mx.array, center: mx.array, factor: mx.array) -> mx.array:
+    return (x - center) * factor
 
 
 def rotated(x: mx.array) -> mx.array:
