@@ -11,7 +11,7 @@ from support.openblas import has_small_products
 
 from kvant.models import matrix as matrix_module
 from kvant.models import unpacked as unpacked_module
-from kvant.models.matrix import DenseMatrix, QuantizedMatrix, quantized_matrix
+from kvant.models.matrix import QuantizedMatrix, dense_matrix, quantized_matrix
 from kvant.models.quantization import Quantization
 from kvant.operators.streams import FEW_ROWS, cpu_streams
 
@@ -153,10 +153,15 @@ def test_a_few_rows_are_bitwise_what_each_is_alone(monkeypatch: pytest.MonkeyPat
 
 
 @on_a_cpu
-@pytest.mark.parametrize("shape", [(256, 1280), (640, 256), (700, 512), (896, 1152)], ids=str)
-def test_a_few_rows_of_a_dense_matrix_are_bitwise_what_each_is_alone(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("shape", [(256, 1280), (640, 256), (700, 512), (896, 1152), (896, 2340)], ids=str)
+def test_a_few_rows_of_a_dense_matrix_are_bitwise_what_each_is_alone(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], by_rows: bool
+) -> None:
     """Of one product for 8 rows (in one block of columns, or past small ones for one row too), and of several."""
-    matrix, x = DenseMatrix(normal(1, *shape)), normal(1, FEW_ROWS, shape[0])
+    monkeypatch.setattr(matrix_module, "BY_ROWS_FROM_ELEMENTS", 0 if by_rows else 1 << 40)
+    matrix, x = dense_matrix([normal(1, *shape[::-1])], mx.float32), normal(1, FEW_ROWS, shape[0])
+    assert matrix.by_rows == by_rows
     expected = np.array(x, np.float64) @ np.array(matrix.weight, np.float64)
     for rows in (x, x.reshape(2, 4, -1), x[None]):
         output = matrix.project(rows)
@@ -164,6 +169,22 @@ def test_a_few_rows_of_a_dense_matrix_are_bitwise_what_each_is_alone(shape: tupl
         np.testing.assert_allclose(np.array(output).reshape(expected.shape), expected, rtol=1e-4, atol=1e-3)
         if has_small_products():
             assert mx.array_equal(output.reshape(expected.shape), mx.stack([matrix.project(row) for row in x]))
+
+
+@on_a_cpu
+@pytest.mark.parametrize("cores", [1, 2, 3])
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_many_rows_of_a_dense_matrix(monkeypatch: pytest.MonkeyPatch, cores: int, by_rows: bool) -> None:
+    """From all cores, more of them than outputs or rows too."""
+    _cores(monkeypatch, cores)
+    monkeypatch.setattr(matrix_module, "BY_ROWS_FROM_ELEMENTS", 0 if by_rows else 1 << 40)
+    monkeypatch.setattr(matrix_module, "PARALLEL_PRODUCT", 1)
+    for num_rows in (1, 2, 37):
+        weight = normal(0, num_rows, 64)
+        for shape in ((64,), (0, 64), (1, 1, 64), (9, 64), (3, 4, 64)):
+            x = normal(1, *shape)
+            output = dense_matrix([weight], mx.float32).project(x)
+            np.testing.assert_allclose(np.array(output), np.array(x) @ np.array(weight).T, rtol=1e-4, atol=1e-4)
 
 
 @on_a_cpu

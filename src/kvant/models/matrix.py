@@ -1,10 +1,11 @@
-"""Matrices as the device likes to multiply them: dense ones stored (in, out), quantized ones as MLX packs them.
+"""Matrices as the device likes to multiply them: dense ones transposed, quantized ones as MLX packs them.
 
 A layer's experts have a matrix for each: then every array has an axis of experts first (:mod:`kvant.models.experts`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 
@@ -20,13 +21,22 @@ DEQUANTIZE_FROM_ROWS = 4  # of other formats, by MLX
 DEQUANTIZED_ELEMENTS = 1024 * 1024  # at a time: 4 MiB; 16 MiB are new memory every time and take twice as long
 SUMMED_COLUMNS = 320  # OpenBLAS's large products are sums of sums over so many columns or more; its small ones are not
 PARALLEL_ELEMENTS = 512 * 1024  # a matrix from this size on is worth a thread for each core
+BY_ROWS_FROM_ELEMENTS = 2 * 1024 * 1024  # a dense one from this size on is multiplied in blocks of its outputs
+PARALLEL_PRODUCT = 32 * 1024 * 1024  # multiplications with a smaller one that are worth a thread for each core
 
 
 @dataclass(frozen=True, slots=True)
 class DenseMatrix:
-    """A floating-point matrix, transposed. On a CPU it is contiguous so: 1.8x as fast to multiply (measured)."""
+    """A floating-point matrix, transposed.
 
-    weight: mx.array  # (in, out)
+    Attributes:
+        weight: (in, out).
+        by_rows: it lies in memory as the checkpoint's, (out, in). On a CPU only large ones do: for the others the
+            products of one row are 1.8x as fast with it lying transposed (measured).
+    """
+
+    weight: mx.array
+    by_rows: bool = False
 
     def project(self, x: mx.array) -> mx.array:
         """(..., in) -> (..., out). On a CPU a few rows have the same numbers whatever is beside them.
@@ -34,11 +44,20 @@ class DenseMatrix:
         For that all products are small ones, or none is.
         """
         rows, in_one = x.size // x.shape[-1], SMALL_PRODUCT // max(1, self.weight.size)
-        is_split = 2 <= in_one < rows <= FEW_ROWS and len(self.weight) > SUMMED_COLUMNS
-        if not is_split or mx.default_device().type != mx.cpu:
+        if mx.default_device().type != mx.cpu or not rows:
             return x @ self.weight
-        parts = mx.split(x.reshape(rows, -1), list(range(in_one, rows, in_one)))
-        return mx.concatenate([part @ self.weight for part in parts]).reshape(*x.shape[:-1], -1)
+        if self.by_rows and 1 <= rows <= FEW_ROWS:
+            return few_rows_product(x, [self.weight.T], None, cpu_streams())
+        if self.by_rows:
+            return _in_parallel(lambda part: x @ part.T, [self.weight.T], -1)
+        if rows > FEW_ROWS and rows * self.weight.size >= PARALLEL_PRODUCT:
+            joined = _in_parallel(lambda part: part @ self.weight, [x.reshape(rows, -1)], 0)
+        elif 2 <= in_one < rows <= FEW_ROWS and len(self.weight) > SUMMED_COLUMNS:
+            parts = mx.split(x.reshape(rows, -1), list(range(in_one, rows, in_one)))
+            joined = mx.concatenate([part @ self.weight for part in parts])
+        else:
+            return x @ self.weight
+        return joined.reshape(*x.shape[:-1], -1)
 
     def rows(self, ids: mx.array) -> mx.array:
         """Rows of the checkpoint's (out, in) matrix, as an embedding reads them: (...) -> (..., in)."""
@@ -50,7 +69,7 @@ class DenseMatrix:
 
     def of_expert(self, number: int) -> "DenseMatrix":
         """The matrix of one expert."""
-        return DenseMatrix(self.weight[number])
+        return DenseMatrix(self.weight[number], self.by_rows)
 
     @property
     def num_rows(self) -> int:
@@ -82,30 +101,12 @@ class QuantizedMatrix:
             elif rows >= DEQUANTIZE_FROM_ROWS:
                 return self._project_dequantized(x)
             if elements >= PARALLEL_ELEMENTS:
-                return self._project_in_parallel(x)
-        return self._project_part(x, 0, self.num_rows)
+                return _in_parallel(partial(self._product, x), self.arrays, -1)
+        return self._product(x, *self.arrays)
 
-    def _project_part(self, x: mx.array, first: int, last: int, stream: mx.ThreadLocalStream | None = None) -> mx.array:
-        """(..., in) -> (..., last - first): some of the outputs."""
-        return mx.quantized_matmul(
-            x,
-            self.weight[first:last],
-            self.scales[first:last],
-            None if self.biases is None else self.biases[first:last],
-            transpose=True,
-            **self.quantization.form,
-            stream=stream,
-        )
-
-    def _project_in_parallel(self, x: mx.array) -> mx.array:
-        """The same numbers from a thread for each core, MLX's streams having one each."""
-        streams = cpu_streams()[: self.num_rows]  # MLX dies of a division by zero in a product with no outputs
-        bounds = [self.num_rows * i // len(streams) for i in range(len(streams) + 1)]
-        parts = [
-            self._project_part(x, first, last, stream)
-            for first, last, stream in zip(bounds, bounds[1:], streams, strict=False)
-        ]
-        return _side_by_side(parts)
+    def _product(self, x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array | None = None) -> mx.array:
+        """MLX's, with some of the rows."""
+        return mx.quantized_matmul(x, weight, scales, biases, transpose=True, **self.quantization.form)
 
     def _project_dequantized(self, x: mx.array) -> mx.array:
         """Through floating-point weights, some of them at a time; MLX's CPU product unpacks them for every row of x."""
@@ -264,10 +265,11 @@ def dense_matrix(weights: Sequence[mx.array], dtype: mx.Dtype) -> DenseMatrix:
     Those of experts, (experts, out, in), are side by side expert by expert.
     """
     weight = mx.concatenate(list(weights), axis=-2).astype(dtype).swapaxes(-1, -2)  # (out, in) -> (in, out)
-    if mx.default_device().type == mx.cpu:
+    by_rows = mx.default_device().type != mx.cpu or (weight.ndim == 2 and weight.size >= BY_ROWS_FROM_ELEMENTS)
+    if not by_rows:
         weight = mx.contiguous(weight)  # other devices multiply the transposed view best
     mx.eval(weight)  # matrix by matrix: its sources, up to twice its bytes, are not held for a whole layer
-    return DenseMatrix(weight)
+    return DenseMatrix(weight, by_rows)
 
 
 def quantized_matrix(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
@@ -296,3 +298,15 @@ def check_device(quantization: Quantization, *, gathers: bool = False) -> None:
 def _side_by_side(parts: Sequence[mx.array]) -> mx.array:
     """(..., out) each -> (..., sum of outs)."""
     return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=-1)
+
+
+def _in_parallel(product: Callable[..., mx.array], arrays: Sequence[mx.array], axis: int) -> mx.array:
+    """The products with shares of the arrays' rows, side by side: one from each core, MLX's streams having one each."""
+    rows = len(arrays[0])
+    streams = cpu_streams()[:rows]  # MLX dies of a division by zero in a product with no outputs
+    bounds = [rows * i // len(streams) for i in range(len(streams) + 1)]
+    parts = []
+    for first, last, stream in zip(bounds, bounds[1:], streams, strict=False):
+        with mx.stream(stream):
+            parts.append(product(*(array[first:last] for array in arrays)))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
