@@ -21,8 +21,8 @@ DEQUANTIZE_FROM_ROWS = 4  # of other formats, by MLX
 DEQUANTIZED_ELEMENTS = 1024 * 1024  # at a time: 4 MiB; 16 MiB are new memory every time and take twice as long
 SUMMED_COLUMNS = 320  # OpenBLAS's large products are sums of sums over so many columns or more; its small ones are not
 PARALLEL_ELEMENTS = 512 * 1024  # a matrix from this size on is worth a thread for each core
-BY_ROWS_FROM_ELEMENTS = 2 * 1024 * 1024  # a dense one from this size on is multiplied in blocks of its outputs
-PARALLEL_PRODUCT = 32 * 1024 * 1024  # multiplications with a smaller one that are worth a thread for each core
+BY_ROWS_FROM_ELEMENTS = 4 * 1024 * 1024  # a dense one from this size on is multiplied in blocks of its outputs
+PARALLEL_PRODUCT = 256 * 1024 * 1024  # multiplications with a smaller one that are worth a thread for each core
 
 
 @dataclass(frozen=True, slots=True)

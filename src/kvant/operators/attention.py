@@ -1,6 +1,7 @@
 """Scaled dot-product attention over floating-point keys and values: the unfused path of every cache."""
 
 import math
+from functools import partial
 
 import mlx.core as mx
 
@@ -21,6 +22,7 @@ def attend_tokens(
     mask: mx.array | None = None,
     bias_split: BiasSplit | None = None,
     sinks: mx.array | None = None,
+    is_part: bool = False,
 ) -> mx.array:
     """Attention of S queries over T tokens. The last query belongs to the last token. Unchecked.
 
@@ -35,9 +37,11 @@ def attend_tokens(
         mask: broadcastable to (B, H, S, T). A boolean mask keeps True; another is added to the scores.
         bias_split: the biases that keys and values lack. Token j is at column j of its rotation.
         sinks: (H,) a learned score of each head that takes its share of the softmax and adds nothing.
+        is_part: more than a few queries on a CPU see some of their tokens. Values are whole.
 
     Returns:
-        (B, H, S, D) in the query's dtype.
+        (B, H, S, D) in the query's dtype; of a part (B, H, S, D + 2) in float32, for
+        :func:`kvant.operators.cpu_attention.join_parts`.
 
     Source: PMX MultiHeadCacheAttention; ALiBi from Press et al., arXiv 2108.12409; learned sinks from gpt-oss.
     """
@@ -76,7 +80,7 @@ def attend_tokens(
         block = queries_at_once(B, H, S, T)
     elif scores or terms is not None:
         block = queries_at_once(B, H, S, T, GPU_BLOCK_SCORES)
-    attend = attend_block if on_cpu else mx.fast.scaled_dot_product_attention
+    attend = partial(attend_block, is_part=is_part) if on_cpu else mx.fast.scaled_dot_product_attention
 
     def attend_some(own: mx.array, first: int, keys: int) -> mx.array:
         own_mask: mx.array | str | None = "causal" if causal else None
@@ -87,11 +91,12 @@ def attend_tokens(
                 alive = (own_mask > -math.inf).any(axis=-1, keepdims=True)
                 own_mask = mx.where(alive, own_mask, 0.0)
         output = attend(own, key[:, :, :keys], value[:, :, :keys], scale=1 / math.sqrt(D), mask=own_mask, sinks=sinks)
-        if bias_split is not None and sinks is None:
+        if bias_split is not None and sinks is None and not is_part:
             output = output + value_bias_of(bias_split, H)
         return output if alive is None else mx.where(alive, output, 0.0)
 
-    return in_blocks(attend_some, query, T, block=block, causal=causal).astype(dtype)
+    output = in_blocks(attend_some, query, T, block=block, causal=causal)
+    return output if is_part else output.astype(dtype)
 
 
 def attend_as_mlx(

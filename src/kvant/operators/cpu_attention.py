@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import mlx.core as mx
 
 from kvant.operators.bias_split import BiasSplit, bias_weights
-from kvant.operators.exponential import softmax_parts
+from kvant.operators.exponential import exponentials, softmax_parts
 from kvant.operators.masks import mask_by_kv_head
 
 # Bytes of scores that one block of queries may make on a CPU, whose attention makes a score matrix. MLX queues ahead:
@@ -27,8 +28,12 @@ def attend_block(
     scale: float,
     mask: mx.array | str | None,
     sinks: mx.array | None,
+    is_part: bool = False,
 ) -> mx.array:
-    """As ``mx.fast.scaled_dot_product_attention``, whose ``exp`` takes most of its time on a CPU; masks are added."""
+    """As ``mx.fast.scaled_dot_product_attention``, whose ``exp`` takes most of its time on a CPU; masks are added.
+
+    ``is_part``: these are some of the tokens; returns (B, H, S, Dv + 2) for :func:`join_parts`.
+    """
     (B, H, S, D), (K, T) = query.shape, key.shape[1:3]
     scores = (query * scale).reshape(B, K, -1, D) @ key.swapaxes(-1, -2)  # (B, K, H/K * S, T)
     if mask is not None:
@@ -39,7 +44,30 @@ def attend_block(
             each = mx.where(mx.arange(T) <= mx.arange(T - S, T)[:, None], each, -math.inf)
         scores = each.reshape(scores.shape)
     column = None if sinks is None else mx.repeat(sinks, S).reshape(1, K, -1, 1)
-    return _weighted(scores, value, column).reshape(B, H, S, -1)
+    output = _part(scores, value) if is_part else _weighted(scores, value, column)
+    return output.reshape(B, H, S, -1)
+
+
+def _part(scores: mx.array, value: mx.array) -> mx.array:
+    """(B, K, N, Dv + 2): values (B, K, T, Dv) times e^(score - largest), the sum of those weights, and the largest."""
+    largest = scores.max(axis=-1, keepdims=True)
+    weights = exponentials(scores - largest)
+    return mx.concatenate([weights @ value, weights @ mx.ones((scores.shape[-1], 1)), largest], axis=-1)
+
+
+def join_parts(parts: Sequence[mx.array], sinks: mx.array | None) -> mx.array:
+    """Attention (B, H, S, Dv) to all tokens, from its parts (B, H, S, Dv + 2); sinks (H,) are one part more.
+
+    Source: FlashAttention (arXiv 2205.14135), the same sums in another order.
+    """
+    joined = mx.stack(list(parts))
+    if sinks is not None:
+        sink = mx.broadcast_to(sinks.astype(mx.float32)[:, None, None], (*parts[0].shape[:-1], 1))
+        sink = mx.concatenate([mx.zeros((*sink.shape[:-1], joined.shape[-1] - 2)), mx.ones(sink.shape), sink], axis=-1)
+        joined = mx.concatenate([joined, sink[None]])
+    largest = joined[..., -1:]
+    sums = (joined[..., :-1] * mx.exp(largest - largest.max(axis=0))).sum(axis=0)
+    return sums[..., :-1] / sums[..., -1:]
 
 
 def _weighted(scores: mx.array, value: mx.array, sinks: mx.array | None) -> mx.array:
@@ -90,6 +118,7 @@ def attend_singly(
     bias_split: BiasSplit | None = None,
     first: Sequence[int] | None = None,
     sinks: mx.array | None = None,
+    is_part: bool = False,
 ) -> mx.array:
     """Attention of N queries, each to tokens of its own, in float32, on a CPU. Unchecked.
 
@@ -104,13 +133,14 @@ def attend_singly(
         bias_split: as in :func:`kvant.operators.attention.attend_tokens`.
         first: the column of its rotation for each query's first token; None: 0.
         sinks: as in ``attend_tokens``.
+        is_part: these are some of the tokens. Values are whole, and there are no masks and sinks.
 
     Returns:
-        (N, B, H, Dv).
+        (N, B, H, Dv); of a part (N, B, H, Dv + 2) for :func:`join_parts`.
     """
     N, B, H, D = query.shape
     K = tokens[0][0].shape[1]
-    bias = None if bias_split is None else bias_split.value_bias[:, None]  # (K, 1, Dv)
+    bias = None if bias_split is None or is_part else bias_split.value_bias[:, None]  # (K, 1, Dv)
     if bias is not None and sinks is not None:  # as in attend_tokens
         tokens, bias = [(key, value + bias) for key, value in tokens], None
     queries = mx.split((query * (1 / math.sqrt(D))).reshape(N * B, K, H // K, D), N)
@@ -131,7 +161,8 @@ def attend_singly(
         scores = [mx.where(own, score, 0.0) for score, own in zip(scores, living, strict=True)]
         alive = mx.concatenate(living)  # (N * B, K, H/K, 1)
     column = None if sinks is None else sinks.astype(mx.float32).reshape(1, K, H // K, 1)
-    output = mx.concatenate([_weighted(score, value, column) for score, (_, value) in zip(scores, tokens, strict=True)])
+    weighted = _part if is_part else partial(_weighted, sinks=column)
+    output = mx.concatenate([weighted(score, value) for score, (_, value) in zip(scores, tokens, strict=True)])
     if bias is not None:
         output = output + bias
     if alive is not None:

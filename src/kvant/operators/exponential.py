@@ -37,8 +37,13 @@ def softmax_parts(scores: mx.array) -> tuple[mx.array, mx.array | None]:
     """Weights (B, ..., T) of scores (B, ..., T), and what (B, ..., 1) to divide them by; None: they sum to 1."""
     if scores.size < len(scores) * SOFTMAX_FROM or not by_powers(scores):
         return mx.softmax(scores, axis=-1), None
-    weights = mx.power(math.e, scores - scores.max(axis=-1, keepdims=True))
+    weights = exponentials(scores - scores.max(axis=-1, keepdims=True))
     return weights, weights @ mx.ones((weights.shape[-1], 1))  # half the time of sum
+
+
+def exponentials(x: mx.array) -> mx.array:
+    """e^x."""
+    return mx.power(math.e, x) if by_powers(x) else mx.exp(x)
 
 
 def logsumexp(x: mx.array) -> mx.array:

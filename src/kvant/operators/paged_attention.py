@@ -13,16 +13,18 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.operators.attention import attend_tokens
-from kvant.operators.bias_split import BiasSplit
-from kvant.operators.cpu_attention import attend_singly, queries_at_once
+from kvant.operators.bias_split import BiasSplit, value_bias_of
+from kvant.operators.cpu_attention import attend_singly, join_parts, queries_at_once
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import both_masks, window_mask
 from kvant.operators.paged_kernel import StepPages, attend_pages
 from kvant.operators.stored_tokens import fitted_tokens, float_tokens
-from kvant.operators.streams import FEW_ROWS
+from kvant.operators.streams import FEW_ROWS, cpu_streams
 
-# Bytes of keys and values as float32 that are made at once, of one sequence at least.
-READ_BYTES = 16 * 1024 * 1024
+# Bytes of keys and values as float32 that are made at once (measured): 16 MiB for a token of 32k took 1.2 to 2.5 times
+# as long, 1 MiB 1.3 times. Of many queries a fourth is as fast, and more prompts are long enough for every core.
+READ_BYTES = 4 * 1024 * 1024
+PARTS_OF_MANY = 4
 
 Run = tuple[int, int]  # the first row of some that lie side by side, and the one behind the last
 
@@ -105,8 +107,20 @@ def attend_rows(
 ) -> mx.array:
     """:func:`append_and_attend_paged` of tokens that are written already, or ``waiting`` as they are stored."""
     R, H, S, D = query.shape
-    few = S <= FEW_ROWS and mx.default_device().type == mx.cpu
+    on_cpu = mx.default_device().type == mx.cpu
+    few = S <= FEW_ROWS and on_cpu
     dtype = mx.float32 if few or bias_split is not None else query.dtype  # as attention takes them
+    at_once = READ_BYTES // _row_bytes(arrays[0], quant_bit)
+    counts = [sum(end - first for first, end in own) for own in rows.runs]
+    size = at_once if few else at_once // PARTS_OF_MANY
+    options: dict[str, Any] = {"quant_bit": quant_bit, "size": size, "bias_split": bias_split, "sinks": sinks}
+
+    def in_parts(tokens: int) -> bool:
+        narrow = rows.window is not None and rows.window < tokens
+        return on_cpu and mask is None and not narrow and tokens > size
+
+    if R == 1 and in_parts(counts[0] + (S if waiting else 0)):
+        return _attend_in_parts(query, arrays, rows.runs[0], waiting, **options)
     if R == 1:
         one = few and S == 1 and quant_bit > 0
         keys, values = read_rows(arrays, rows.runs[0], waiting, quant_bit=quant_bit, dtype=dtype, key_dim=D, copy=one)
@@ -114,14 +128,16 @@ def attend_rows(
         if few and mask is None and rows.window is not None and queries_at_once(1, H, S, T) == S:
             return _attend_few_of_each(query, [(keys, values, first)], rows.window, bias_split, sinks)
         return _attend_one(query, keys, values, first, rows.window, bias_split, sinks, mask)
-    counts = [sum(end - first for first, end in own) for own in rows.runs]
     outputs: list[mx.array] = []
-    for share in _shares(counts, READ_BYTES // _row_bytes(arrays[0], quant_bit)):
+    for share in _shares(counts, at_once):
         # The bytes of several sequences are put side by side and made floats in one multiplication: on a CPU twice as
         # fast as to take them by row numbers, and ten times as fast as to read padded pages (measured).
         joined = [run for own in rows.runs[share] for run in own]
         # Without this dependency MLX reads the tokens of every share before it uses the first.
         readable = mx.depends(arrays, outputs[-1:]) if outputs else arrays
+        if in_parts(counts[share.start]):
+            outputs.append(_attend_in_parts(query[share], readable, rows.runs[share.start], **options))
+            continue
         keys, values = read_rows(readable, joined, quant_bit=quant_bit, dtype=dtype, key_dim=D, copy=few)
         ends = list(accumulate(counts[share]))[:-1]
         tokens = list(zip(mx.split(keys, ends, axis=2), mx.split(values, ends, axis=2), rows.first[share], strict=True))
@@ -258,6 +274,64 @@ def _attend_few_of_each(
     singles = query.swapaxes(1, 2).reshape(B * S, 1, H, D).astype(mx.float32)
     output = attend_singly(singles, tokens, bias_split=split, first=places, sinks=sinks)
     return output.reshape(B, S, H, -1).swapaxes(1, 2).astype(query.dtype)
+
+
+def _attend_in_parts(
+    query: mx.array,
+    arrays: Sequence[mx.array],
+    runs: Sequence[Run],
+    waiting: Sequence[mx.array] = (),
+    *,
+    quant_bit: int,
+    size: int,
+    bias_split: BiasSplit | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attention (1, H, S, Dv) of a sequence to ``size`` tokens at a time, from every core in turn, on a CPU.
+
+    A few queries are each as alone: a part ends at a multiple of ``size``. The last part of many queries has all of
+    their tokens too.
+    """
+    _, H, S, D = query.shape
+    held = sum(end - first for first, end in runs)
+    T, streams, few = held + (S if waiting else 0), cpu_streams(), S <= FEW_ROWS
+    singles = query.transpose(2, 0, 1, 3).astype(mx.float32)  # (S, 1, H, D)
+    parts: list[mx.array] = []
+    for start in range(0, T if few else T - S + 1, size):
+        end = T if not few and start + size > T - S else min(T, start + size)
+        before = parts[-len(streams)] if len(parts) >= len(streams) else query
+        split = bias_split and replace(bias_split, rotation=bias_split.rotation[..., start:])
+        with mx.stream(streams[len(parts) % len(streams)]):
+            readable = mx.depends(arrays, [before])
+            more = [tokens[:, :, max(0, start - held) : max(0, end - held)] for tokens in waiting if end > held]
+            options: dict[str, Any] = {"quant_bit": quant_bit, "dtype": mx.float32, "key_dim": D, "copy": quant_bit > 0}
+            key, value = read_rows(readable, _cut(runs, start, end), more, **options)
+            if bias_split is not None and sinks is not None:
+                value = value + bias_split.value_bias[:, None]
+            if few:
+                seen = [min(end, T - S + 1 + i) - start for i in range(S)]
+                tokens = [(key[:, :, :count], value[:, :, :count]) for count in seen if count > 0]
+                part = attend_singly(singles[S - len(tokens) :], tokens, bias_split=split, is_part=True)
+                parts.append(part.transpose(1, 2, 0, 3))  # (1, H, those that see a token here, Dv + 2)
+            else:
+                parts.append(attend_tokens(query, key, value, is_causal=end == T, bias_split=split, is_part=True))
+    fewer = S - parts[-1].shape[2]  # of a few queries, those before the last part
+    outputs = [join_parts([part[:, :, :fewer] for part in parts[:-1]], sinks)] if fewer else []
+    outputs.append(join_parts([part[:, :, fewer:] for part in parts[:-1]] + parts[-1:], sinks))
+    output = mx.concatenate(outputs, axis=2)
+    if bias_split is not None and sinks is None:
+        output = output + value_bias_of(bias_split, H)
+    return output.astype(query.dtype)
+
+
+def _cut(runs: Sequence[Run], start: int, end: int) -> list[Run]:
+    """The runs of some of the rows, counted from the first."""
+    found, before = [], 0
+    for first, last in runs:
+        own = first + max(0, start - before), min(last, first + end - before)
+        found += [own] if own[0] < own[1] else []
+        before += last - first
+    return found
 
 
 def _row_bytes(array: mx.array, quant_bit: int) -> int:
