@@ -83,9 +83,14 @@ def test_its_arrays_are_those_of_pmxs_paged_operator(
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("options", ["bias split", "sinks"])
 @pytest.mark.parametrize("bits", [8, 4, 0])
-def test_a_few_tokens_of_each_are_as_each_alone(bits: int, options: str, window: int | None) -> None:
-    """In the same bits: steps that verify drafts give the numbers of plain ones."""
-    (H, K, D, S), lengths = (4, 2, 64, 5), (40, 9, 61)
+@pytest.mark.parametrize("read_bytes", [paged_attention.READ_BYTES, 1])
+def test_a_few_tokens_of_each_are_as_each_alone(
+    monkeypatch: pytest.MonkeyPatch, read_bytes: int, bits: int, options: str, window: int | None
+) -> None:
+    """In the same bits: steps that verify drafts give the numbers of plain ones. Read at once, and 32 at a time."""
+    whole, lengths = paged_attention.READ_BYTES, (40, 9, 61)
+    monkeypatch.setattr(paged_attention, "READ_BYTES", read_bytes)
+    H, K, D, S = 4, 2, 64, 5
     split = BiasSplit(
         mx.random.normal((K, 2, 3)), (1, 7, 20), rotation_table(Rotary.plain(D, 1e4), (1, 7, 20), 80),
         mx.random.normal((K, D)),
@@ -105,6 +110,27 @@ def test_a_few_tokens_of_each_are_as_each_alone(bits: int, options: str, window:
     for i in range(S):
         alone = attend(query[:, :, i : i + 1], [length + i + 1 for length in lengths], 1)
         assert mx.array_equal(output[:, :, i : i + 1], alone)
+    ends = [64, 66, 61]  # some of their queries see a part less than the others
+    output = attend(query, ends, S)
+    for i in range(S):
+        alone = attend(query[:, :, i : i + 1], [end - S + i + 1 for end in ends], 1)
+        assert mx.array_equal(output[:, :, i : i + 1], alone)
+    monkeypatch.setattr(paged_attention, "READ_BYTES", whole)
+    assert close(output, attend(query, ends, S), 1e-5)
+
+
+@on_a_cpu
+@pytest.mark.parametrize("bits", [8, 4, 0])
+@pytest.mark.parametrize("new_tokens", [1, 4, 200])
+def test_what_a_long_context_takes_is_bounded(new_tokens: int, bits: int) -> None:
+    """As float32 the tokens would be 64 MiB."""
+    K, D, T = 2, 64, 1 << 16
+    values = mx.ones((2, K, T, D))
+    arrays = list(quantize(values, quant_bit=bits, quant_group=32)) if bits else [values]
+    query = mx.random.normal((1, 2 * K, new_tokens, D))
+    mx.eval(arrays, query)
+    rows = paged_attention.PagedRows([], [[(0, T)]], [0], None)
+    assert peak_bytes(lambda: mx.eval(paged_attention.attend_rows(query, arrays, rows, quant_bit=bits))) < 40 << 20
 
 
 def test_tokens_are_read_a_share_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +150,7 @@ def test_tokens_are_read_a_share_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
         found.append(given)
 
     peaks = []
-    for most in (2**30, 1):
+    for most in (2**30, 4 * 2 * K * D * 1000):
         monkeypatch.setattr(paged_attention, "READ_BYTES", most)
         peaks.append(peak_bytes(step))
     assert mx.array_equal(*found)

@@ -20,6 +20,7 @@ from kvant.cache import ModelCache
 from kvant.cache.layer_format import LayerFormat, stored_dtype
 from kvant.cache.pool import Pool, PoolSequence, sizes_alone
 from kvant.errors import ContextError
+from kvant.operators import paged_attention
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.front import Front
 from kvant.operators.rotary import Rotary
@@ -76,6 +77,7 @@ class _Machine(RuleBasedStateMachine):
         pages=st.sampled_from([40, 60, 12, 6]),
         step=st.sampled_from([64, 400]),
         tokens=st.sampled_from([300, 700, 0, 20]),
+        read_bytes=st.sampled_from([paged_attention.READ_BYTES, 1, 32 << 10]),
     )
     def make(
         self,
@@ -88,7 +90,9 @@ class _Machine(RuleBasedStateMachine):
         pages: int,
         step: int,
         tokens: int,
+        read_bytes: int,
     ) -> None:
+        paged_attention.READ_BYTES = read_bytes
         self.rng = np.random.default_rng(seed)
         self.step_size = step
         D = self.head_dim
@@ -385,6 +389,12 @@ def _run(case: type[_Machine], examples: int, steps: int) -> None:
         max_examples=examples, stateful_step_count=steps, deadline=None, derandomize=count(True, False), print_blob=True
     )
     case.TestCase().runTest()
+
+
+@pytest.fixture(autouse=True)
+def _read_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was, when a test has ended."""
+    monkeypatch.setattr(paged_attention, "READ_BYTES", paged_attention.READ_BYTES)
 
 
 def test_any_order() -> None:

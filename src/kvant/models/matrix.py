@@ -43,10 +43,11 @@ class DenseMatrix:
 
         For that all products are small ones, or none is.
         """
-        rows, in_one = x.size // x.shape[-1], SMALL_PRODUCT // max(1, self.weight.size)
-        if mx.default_device().type != mx.cpu or not rows:
+        rows = x.size // x.shape[-1]
+        if rows <= (not self.by_rows) or mx.default_device().type != mx.cpu:
             return x @ self.weight
-        if self.by_rows and 1 <= rows <= FEW_ROWS:
+        in_one = SMALL_PRODUCT // max(1, self.weight.size)
+        if self.by_rows and rows <= FEW_ROWS:
             return few_rows_product(x, [self.weight.T], None, cpu_streams())
         if self.by_rows:
             return _in_parallel(lambda part: x @ part.T, [self.weight.T], -1)

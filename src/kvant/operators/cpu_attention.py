@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import mlx.core as mx
 
@@ -161,8 +160,11 @@ def attend_singly(
         scores = [mx.where(own, score, 0.0) for score, own in zip(scores, living, strict=True)]
         alive = mx.concatenate(living)  # (N * B, K, H/K, 1)
     column = None if sinks is None else sinks.astype(mx.float32).reshape(1, K, H // K, 1)
-    weighted = _part if is_part else partial(_weighted, sinks=column)
-    output = mx.concatenate([weighted(score, value) for score, (_, value) in zip(scores, tokens, strict=True)])
+    weighted = [
+        _part(score, value) if is_part else _weighted(score, value, column)
+        for score, (_, value) in zip(scores, tokens, strict=True)
+    ]
+    output = mx.concatenate(weighted)
     if bias is not None:
         output = output + bias
     if alive is not None:

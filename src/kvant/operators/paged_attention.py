@@ -7,6 +7,7 @@ batching with cache_mode 1, cache_layout 3 and one layer. Keys and values of dif
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -110,17 +111,14 @@ def attend_rows(
     on_cpu = mx.default_device().type == mx.cpu
     few = S <= FEW_ROWS and on_cpu
     dtype = mx.float32 if few or bias_split is not None else query.dtype  # as attention takes them
-    at_once = READ_BYTES // _row_bytes(arrays[0], quant_bit)
+    at_once = max(READ_BYTES // _row_bytes(arrays[0], quant_bit), PARTS_OF_MANY * FEW_ROWS)
     counts = [sum(end - first for first, end in own) for own in rows.runs]
     size = at_once if few else at_once // PARTS_OF_MANY
-    options: dict[str, Any] = {"quant_bit": quant_bit, "size": size, "bias_split": bias_split, "sinks": sinks}
-
-    def in_parts(tokens: int) -> bool:
-        narrow = rows.window is not None and rows.window < tokens
-        return on_cpu and mask is None and not narrow and tokens > size
-
-    if R == 1 and in_parts(counts[0] + (S if waiting else 0)):
-        return _attend_in_parts(query, arrays, rows.runs[0], waiting, **options)
+    in_parts = None
+    if on_cpu and mask is None and rows.window is None and max(counts) > size:
+        in_parts = partial(_attend_in_parts, quant_bit=quant_bit, size=size, bias_split=bias_split, sinks=sinks)
+    if R == 1 and in_parts is not None:
+        return in_parts(query, arrays, rows.runs[0])
     if R == 1:
         one = few and S == 1 and quant_bit > 0
         keys, values = read_rows(arrays, rows.runs[0], waiting, quant_bit=quant_bit, dtype=dtype, key_dim=D, copy=one)
@@ -129,14 +127,14 @@ def attend_rows(
             return _attend_few_of_each(query, [(keys, values, first)], rows.window, bias_split, sinks)
         return _attend_one(query, keys, values, first, rows.window, bias_split, sinks, mask)
     outputs: list[mx.array] = []
-    for share in _shares(counts, at_once):
+    for share in _shares(counts, size):
         # The bytes of several sequences are put side by side and made floats in one multiplication: on a CPU twice as
         # fast as to take them by row numbers, and ten times as fast as to read padded pages (measured).
         joined = [run for own in rows.runs[share] for run in own]
         # Without this dependency MLX reads the tokens of every share before it uses the first.
         readable = mx.depends(arrays, outputs[-1:]) if outputs else arrays
-        if in_parts(counts[share.start]):
-            outputs.append(_attend_in_parts(query[share], readable, rows.runs[share.start], **options))
+        if in_parts is not None and counts[share.start] > size:
+            outputs.append(in_parts(query[share], readable, rows.runs[share.start]))
             continue
         keys, values = read_rows(readable, joined, quant_bit=quant_bit, dtype=dtype, key_dim=D, copy=few)
         ends = list(accumulate(counts[share]))[:-1]
@@ -280,7 +278,6 @@ def _attend_in_parts(
     query: mx.array,
     arrays: Sequence[mx.array],
     runs: Sequence[Run],
-    waiting: Sequence[mx.array] = (),
     *,
     quant_bit: int,
     size: int,
@@ -293,8 +290,7 @@ def _attend_in_parts(
     their tokens too.
     """
     _, H, S, D = query.shape
-    held = sum(end - first for first, end in runs)
-    T, streams, few = held + (S if waiting else 0), cpu_streams(), S <= FEW_ROWS
+    T, streams, few = sum(end - first for first, end in runs), cpu_streams(), S <= FEW_ROWS
     singles = query.transpose(2, 0, 1, 3).astype(mx.float32)  # (S, 1, H, D)
     parts: list[mx.array] = []
     for start in range(0, T if few else T - S + 1, size):
@@ -303,9 +299,8 @@ def _attend_in_parts(
         split = bias_split and replace(bias_split, rotation=bias_split.rotation[..., start:])
         with mx.stream(streams[len(parts) % len(streams)]):
             readable = mx.depends(arrays, [before])
-            more = [tokens[:, :, max(0, start - held) : max(0, end - held)] for tokens in waiting if end > held]
             options: dict[str, Any] = {"quant_bit": quant_bit, "dtype": mx.float32, "key_dim": D, "copy": quant_bit > 0}
-            key, value = read_rows(readable, _cut(runs, start, end), more, **options)
+            key, value = read_rows(readable, _cut(runs, start, end), **options)
             if bias_split is not None and sinks is not None:
                 value = value + bias_split.value_bias[:, None]
             if few:
