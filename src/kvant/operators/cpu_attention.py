@@ -54,19 +54,22 @@ def _part(scores: mx.array, value: mx.array) -> mx.array:
     return mx.concatenate([weights @ value, weights @ mx.ones((scores.shape[-1], 1)), largest], axis=-1)
 
 
-def join_parts(parts: Sequence[mx.array], sinks: mx.array | None) -> mx.array:
-    """Attention (B, H, S, Dv) to all tokens, from its parts (B, H, S, Dv + 2); sinks (H,) are one part more.
-
-    Source: FlashAttention (arXiv 2205.14135), the same sums in another order.
-    """
+def one_part(parts: Sequence[mx.array]) -> mx.array:
+    """Parts (B, H, S, Dv + 2) as one. Source: FlashAttention (arXiv 2205.14135), the same sums in another order."""
     joined = mx.stack(list(parts))
+    largest = joined[..., -1:].max(axis=0)
+    sums = joined[..., :-1] * mx.exp(joined[..., -1:] - largest)
+    return mx.concatenate([sums.sum(axis=0), largest], axis=-1)
+
+
+def join_parts(parts: Sequence[mx.array], sinks: mx.array | None) -> mx.array:
+    """Attention (B, H, S, Dv) to all tokens, from its parts (B, H, S, Dv + 2); sinks (H,) are one part more."""
     if sinks is not None:
         sink = mx.broadcast_to(sinks.astype(mx.float32)[:, None, None], (*parts[0].shape[:-1], 1))
-        sink = mx.concatenate([mx.zeros((*sink.shape[:-1], joined.shape[-1] - 2)), mx.ones(sink.shape), sink], axis=-1)
-        joined = mx.concatenate([joined, sink[None]])
-    largest = joined[..., -1:]
-    sums = (joined[..., :-1] * mx.exp(largest - largest.max(axis=0))).sum(axis=0)
-    return sums[..., :-1] / sums[..., -1:]
+        nothing = mx.zeros((*sink.shape[:-1], parts[0].shape[-1] - 2))
+        parts = [*parts, mx.concatenate([nothing, mx.ones(sink.shape), sink], axis=-1)]
+    joined = one_part(parts)
+    return joined[..., :-2] / joined[..., -2:-1]
 
 
 def _weighted(scores: mx.array, value: mx.array, sinks: mx.array | None) -> mx.array:

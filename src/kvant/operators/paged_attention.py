@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, value_bias_of
-from kvant.operators.cpu_attention import attend_singly, join_parts, queries_at_once
+from kvant.operators.cpu_attention import attend_singly, join_parts, one_part, queries_at_once
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import both_masks, window_mask
 from kvant.operators.paged_kernel import StepPages, attend_pages
@@ -111,9 +111,8 @@ def attend_rows(
     on_cpu = mx.default_device().type == mx.cpu
     few = S <= FEW_ROWS and on_cpu
     dtype = mx.float32 if few or bias_split is not None else query.dtype  # as attention takes them
-    at_once = max(READ_BYTES // _row_bytes(arrays[0], quant_bit), PARTS_OF_MANY * FEW_ROWS)
     counts = [sum(end - first for first, end in own) for own in rows.runs]
-    size = at_once if few else at_once // PARTS_OF_MANY
+    size = tokens_at_once(_row_bytes(arrays[0], quant_bit), S)
     in_parts = None
     if on_cpu and mask is None and rows.window is None and max(counts) > size:
         in_parts = partial(_attend_in_parts, quant_bit=quant_bit, size=size, bias_split=bias_split, sinks=sinks)
@@ -147,6 +146,12 @@ def attend_rows(
     if (padding := R - len(counts)) > 0:
         outputs.append(mx.zeros((padding, *outputs[0].shape[1:]), query.dtype))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def tokens_at_once(row_bytes: int, new_tokens: int) -> int:
+    """Tokens that are floats at once for so many queries of each sequence, of ``row_bytes`` each."""
+    most = max(READ_BYTES // row_bytes, PARTS_OF_MANY * FEW_ROWS)
+    return most if new_tokens <= FEW_ROWS else most // PARTS_OF_MANY
 
 
 def read_rows(
@@ -293,11 +298,11 @@ def _attend_in_parts(
     T, streams, few = sum(end - first for first, end in runs), cpu_streams(), S <= FEW_ROWS
     singles = query.transpose(2, 0, 1, 3).astype(mx.float32)  # (S, 1, H, D)
     parts: list[mx.array] = []
-    for start in range(0, T if few else T - S + 1, size):
+    for number, start in enumerate(range(0, T if few else T - S + 1, size)):
         end = T if not few and start + size > T - S else min(T, start + size)
         before = parts[-len(streams)] if len(parts) >= len(streams) else query
         split = bias_split and replace(bias_split, rotation=bias_split.rotation[..., start:])
-        with mx.stream(streams[len(parts) % len(streams)]):
+        with mx.stream(streams[number % len(streams)]):
             readable = mx.depends(arrays, [before])
             options: dict[str, Any] = {"quant_bit": quant_bit, "dtype": mx.float32, "key_dim": D, "copy": quant_bit > 0}
             key, value = read_rows(readable, _cut(runs, start, end), **options)
@@ -310,6 +315,8 @@ def _attend_in_parts(
                 parts.append(part.transpose(1, 2, 0, 3))  # (1, H, those that see a token here, Dv + 2)
             else:
                 parts.append(attend_tokens(query, key, value, is_causal=end == T, bias_split=split, is_part=True))
+        if not few and len(parts) > 2 * len(streams):  # they are large
+            parts[:2] = [one_part(parts[:2])]
     fewer = S - parts[-1].shape[2]  # of a few queries, those before the last part
     outputs = [join_parts([part[:, :, :fewer] for part in parts[:-1]], sinks)] if fewer else []
     outputs.append(join_parts([part[:, :, fewer:] for part in parts[:-1]] + parts[-1:], sinks))

@@ -12,6 +12,7 @@ from kvant.models.caches import pool_size
 from kvant.models.config import ModelConfig
 from kvant.models.matrix import DEQUANTIZED_ELEMENTS
 from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
+from kvant.operators.paged_attention import tokens_at_once
 from kvant.operators.score_blocks import GPU_BLOCK_SCORES, device_kind, makes_scores
 from kvant.operators.streams import cpu_streams
 from kvant.tools.plan.bridged import BridgedCheckpoint
@@ -170,11 +171,15 @@ def scratch_bytes(
             mask="added" if mask else "causal",
             dtype=mx.float32 if in_float32 else mx.bfloat16,
         )
-        scores = FLOAT32 * _scores_at_once(new, heads, own, on_cpu=on_cpu) if made else 0
+        floats, streams = sequences * own, 1
+        at_once = tokens_at_once(FLOAT32 * kv_row, new)
+        if on_cpu and not mask and own > at_once:  # in parts, from every core
+            streams = len(cpu_streams())
+            floats, own = min(floats, streams * at_once + new), min(own, at_once + new)
+        scores = streams * FLOAT32 * _scores_at_once(new, heads, own, on_cpu=on_cpu) if made else 0
         cast = FLOAT32 if not on_cpu and not splits and (made or mask) else 0
         queued = 1 if on_cpu else QUEUED_LAYERS - (1 if splits or cast else 0)
-        floats = kv_row * own * (forms + cast) * queued
-        seen = max(seen, mask + sequences * (scores + floats))
+        seen = max(seen, mask + sequences * scores + kv_row * floats * (forms + cast) * queued)
     weights = _float_weights(config) if on_cpu and config.quantization is not None else 0
     rows = 0 if part is not None and part.rank else LOGITS_COPIES
     rows += GATHERED_COPIES if part is not None and part.divided and not checkpoint.tied else 0
