@@ -82,9 +82,11 @@ def test_sampling_flags_are_applied() -> None:
 
 
 def test_late_imports() -> None:
-    """Other commands do not wait for those of bench, report and pull; nor a benchmark for its plot."""
+    """The help does not wait for the engine, other commands for bench, report and pull, a benchmark for its plot."""
     late = ("kvant.tools.bench", "kvant.tools.report", "huggingface_hub", "matplotlib", "rich")
-    code = f"import kvant.cli.app, sys; found = [name for name in sys.modules if name.startswith({late})]"
+    engine = ("kvant.cache", "kvant.engine", "kvant.models", "kvant.operators", *late)
+    code = f"import kvant.cli.app, sys; found = [name for name in sys.modules if name.startswith({engine})]"
+    code += f"; import kvant.cli.generate; found += [name for name in sys.modules if name.startswith({late})]"
     code += "; import kvant.tools.bench.plot; sys.exit(bool(found) or 'matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

@@ -11,15 +11,15 @@ from typing import Annotated, NoReturn
 import typer
 from typer.exceptions import TyperException
 
-from kvant.cli import config, interrupts, options, ranks
-from kvant.cli.options import BadValueError
+from kvant.cli import interrupts, ranks
+from kvant.cli.defaults import CONFIGURED, BadValueError
 from kvant.cli.terminal import escaping_standard_error
 from kvant.errors import EXIT_INTERRUPTED, ArgumentError, KvantError, one_line, printable
 from kvant.text.process import TextProcess
 
 EXIT_FAILED = 1
-# In the order of the help, which has these summaries. Each is imported when it is asked for: together they take longer
-# than a short answer.
+# In the order of the help, which has these summaries. Each is imported when it is asked for, and the engine with it:
+# together they take longer than a short answer.
 COMMANDS = {
     "generate": "Answer one prompt.",
     "chat": "Talk with a model; the history stays in the cache.",
@@ -106,7 +106,7 @@ def _run(early: interrupts.Handler | None) -> int:
         gc.enable()
         interrupts.begin(early)
         name = sys.argv[1] if sys.argv[1:2] else ""
-        defaults = {name: config.defaults(name)} if name in config.COMMANDS else {}
+        defaults = {name: import_module("kvant.cli.config").defaults(name)} if name in CONFIGURED else {}
         code = command(standalone_mode=False, prog_name=NAME, obj=process, default_map=defaults)
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
@@ -114,7 +114,7 @@ def _run(early: interrupts.Handler | None) -> int:
     except TyperException as error:  # a bad flag or value
         return _report(printable(" ".join(error.format_message().split())), getattr(error, "exit_code", 2))
     except ArgumentError as error:  # the same, found further down
-        return _report(printable(error.worded(options.flag)), BadValueError.exit_code)
+        return _report(printable(error.worded(import_module("kvant.cli.options").flag)), BadValueError.exit_code)
     except (KvantError, ImportError) as error:
         return _report(str(error), EXIT_FAILED)
     except (MemoryError, RuntimeError) as error:  # MLX's own, such as an allocation that failed

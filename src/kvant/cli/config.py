@@ -16,7 +16,7 @@ import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 from kvant.cli import options
-from kvant.cli.defaults import BadValueError, Defaults
+from kvant.cli.defaults import CONFIGURED, BadValueError, Defaults
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import KvantError, did_you_mean, one_line
 from kvant.files import read_given
@@ -24,7 +24,6 @@ from kvant.files import read_given
 FILE = "config.toml"
 MAX_BYTES = 32 * 1024  # the reader of TOML takes more than linear time
 PATH_VARIABLE, MODEL_VARIABLE = "KVANT_CONFIG", "KVANT_MODEL"
-COMMANDS = ("generate", "chat", "serve", "plan", "report")  # that take defaults from it
 PRESETS = "presets"
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list of strings"}
 
@@ -68,7 +67,7 @@ def read_settings() -> Settings:
         raw = tomllib.loads(data.decode().replace("\r\n", "\n"))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
         raise BadValueError(f"{path}: not TOML: {one_line(error)}") from error
-    tables = {name: raw.pop(name) for name in (*COMMANDS, PRESETS) if name in raw}
+    tables = {name: raw.pop(name) for name in (*CONFIGURED, PRESETS) if name in raw}
     presets = tables.pop(PRESETS, {})
     named = {f"{PRESETS}.{name}": table for name, table in presets.items()} if isinstance(presets, dict) else {}
     for name, table in {**tables, PRESETS: presets, **named}.items():
@@ -179,7 +178,7 @@ def config(
         return
     settings = read_settings()
     checked_presets(settings)
-    for command in settings.commands or COMMANDS[:1]:
+    for command in settings.commands or CONFIGURED[:1]:
         checked_tables(settings, command, command_flags(command))
     if settings.path is None:
         print(f"# {wanted} is not there" if wanted else f"# no file: {PATH_VARIABLE} is empty")

@@ -6,9 +6,9 @@ from typing import Any
 import typer
 from typer.exceptions import TyperException
 
-from kvant.engine.sampling import NEUTRAL, OPTIONS
 from kvant.errors import did_you_mean
 
+CONFIGURED = ("generate", "chat", "serve", "plan", "report")  # commands that take defaults from the config file
 OF_THE_TEMPLATE = ("system_prompt", "chat_template_config")  # they do nothing without a chat template
 
 
@@ -89,6 +89,8 @@ def blocked_by(name: str, values: Mapping[str, Any]) -> str | None:
         return "ignore_chat_template" if values.get("ignore_chat_template") else None
     if name == "extra_eos_token":
         return "ignore_eos" if values["ignore_eos"] else None
+    from kvant.engine.sampling import NEUTRAL, OPTIONS
+
     needs = OPTIONS[name].metadata["needs"] if name in OPTIONS else ""
     if not needs or values[needs] is None or values[needs] != NEUTRAL.get(needs, OPTIONS[needs].default):
         return None
