@@ -18,6 +18,7 @@ from kvant.models.caches import pool_size
 from kvant.operators import paged_attention, stored_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.dynamic_batching import multi_head_cache_attention
+from kvant.operators.paged_attention import PagedRows
 from kvant.operators.quantization import quantize
 from kvant.operators.rotary import Rotary
 from kvant.sizes import format_bytes
@@ -103,7 +104,7 @@ def test_a_few_tokens_of_each_are_as_each_alone(
     def attend(query: mx.array, ends: list[int], new_tokens: int) -> mx.array:
         starts = [0 if window is None else max(0, end - new_tokens + 1 - window) for end in ends]
         runs = [[(100 * b + start, 100 * b + end)] for b, (start, end) in enumerate(zip(starts, ends, strict=True))]
-        rows = paged_attention.PagedRows([], runs, starts, window)
+        rows = PagedRows([], runs, starts, window)
         return paged_attention.attend_rows(query, arrays, rows, quant_bit=bits, **extra)
 
     output = attend(query, [length + S for length in lengths], S)
@@ -120,6 +121,21 @@ def test_a_few_tokens_of_each_are_as_each_alone(
 
 
 @on_a_cpu
+def test_where_parts_begin_a_few_tokens_are_as_each_alone() -> None:
+    K, D, S = 2, 64, 5
+    size = paged_attention.tokens_at_once(2 * K * D * 4, S)
+    arrays = list(quantize(mx.random.normal((2, K, size + 9, D)), quant_bit=8, quant_group=32))
+    query = mx.random.normal((1, 2 * K, S, D))
+
+    def attend(query: mx.array, end: int) -> mx.array:
+        return paged_attention.attend_rows(query, arrays, PagedRows([], [[(0, end)]], [0], None), quant_bit=8)
+
+    output = attend(query, size + 2)
+    for i in range(S):
+        assert mx.array_equal(output[:, :, i : i + 1], attend(query[:, :, i : i + 1], size + 2 - S + i + 1))
+
+
+@on_a_cpu
 @pytest.mark.parametrize("bits", [8, 4, 0])
 @pytest.mark.parametrize("new_tokens", [1, 4, 200])
 def test_what_a_long_context_takes_is_bounded(new_tokens: int, bits: int) -> None:
@@ -129,7 +145,7 @@ def test_what_a_long_context_takes_is_bounded(new_tokens: int, bits: int) -> Non
     arrays = list(quantize(values, quant_bit=bits, quant_group=32)) if bits else [values]
     query = mx.random.normal((1, 2 * K, new_tokens, D))
     mx.eval(arrays, query)
-    rows = paged_attention.PagedRows([], [[(0, T)]], [0], None)
+    rows = PagedRows([], [[(0, T)]], [0], None)
     assert peak_bytes(lambda: mx.eval(paged_attention.attend_rows(query, arrays, rows, quant_bit=bits))) < 40 << 20
 
 
@@ -138,9 +154,7 @@ def test_tokens_are_read_a_share_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     K, D, B = 4, 64, 8
     arrays = [mx.ones((2, K, B * 1024, D), mx.int8), mx.random.normal((2, K, B * 1024, D // 32)).astype(mx.float16)]
     query, key = (mx.random.normal((B, heads, 1, D)) for heads in (2 * K, K))
-    rows = paged_attention.PagedRows(
-        mx.arange(999, B * 1024, 1024), [[(b * 1024, b * 1024 + 1000)] for b in range(B)], [0] * B, None
-    )
+    rows = PagedRows(mx.arange(999, B * 1024, 1024), [[(b * 1024, b * 1024 + 1000)] for b in range(B)], [0] * B, None)
     mx.eval(arrays, query, key)
     found: list[mx.array] = []
 
