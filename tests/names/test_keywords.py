@@ -73,7 +73,6 @@ REFUSED_BY_LOAD: list[tuple[dict[str, Any], str]] = [
     ({"path_or_hf_repo": None}, "path_or_hf_repo is missing"),
     ({"path_or_hf_repo": "a", "path_or_name": "b"}, "path_or_hf_repo is given beside path_or_name"),
     ({"model_config": {"rope_theta": 1.0}}, "model_config has rope_theta"),
-    ({"lazy": True}, "lazy is True"),
     ({"path_or_hf_repo": "pocket", "revision": "main"}, "revision is 'main'"),
     ({"trust_remote_code": True}, "trust_remote_code is True; nothing in a model folder is executed"),
     ({"tokenizer_config": {"trust_remote_code": True}}, r"\['trust_remote_code'\] is True; nothing in a model"),
@@ -86,6 +85,12 @@ REFUSED_BY_LOAD: list[tuple[dict[str, Any], str]] = [
 def test_load_refuses_before_it_looks_for_the_model(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(**{"path_or_hf_repo": "no/such-model"} | arguments)
+
+
+def test_lazy_loads_and_says_that_it_did_it_at_once() -> None:
+    with pytest.warns(UserWarning, match="lazy is True; every weight is read at load"):
+        model, _ = load("pocket", lazy=True)
+    assert model.nbytes
 
 
 def test_an_end_of_text_token_of_ones_own(pocket_folder: Path) -> None:

@@ -1,5 +1,6 @@
 """A model's name or folder to a decoder and a tokenizer."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
@@ -64,7 +65,8 @@ def load(
             ``pocket``. Nothing is downloaded: ``kvant pull`` does that.
         tokenizer_config: ``eos_token``, a token of the vocabulary that ends a text instead of the tokenizer's own, and
             ``chat_template``, Jinja source. Any other key is refused.
-        model_config, lazy, trust_remote_code: refused, but for None, False and what is empty.
+        model_config, trust_remote_code: refused, but for None, False and what is empty.
+        lazy: True warns: every weight is read and checked at load, one layer after the other.
         adapter_path: the folder of a LoRA or DoRA adapter as mlx-lm trains it.
         return_config: return the folder's config.json too.
         revision: a repository's commit, branch or tag, as it was pulled; refused for a folder and for ``pocket``.
@@ -86,7 +88,9 @@ def load(
         raise ArgumentError("path_or_hf_repo", "is missing; expected a folder, a name or 'pocket'")
     if path_or_hf_repo is not None and path_or_name is not None:
         raise ArgumentError("path_or_hf_repo", "is given beside path_or_name; expected one of them")
-    _check(tokenizer_config, model_config, lazy=lazy, trust_remote_code=trust_remote_code)
+    _check(tokenizer_config, model_config, trust_remote_code=trust_remote_code)
+    if lazy:
+        warnings.warn("lazy is True; every weight is read at load, one layer after the other", stacklevel=2)
     folder = find_model(name, revision)
     model, tokenizer = load_folder(folder, adapter_path=adapter_path)
     settings = tokenizer_config or {}
@@ -110,7 +114,6 @@ def _check(
     tokenizer_config: Mapping[str, Any] | None,
     model_config: Mapping[str, Any] | None,
     *,
-    lazy: bool,
     trust_remote_code: bool,
 ) -> None:
     """Refuse what :func:`kvant.load` cannot do."""
@@ -119,8 +122,6 @@ def _check(
             raise ArgumentError(name, f"is a {type(given).__name__}; expected a dict")
     if model_config:
         raise ArgumentError("model_config", f"has {_names(model_config)}; a model is as its folder's config.json says")
-    if lazy:
-        raise ArgumentError("lazy", "is True; every weight is read and checked at load, one layer after the other")
     settings = dict(tokenizer_config or {})
     for name, value in (
         ("trust_remote_code", trust_remote_code),
