@@ -123,7 +123,7 @@ def test_a_few_tokens_of_each_are_as_each_alone(
 @on_a_cpu
 def test_where_parts_begin_a_few_tokens_are_as_each_alone() -> None:
     K, D, S = 2, 64, 5
-    size = paged_attention.tokens_at_once(2 * K * D * 4, S)
+    size = paged_attention.tokens_at_once(2 * K * D * 4, S, 8)
     arrays = list(quantize(mx.random.normal((2, K, size + 9, D)), quant_bit=8, quant_group=32))
     query = mx.random.normal((1, 2 * K, S, D))
 

@@ -112,7 +112,7 @@ def attend_rows(
     few = S <= FEW_ROWS and on_cpu
     dtype = mx.float32 if few or bias_split is not None else query.dtype  # as attention takes them
     counts = [sum(end - first for first, end in own) for own in rows.runs]
-    size = tokens_at_once(_row_bytes(arrays[0], quant_bit), S)
+    size = tokens_at_once(_row_bytes(arrays[0], quant_bit), S, quant_bit)
     in_parts = None
     if on_cpu and mask is None and rows.window is None and max(counts) > size:
         in_parts = partial(_attend_in_parts, quant_bit=quant_bit, size=size, bias_split=bias_split, sinks=sinks)
@@ -148,9 +148,12 @@ def attend_rows(
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
-def tokens_at_once(row_bytes: int, new_tokens: int) -> int:
-    """Tokens that are floats at once for so many queries of each sequence, of ``row_bytes`` each."""
-    most = max(READ_BYTES // row_bytes, PARTS_OF_MANY * FEW_ROWS)
+def tokens_at_once(row_bytes: int, new_tokens: int, quant_bit: int) -> int:
+    """Tokens that are floats at once for so many queries of each sequence, of ``row_bytes`` each.
+
+    Those that are stored as floats, and are only read, are twice as many.
+    """
+    most = max(READ_BYTES * (1 if quant_bit else 2) // row_bytes, PARTS_OF_MANY * FEW_ROWS)
     return most if new_tokens <= FEW_ROWS else most // PARTS_OF_MANY
 
 

@@ -172,10 +172,10 @@ def scratch_bytes(
             dtype=mx.float32 if in_float32 else mx.bfloat16,
         )
         floats, streams = sequences * own, 1
-        at_once = tokens_at_once(FLOAT32 * kv_row, new)
-        if on_cpu and not mask and own > at_once:  # in parts, from every core
-            streams = len(cpu_streams())
-            floats, own = min(floats, streams * at_once + new), min(own, at_once + new)
+        at_once = tokens_at_once(FLOAT32 * kv_row, new, bits)
+        if on_cpu and not mask:  # in parts, from every core
+            floats = min(floats, len(cpu_streams()) * at_once + new)
+            own, streams = min(own, at_once + new), len(cpu_streams()) if own > at_once else 1
         scores = streams * FLOAT32 * _scores_at_once(new, heads, own, on_cpu=on_cpu) if made else 0
         cast = FLOAT32 if not on_cpu and not splits and (made or mask) else 0
         queued = 1 if on_cpu else QUEUED_LAYERS - (1 if splits or cast else 0)
