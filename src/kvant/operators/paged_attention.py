@@ -151,9 +151,9 @@ def attend_rows(
 def tokens_at_once(row_bytes: int, new_tokens: int, quant_bit: int) -> int:
     """Tokens that are floats at once for so many queries of each sequence, of ``row_bytes`` each.
 
-    Those that are stored as floats, and are only read, are twice as many.
+    Those that are stored as floats, and are only read, are four times as many.
     """
-    most = max(READ_BYTES * (1 if quant_bit else 2) // row_bytes, PARTS_OF_MANY * FEW_ROWS)
+    most = max(READ_BYTES * (1 if quant_bit else 4) // row_bytes, PARTS_OF_MANY * FEW_ROWS)
     return most if new_tokens <= FEW_ROWS else most // PARTS_OF_MANY
 
 
