@@ -44,7 +44,7 @@ class DenseMatrix:
         For that all products are small ones, or none is.
         """
         rows = x.size // x.shape[-1]
-        if rows <= (not self.by_rows) or mx.default_device().type != mx.cpu:
+        if rows == 0 or (rows == 1 and not self.by_rows) or mx.default_device().type != mx.cpu:
             return x @ self.weight
         in_one = SMALL_PRODUCT // max(1, self.weight.size)
         if self.by_rows and rows <= FEW_ROWS:
