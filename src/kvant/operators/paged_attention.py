@@ -116,9 +116,7 @@ def attend_rows(
     in_parts = None
     if on_cpu and mask is None and rows.window is None and max(counts) > size:
         in_parts = partial(_attend_in_parts, quant_bit=quant_bit, size=size, bias_split=bias_split, sinks=sinks)
-    if R == 1 and in_parts is not None:
-        return in_parts(query, arrays, rows.runs[0])
-    if R == 1:
+    if R == 1 and in_parts is None:
         one = few and S == 1 and quant_bit > 0
         keys, values = read_rows(arrays, rows.runs[0], waiting, quant_bit=quant_bit, dtype=dtype, key_dim=D, copy=one)
         first, T = rows.first[0], keys.shape[2]
@@ -307,8 +305,8 @@ def _attend_in_parts(
         split = bias_split and replace(bias_split, rotation=bias_split.rotation[..., start:])
         with mx.stream(streams[number % len(streams)]):
             readable = mx.depends(arrays, [before])
-            options: dict[str, Any] = {"quant_bit": quant_bit, "dtype": mx.float32, "key_dim": D, "copy": quant_bit > 0}
-            key, value = read_rows(readable, _cut(runs, start, end), **options)
+            own, copy = _cut(runs, start, end), quant_bit > 0
+            key, value = read_rows(readable, own, quant_bit=quant_bit, dtype=mx.float32, key_dim=D, copy=copy)
             if bias_split is not None and sinks is not None:
                 value = value + bias_split.value_bias[:, None]
             if few:
