@@ -15,7 +15,7 @@ from kvant.bridge.config import BridgedConfig
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.pool import reserve
 from kvant.bridge.probe import Attention
-from kvant.bridge.prompt_cache import PromptCacheLayer
+from kvant.bridge.prompt_cache import PromptCacheLayer, SequenceLayers
 from kvant.cache import CacheOptions, ModelCache
 from kvant.cache.layer_format import DTYPE_NAMES
 from kvant.cache.pool import sizes_alone
@@ -104,7 +104,7 @@ def alone(
     """A layer of a prompt cache, of 2 kv heads, with no other beside it."""
     leaf = Attention(2, *widths, DTYPE_NAMES[dtype], window, chunk, value_is_key=False, shared=False)
     pool = reserve([leaf], sizes_alone(max_kv_size), CacheOptions(**options), dtype=dtype, make_cache=ModelCache)
-    return PromptCacheLayer(ModelCache(pool), [], {})
+    return PromptCacheLayer(ModelCache(pool), SequenceLayers())
 
 
 def feed(model: Any, cache: Any, tokens: list[int]) -> mx.array:

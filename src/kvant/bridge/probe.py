@@ -85,7 +85,9 @@ def probe(model: Model) -> list[Entry]:
 
 def called(model: Model) -> tuple[list[Any], mx.array]:
     """The caches of a call of ``model`` that is never evaluated, which hold what they were given, and its logits."""
-    made = mlx_lm_cache.make_prompt_cache(model)
+    # The class's own: a model may have been given kvant's caches in its place.
+    own = getattr(type(model), "make_cache", None)
+    made = [mlx_lm_cache.KVCache() for _ in model.layers] if own is None else own(model)  # type: ignore[attr-defined]
     probes = [_probe_of(cache, number) for number, cache in enumerate(made)]
     return probes, model(mx.zeros((1, PROBE_TOKENS), mx.int32), cache=probes)
 

@@ -1,10 +1,14 @@
 """Prompt caches for mlx-lm's own loops: each layer counts for itself, in kvant's memory."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
+from kvant.bridge.batch_layer import BatchLayer
 from kvant.bridge.layers import BridgedLayer, Mask, StepRows
 from kvant.bridge.pool import pool_needs, reserve
 from kvant.bridge.probe import Attention, Model, State, caches_of, leaves_of, probe
@@ -14,31 +18,77 @@ from kvant.cache.model import NotSaved
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pool import sizes_alone
 from kvant.models.caches import check_memory
+from kvant.operators.paged_attention import PagedRows
 
-Masks = dict[tuple[int, int], dict[tuple[int | None, int], mx.array]]  # by position and new tokens of a step
+
+@dataclass(eq=False, slots=True)
+class SequenceLayers:
+    """What the layers of one sequence share.
+
+    Attributes:
+        caches: of all layers: none goes back further than all of them can.
+        masks: that the layers made in this step, by its position and new tokens; a model gives one layer's to another.
+        joint_masks: the same of a batch whose first sequence this is, by the positions of all.
+        copy: the last copy, which has no more layers than were copied so far.
+    """
+
+    caches: list[ModelCache] = field(default_factory=list)
+    masks: dict[tuple[int, int], dict[tuple[int | None, int], mx.array]] = field(default_factory=dict)
+    joint_masks: dict[tuple[tuple[int, ...], ...], dict[int | None, mx.array]] = field(default_factory=dict)
+    copy: "SequenceLayers | None" = None
 
 
 class PromptCacheLayer(BridgedLayer):
     """A layer's keys and values as mlx-lm's loops use a cache: every append counts at once.
 
-    A step begins with its mask or its tokens.
+    A step begins with its mask or its tokens. A copy shares the memory until one of the two is changed.
     """
 
-    def __init__(self, cache: ModelCache, every: list[ModelCache], masks: Masks) -> None:
+    def __init__(
+        self, cache: ModelCache, sequence: SequenceLayers, holders: "WeakSet[PromptCacheLayer] | None" = None
+    ) -> None:
         """For a cache of one layer.
 
         Args:
-            every: those of all layers of the model, this one too: none goes back further than all of them can.
-            masks: that the layers made in this step; a model gives one layer's mask to another.
+            sequence: it becomes the next layer of.
+            holders: the copies that share the cache; None: there are none.
         """
-        self._cache, self._every, self._masks = cache, every, masks
-        every.append(cache)
-        super().__init__(cache.unwritten, cache.pool.parts[0], cache.pool.layers[0], self._begun(1))
+        self.sequence, self._place = sequence, len(sequence.caches)
+        sequence.caches.append(cache)
+        self._holders: WeakSet[PromptCacheLayer] = WeakSet() if holders is None else holders
+        self._hold(cache)
+
+    def _hold(self, cache: ModelCache) -> None:
+        self._cache = self.sequence.caches[self._place] = cache
+        self._holders.add(self)
+        part = cache.pool.parts[0]
+        none = StepRows(PagedRows(None, [[]], [0], part.window), part.window, (cache.offset,), 0)
+        super().__init__(cache.unwritten, part, cache.pool.layers[0], none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PromptCacheLayer":
         """The same layer of a copy of all."""
-        every, masks = memo.setdefault(id(self._every), []), memo.setdefault(id(self._masks), {})
-        return PromptCacheLayer(self._cache.fork(), every, masks)
+        return PromptCacheLayer(
+            self._cache, memo.setdefault(id(self.sequence), SequenceLayers()), holders=self._holders
+        )
+
+    def copied(self) -> "PromptCacheLayer":
+        """The same layer of a copy whose layers are made one after the other."""
+        sequence = self.sequence
+        if sequence.copy is None or len(sequence.copy.caches) != self._place:
+            sequence.copy = SequenceLayers()
+        return PromptCacheLayer(self._cache, sequence.copy, holders=self._holders)
+
+    def _own(self) -> None:
+        """Have memory of its own, before it is changed."""
+        if len(self._holders) > 1:
+            self._holders.discard(self)
+            self._holders = WeakSet()
+            self._hold(self._cache.fork())
+
+    @classmethod
+    def merge(cls, layers: "Sequence[PromptCacheLayer]") -> BatchLayer:
+        """The layer of several sequences, for mlx-lm's batches; what it appends these do not see."""
+        return BatchLayer.merge(layers)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -62,6 +112,7 @@ class PromptCacheLayer(BridgedLayer):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (1, K, S, D) keys and (1, K, S, Dv) values; see :class:`BridgedLayer`."""
+        self._own()
         self._begin_for(keys.shape[2])
         fetched = super().update_and_fetch(keys, values)
         self._cache.held.commit([0] * keys.shape[2])  # what waits is written before the next step
@@ -69,8 +120,37 @@ class PromptCacheLayer(BridgedLayer):
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """The mask of N new tokens: "causal", None or a boolean array."""
+        self._own()
         self._begin_for(N)
         return super().make_mask(N, return_array, window_size)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query sees; None: all."""
+        return self._part.window
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether a query sees its own chunk alone."""
+        return self._part.in_chunks
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other layers ask for what was fetched."""
+        return self._layer.format.shared
+
+    @property
+    def new_tokens(self) -> int:
+        """Of the step that was begun."""
+        return self._step.new_tokens
+
+    def mask_of_step(self, window: int | None) -> Mask:
+        """The mask of the step that was begun, whether its tokens were appended or not."""
+        return super().make_mask(self._step.new_tokens, False, window)
+
+    def tokens_read(self, new_tokens: int) -> int:
+        """How many tokens a step of so many new ones reads, these included."""
+        return self._cache.offset + new_tokens - self._part.first_read(self._cache.offset)
 
     @property
     def keys(self) -> mx.array:
@@ -92,14 +172,15 @@ class PromptCacheLayer(BridgedLayer):
     def is_trimmable(self) -> bool:
         """Whether the last token can be forgotten, by all layers."""
         length = max(0, self.size() - 1)
-        return all(cache.can_trim_to(length) for cache in self._every)
+        return all(cache.can_trim_to(length) for cache in self.sequence.caches)
 
     def trim(self, num_tokens: int) -> int:
         """Forget the last tokens, or all there are. Returns how many were forgotten."""
         length = max(0, self.size() - num_tokens)
-        for cache in self._every:
+        for cache in self.sequence.caches:
             if not cache.can_trim_to(length):
                 cache.trim_to(length)  # which says why not
+        self._own()
         forgotten = self._cache.trim(num_tokens)
         self.offset = self.size()
         return forgotten
@@ -112,10 +193,11 @@ class PromptCacheLayer(BridgedLayer):
     def _begun(self, tokens: int) -> StepRows:
         self._cache.begin(mx.zeros((1, tokens), mx.int32))
         place = self._cache.offset, tokens
-        if place not in self._masks:
-            self._masks.clear()
+        masks = self.sequence.masks
+        if place not in masks:
+            masks.clear()
         step = StepRows.of(self._cache, self._cache.pool.parts[0], tokens)
-        step.masks = self._masks.setdefault(place, step.masks)
+        step.masks = masks.setdefault(place, step.masks)
         return step
 
 
@@ -137,8 +219,7 @@ def make_prompt_cache(model: Model, max_kv_size: int, options: CacheOptions = DE
     found = probe(model)
     check_memory(max_kv_size, sum(pool_needs(found, sizes_alone(max_kv_size), options)))
     states = [leaf for leaf in leaves_of(found) if isinstance(leaf, State)]
-    every: list[ModelCache] = []
-    masks: Masks = {}
+    sequence = SequenceLayers()
 
     def one(leaf: Attention | State) -> Any:
         if isinstance(leaf, State):
@@ -149,6 +230,6 @@ def make_prompt_cache(model: Model, max_kv_size: int, options: CacheOptions = DE
             sizes, dtype = sizes_alone(tokens), DTYPES[leaf.dtype]
             return ModelCache(reserve([leaf, *states], sizes, options, dtype=dtype, make_cache=made))
 
-        return PromptCacheLayer(made(max_kv_size), every, masks)
+        return PromptCacheLayer(made(max_kv_size), sequence)
 
     return caches_of(found, one)

@@ -5,9 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvant.cache.layer_format import LayerFormat
 from kvant.cache.model import KVCache, ModelCache
 from kvant.cache.snapshot import read_header
 from kvant.errors import ContextError, SnapshotError
+from kvant.operators.stored_tokens import fitted_tokens
+
+UNKNOWN_ID = 0  # of a token whose id the file does not say
 
 
 class PromptCacheFile(Sequence[KVCache]):
@@ -20,7 +24,8 @@ class PromptCacheFile(Sequence[KVCache]):
     def __init__(self, path: Path, max_seq_len: int | None = None) -> None:
         """``max_seq_len``: the reservation; None: as it was."""
         self.header = read_header(path)
-        self._path, self._max_seq_len = path, max_seq_len or self.header.reservation
+        self._path = path
+        self._max_seq_len: int | None = max_seq_len or self.header.reservation
         self._cache: ModelCache | None = None
 
     @property
@@ -56,3 +61,53 @@ class PromptCacheFile(Sequence[KVCache]):
 
     def __len__(self) -> int:
         return len(self.header.layers) if self._cache is None else len(self._cache)
+
+
+class PlainCacheFile(PromptCacheFile):
+    """mlx-lm's file. A model's cache takes the keys and values of plain caches, without quantization.
+
+    Until then it is a sequence of mlx-lm's caches. The file has no token ids: logits processors see 0 in their place.
+    """
+
+    def __init__(self, path: Path, layers: Sequence[Any], max_seq_len: int | None = None) -> None:
+        """``layers``: mlx-lm's caches."""
+        self._path, self._max_seq_len, self._cache = path, max_seq_len, None
+        self._layers = list(layers)
+
+    def taken(self, make_cache: Callable[..., ModelCache]) -> ModelCache:
+        if self._cache is None:
+            if kinds := {type(layer).__name__ for layer in self._layers} - {"KVCache"}:
+                raise SnapshotError(
+                    f"{self._path}: caches of {', '.join(sorted(kinds))}; expected mlx-lm's KVCache alone"
+                )
+            made = make_cache(self._max_seq_len, kv_bits=0, bias_split=False)
+            if len(made.pool.layers) != len(self._layers) or made.pool.states:
+                raise SnapshotError(
+                    f"{self._path}: of another model: it has {len(self._layers)} caches; expected {len(made)}"
+                )
+            length = max((layer.offset for layer in self._layers), default=0)
+            made.reserve(length)
+            made.held.begin_at(dict.fromkeys(made.pool.layers, 0), length)
+            for number, (layer, own) in enumerate(zip(made.pool.layers, self._layers, strict=True)):
+                self._put(made, number, layer.format, own, length)
+            made.held.restore(length, [UNKNOWN_ID] * length)
+            self._cache, self._layers = made, []
+        return self._cache
+
+    def _put(self, made: ModelCache, number: int, expected: LayerFormat, own: Any, length: int) -> None:
+        keys, values = own.keys[..., :length, :], own.values[..., :length, :]
+        K, D, Dv = expected.num_kv_heads, expected.head_dim, expected.value_head_dim
+        shapes = [(1, K, length, D), (1, K, length, Dv)]
+        if own.offset != length or [keys.shape, values.shape] != shapes:
+            raise SnapshotError(
+                f"{self._path}: layer {number} has keys and values of {[keys.shape, values.shape]}; expected {shapes}"
+            )
+        layer = made.pool.layers[number]
+        stored = fitted_tokens(layer.front.keys(keys), values, layer.arrays, quant_bit=0, quant_group=0, alone=True)
+        made.held.put(layer, stored, length)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._layers[index] if self._cache is None else self._cache[index]
+
+    def __len__(self) -> int:
+        return len(self._layers if self._cache is None else self._cache)

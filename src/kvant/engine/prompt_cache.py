@@ -6,9 +6,11 @@ from typing import Any
 
 from kvant.cache import ModelCache
 from kvant.cache.kv_format import KVFormat
-from kvant.cache.prompt_file import PromptCacheFile
+from kvant.cache.prompt_file import PlainCacheFile, PromptCacheFile
 from kvant.engine.request import cache_options, check_count
+from kvant.errors import SnapshotError, one_line
 from kvant.models.caches import DEFAULT_RESERVATION
+from kvant.tensor_header import read_header
 from kvant.threads import check_process
 
 
@@ -63,16 +65,17 @@ def save_prompt_cache(file_name: str | Path, cache: Sequence[Any], metadata: Map
 
 
 def load_prompt_cache(file_name: str | Path, return_metadata: bool = False, *, max_kv_size: int | None = None) -> Any:
-    """The prompt cache that ``ModelCache.save`` wrote. The first model that uses it reads it, and is compared with it.
+    """The prompt cache of a file. The first model that uses it reads it, and is compared with it.
 
     Args:
-        file_name: the file; it has to be there until a model has used the result.
+        file_name: a file of :func:`save_prompt_cache`, which has to be there until a model has used the result; or
+            mlx-lm's, whose plain caches a model of ``kvant.load`` keeps without quantization.
         return_metadata: also return what it was saved with, a dict of str to str.
-        max_kv_size: tokens to reserve; None: as many as were reserved when it was saved.
+        max_kv_size: tokens to reserve; None: as many as were reserved when it was saved, of mlx-lm's file 4,096.
 
     Returns:
-        a :class:`kvant.cache.prompt_file.PromptCacheFile` for ``prompt_cache``. With ``return_metadata`` a tuple of it
-        and the metadata.
+        a :class:`kvant.cache.prompt_file.PromptCacheFile` for ``prompt_cache``; of mlx-lm's file it is a sequence of
+        mlx-lm's caches too, until a model uses it. With ``return_metadata`` a tuple of it and the metadata.
 
     Raises:
         SnapshotError: a file that is no such cache; one of a newer version; one that was altered.
@@ -81,8 +84,31 @@ def load_prompt_cache(file_name: str | Path, return_metadata: bool = False, *, m
     check_process()
     if max_kv_size is not None:
         check_count("max_kv_size", max_kv_size)
-    saved = PromptCacheFile(Path(file_name), max_kv_size)
-    return (saved, dict(saved.header.metadata)) if return_metadata else saved
+    path = Path(file_name)
+    found = _plain_caches(path)
+    if found is None:
+        saved = PromptCacheFile(path, max_kv_size)
+        return (saved, dict(saved.header.metadata)) if return_metadata else saved
+    plain = PlainCacheFile(path, found[0], max_kv_size)
+    return (plain, found[1]) if return_metadata else plain
+
+
+def _plain_caches(path: Path) -> tuple[list[Any], dict[str, str]] | None:
+    """The caches of mlx-lm's file, and its metadata; None: no file of mlx-lm's."""
+    try:
+        with path.open("rb") as file:
+            names = read_header(path, file, path.stat().st_size, SnapshotError).metadata
+    except (OSError, ValueError):
+        return None  # which PromptCacheFile says
+    if "1.0" not in names:  # the kind of its first cache
+        return None
+    from mlx_lm.models.cache import load_prompt_cache as load
+
+    try:
+        layers, metadata = load(str(path), return_metadata=True)
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise SnapshotError(f"{path}: no file of mlx-lm's caches: {one_line(error)}") from error
+    return layers, metadata or {}
 
 
 def can_trim_prompt_cache(cache: Sequence[Any]) -> bool:
