@@ -131,7 +131,9 @@ def test_bits_shape_the_cache_that_is_reserved(pocket: Pocket, monkeypatch: pyte
 
 
 REFUSED_BY_GENERATE: list[tuple[dict[str, Any], str]] = [
-    ({"input_embeddings": mx.zeros((2, 4))}, "input_embeddings is a array; expected None"),
+    ({"input_embeddings": mx.zeros((2, 4))}, r"input_embeddings is \(2, 4\); expected \(\d+, 256\) for the prompt's"),
+    ({"input_embeddings": [[1.0]]}, r"input_embeddings is list; expected \(\d+, 256\)"),
+    ({"input_embeddings": mx.zeros((2, 4)), "draft": "prompt"}, "input_embeddings is given; expected None: drafts"),
     ({"stream": mx.default_stream(mx.cpu)}, "stream is a Stream; expected None"),
     ({"kv_bits": 6}, "kv_bits is 6; expected 8, 4, or 0"),
     ({"quantized_kv_start": 5000}, "quantized_kv_start is 5000; a cache is quantized from the first token"),

@@ -34,8 +34,6 @@ class BatchLayer:
     @classmethod
     def merge(cls, layers: "Sequence[PromptCacheLayer]") -> "BatchLayer":
         """Of the layers of several sequences, which keep what they have."""
-        if any(layer.in_chunks for layer in layers):
-            raise ValueError("a layer that attends in chunks has no batch; expected one sequence at a time")
         return cls([layer.copied() for layer in layers])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BatchLayer":

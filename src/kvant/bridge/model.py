@@ -1,5 +1,6 @@
 """A model that mlx-lm's class computes, through kvant's cache. B batch, S new tokens."""
 
+import inspect
 import re
 import threading
 from collections.abc import Collection, Sequence
@@ -59,6 +60,13 @@ class BridgedModel:
     def entries(self) -> tuple[Entry, ...]:
         """What mlx-lm's model asks of its caches."""
         return tuple(probe(self.module))
+
+    @cached_property
+    def embedding_size(self) -> int | None:
+        """The width of embeddings that mlx-lm's model takes in place of ids; None: it takes none."""
+        takes = "input_embeddings" in inspect.signature(type(self.module).__call__).parameters
+        size: int | None = getattr(getattr(self.module, "args", None), "hidden_size", None)
+        return size if takes else None
 
     def __call__(
         self,
@@ -184,9 +192,11 @@ class BridgedModel:
         return cache
 
     def _logits(self, inputs: mx.array, cache: BridgedBatch | None) -> mx.array:
-        logits: mx.array = self.module(inputs) if cache is None else self.module(inputs, cache=cache.entries)
         if cache is None:
-            return logits
+            whole: mx.array = self.module(inputs)
+            return whole
+        rows = cache.embeddings_of(inputs.shape[1]) if isinstance(cache, BridgedCache) else None
+        logits: mx.array = self.module(inputs, cache=cache.entries, **({} if rows is None else {"input_embeddings": rows}))
         # What logits do not need is computed too: it would wait, with all that it is made of, step after step.
         (logits,) = mx.depends([logits], cache.state)
         return logits

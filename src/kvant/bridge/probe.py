@@ -185,9 +185,10 @@ class _Probe:
 
 def _probe_of(cache: Any, number: int) -> Any:
     kind = type(cache)
-    if kind is mlx_lm_cache.KVCache:
+    name = kind.__name__ if kind.__module__ in (mlx_lm_cache.__name__, "mlx_vlm.models.cache") else ""
+    if name == "KVCache":
         return _Probe()
-    if kind is mlx_lm_cache.RotatingKVCache:
+    if name == "RotatingKVCache":
         if cache.keep:
             raise ValueError(
                 f"layer {number} keeps the first {cache.keep} tokens of a window; kvant has no pages for them"

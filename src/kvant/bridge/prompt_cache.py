@@ -1,8 +1,7 @@
 """Prompt caches for mlx-lm's own loops: each layer counts for itself, in kvant's memory."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 from weakref import WeakSet
 
 import mlx.core as mx
@@ -67,16 +66,14 @@ class PromptCacheLayer(BridgedLayer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PromptCacheLayer":
         """The same layer of a copy of all."""
-        return PromptCacheLayer(
-            self._cache, memo.setdefault(id(self.sequence), SequenceLayers()), holders=self._holders
-        )
+        return type(self)(self._cache, memo.setdefault(id(self.sequence), SequenceLayers()), holders=self._holders)
 
-    def copied(self) -> "PromptCacheLayer":
+    def copied(self) -> Self:
         """The same layer of a copy whose layers are made one after the other."""
         sequence = self.sequence
         if sequence.copy is None or len(sequence.copy.caches) != self._place:
             sequence.copy = SequenceLayers()
-        return PromptCacheLayer(self._cache, sequence.copy, holders=self._holders)
+        return type(self)(self._cache, sequence.copy, holders=self._holders)
 
     def _own(self) -> None:
         """Have memory of its own, before it is changed."""
@@ -84,11 +81,6 @@ class PromptCacheLayer(BridgedLayer):
             self._holders.discard(self)
             self._holders = WeakSet()
             self._hold(self._cache.fork())
-
-    @classmethod
-    def merge(cls, layers: "Sequence[PromptCacheLayer]") -> BatchLayer:
-        """The layer of several sequences, for mlx-lm's batches; what it appends these do not see."""
-        return BatchLayer.merge(layers)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -128,11 +120,6 @@ class PromptCacheLayer(BridgedLayer):
     def window(self) -> int | None:
         """Tokens that a query sees; None: all."""
         return self._part.window
-
-    @property
-    def in_chunks(self) -> bool:
-        """Whether a query sees its own chunk alone."""
-        return self._part.in_chunks
 
     @property
     def is_shared(self) -> bool:
@@ -201,6 +188,12 @@ class PromptCacheLayer(BridgedLayer):
         return step
 
 
+class MergedLayer(PromptCacheLayer):
+    """One that mlx-lm's batches take: not of chunks, which a batch has no mask of."""
+
+    merge = BatchLayer.merge
+
+
 def make_prompt_cache(model: Model, max_kv_size: int, options: CacheOptions = DEFAULT_OPTIONS) -> list[Any]:
     """The caches of a model of mlx-lm's; see :func:`kvant.make_prompt_cache`.
 
@@ -230,6 +223,7 @@ def make_prompt_cache(model: Model, max_kv_size: int, options: CacheOptions = DE
             sizes, dtype = sizes_alone(tokens), DTYPES[leaf.dtype]
             return ModelCache(reserve([leaf, *states], sizes, options, dtype=dtype, make_cache=made))
 
-        return PromptCacheLayer(made(max_kv_size), sequence)
+        kind = MergedLayer if leaf.chunk is None else PromptCacheLayer
+        return kind(made(max_kv_size), sequence)
 
     return caches_of(found, one)

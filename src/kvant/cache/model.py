@@ -97,6 +97,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
         held: its sequence.
         ahead: of its tokens the last ones that are computed and not handed out yet.
         prefill_step_size: prompt tokens that a scheduler feeds at a time.
+        embeddings: what a model takes in place of ids: a position, and rows (T, hidden) from there on; None: nothing.
     """
 
     pool: Pool
@@ -110,6 +111,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
         self.held: PoolSequence = pool.sequence(pool.max_seq_len)
         super().__init__(pool, [self.held])
         self.ahead, self.prefill_step_size = 0, sys.maxsize
+        self.embeddings: tuple[int, mx.array] | None = None
         self._trimmed: tuple[int, int, set[int]] | None = None
         self._is_torn = False  # pages are being handed out
 
@@ -276,6 +278,13 @@ class ModelCache(PoolBatch, Sequence[Any]):
         self._hand_out()
         super().commit(num_tokens, ids=ids)
         self._is_torn = False
+
+    def embeddings_of(self, new_tokens: int) -> mx.array | None:
+        """The embeddings (1, S, hidden) of a step of S new tokens; None: those of its ids."""
+        if self.embeddings is None:
+            return None
+        rows = self.embeddings[1][self.offset - self.embeddings[0] :][:new_tokens]
+        return rows[None] if rows.size else None
 
     def trim(self, num_tokens: int) -> int:
         """Forget the last tokens, or all there are; see :meth:`PoolSequence.trim`."""

@@ -45,7 +45,7 @@ def stream_generate(
     quantized_kv_start: int | None = None,
     stop: str | Sequence[str] | None = None,
     prompt_progress_callback: PromptProgress | None = None,
-    input_embeddings: None = None,
+    input_embeddings: mx.array | None = None,
     num_draft_tokens: int | None = None,
     draft: str = "none",
 ) -> Iterator[GenerationResponse]:
@@ -60,7 +60,9 @@ def stream_generate(
         max_tokens: generate at most this many; -1: until the context is full.
         draft_model, num_draft_tokens: a smaller model with the same tokenizer, which drafts at most 1 to 7 tokens a
             step, default 3. It has a cache of its own, with the format and reservation of the model's.
-        stream, input_embeddings: refused.
+        stream: refused.
+        input_embeddings: (T, hidden) in place of the embeddings of the prompt's T ids, where the model takes them. The
+            prompt may be empty then: logits processors see id 0 for each.
         sampler: from :func:`kvant.sample_utils.make_sampler`, or any function of log-probabilities (1, vocab) to
             a token (1,), such as mlx-lm's; default: greedy.
         logits_processors: functions of (tokens so far, logits), such as those of
@@ -92,25 +94,28 @@ def stream_generate(
         ValueError: any other argument out of range. Nothing has been fed then.
     """
     started = time.perf_counter()
-    for name, given, reason in (
-        ("input_embeddings", input_embeddings, "a prompt is text or token ids"),
-        ("stream", stream, "kvant computes on MLX's default stream"),
-    ):
-        if given is not None:
-            raise ArgumentError(name, f"is a {type(given).__name__}; expected None: {reason}")
+    other: object = stream
+    if other is not None:
+        words = f"is a {type(stream).__name__}; expected None: kvant computes on MLX's default stream"
+        raise ArgumentError("stream", words)
     options = cache_options(max_kv_size, kv_bits=kv_bits, kv_group_size=kv_group_size)
     if quantized_kv_start is not None and quantized_kv_start != 0 and kv_bits != 0:
         words = f"is {quantized_kv_start!r}; a cache is quantized from the first token: expected 0"
         raise ArgumentError("quantized_kv_start", words)
     stops = check_stops(stop)
     drafts = asked_drafts(draft, draft_model, num_draft_tokens, model, tokenizer)
+    if input_embeddings is not None and not isinstance(prompt, str) and not len(prompt):
+        prompt = [0] * len(input_embeddings)
     ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
+    if input_embeddings is not None:
+        check_embeddings(input_embeddings, model, len(ids), is_drafted=drafts is not None)
     if prompt_cache is None:
         cache = model.make_cache(reservation(model, len(ids), max_tokens, max_kv_size), **options.fields)
     else:
         cache = model.check_cache(prompt_cache)
         check_given(cache, kv_bits, kv_group_size, max_kv_size)
     scheduler = CacheScheduler(model, cache, prefill_step_size=prefill_step_size)
+    cache.embeddings = None if input_embeddings is None else (len(scheduler.ids), input_embeddings)
     request = Request(
         scheduler.ids + ids,
         max_tokens,
@@ -123,6 +128,17 @@ def stream_generate(
     )
     answer = responses(scheduler, [Wanted(request, stops)], tokenizer, started)
     return answer if prompt_cache is None else _kept(scheduler, answer)
+
+
+def check_embeddings(given: mx.array, model: LanguageModel, length: int, *, is_drafted: bool) -> None:
+    """Raise an ArgumentError for embeddings that are none of such a prompt's, or that the model does not take."""
+    if model.embedding_size is None or is_drafted:
+        reason = "drafts need ids" if is_drafted else f"this {model.config.model_type} takes ids alone"
+        raise ArgumentError("input_embeddings", f"is given; expected None: {reason}")
+    expected = (length, model.embedding_size)
+    if not isinstance(given, mx.array) or given.shape != expected:
+        shape = given.shape if isinstance(given, mx.array) else type(given).__name__
+        raise ArgumentError("input_embeddings", f"is {shape}; expected {expected} for the prompt's {length} tokens")
 
 
 def _kept(scheduler: CacheScheduler, answer: Iterator[GenerationResponse]) -> Iterator[GenerationResponse]:

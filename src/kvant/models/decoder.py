@@ -241,7 +241,8 @@ class Decoder:
             caches: what each layer attends through; None: the tokens themselves.
         """
         check_process()
-        x = self._embed_tokens.rows(inputs).astype(self.dtype)
+        rows = caches.embeddings_of(inputs.shape[1]) if isinstance(caches, ModelCache) else None
+        x = (self._embed_tokens.rows(inputs) if rows is None else rows).astype(self.dtype)
         return rms_norm(self.through_layers(x, start, caches), self._norm, self.config.rms_norm_eps)
 
     def through_layers(self, x: mx.array, start: int | mx.array, caches: Caches) -> mx.array:
@@ -345,6 +346,11 @@ class Decoder:
     def logits(self, hidden_states: mx.array) -> mx.array:
         """(..., hidden) -> (..., vocab)."""
         return (self._lm_head or self._embed_tokens).project(hidden_states)
+
+    @property
+    def embedding_size(self) -> int:
+        """The width of embeddings that it takes in place of ids."""
+        return self.config.hidden_size
 
     @property
     def nbytes(self) -> int:

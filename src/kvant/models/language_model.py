@@ -50,6 +50,10 @@ class LanguageModel(Protocol):
         """The dtype activations are computed in."""
 
     @property
+    def embedding_size(self) -> int | None:
+        """The width of embeddings that it takes in place of ids; None: it takes none."""
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the weights as they are held."""
 

@@ -37,6 +37,8 @@ class Lead:
         step_traffic: what rank 0 sent, received and summed in the last step.
     """
 
+    embedding_size: int | None = None  # the other ranks compute from ids
+
     def __init__(
         self,
         part: LanguageModel,
