@@ -32,8 +32,9 @@ def qwen() -> tuple[Any, dict[str, Any], list[int]]:
 
 def gemma() -> tuple[Any, dict[str, Any], list[int]]:
     """Gemma 3, whose layers have windows: the same."""
-    text = gemma3.TextConfig("gemma3", num_hidden_layers=4, head_dim=16, vocab_size=300, sliding_window=8,
-                             sliding_window_pattern=2, mm_tokens_per_image=4, query_pre_attn_scalar=16, **TEXT)  # fmt: skip
+    windows = {"sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16}
+    text = gemma3.TextConfig("gemma3", num_hidden_layers=4, head_dim=16, vocab_size=300, mm_tokens_per_image=4,
+                             **windows, **TEXT)  # fmt: skip
     vision = gemma3.VisionConfig("siglip_vision_model", num_hidden_layers=2, intermediate_size=64,
                                  num_attention_heads=4, **VISION)  # fmt: skip
     config = gemma3.ModelConfig(text, vision, "gemma3", image_token_index=PICTURE, vocab_size=300, hidden_size=64)

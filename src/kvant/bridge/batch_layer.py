@@ -6,14 +6,12 @@ fetched, (R, K, T, D), a sequence's tokens are on the right, as in mlx-lm's ``Ba
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
 from kvant.bridge import hook
-
-if TYPE_CHECKING:
-    from kvant.bridge.prompt_cache import PromptCacheLayer
+from kvant.bridge.prompt_layer import PromptCacheLayer, SequenceLayers
 
 Fetched = tuple[mx.array, mx.array]
 
@@ -25,14 +23,14 @@ class BatchLayer:
         rows: the layer of each sequence.
     """
 
-    def __init__(self, rows: "Sequence[PromptCacheLayer]") -> None:
+    def __init__(self, rows: Sequence[PromptCacheLayer]) -> None:
         self.rows = [*rows]
         self._left: list[int] | None = None  # tokens of each row that are still to come; None: there is no padding
         self._fetched: list[Fetched | None] = []  # the last, of each row
         self._joint: Fetched | None = None  # the same, where layers share it
 
     @classmethod
-    def merge(cls, layers: "Sequence[PromptCacheLayer]") -> "BatchLayer":
+    def merge(cls, layers: Sequence[PromptCacheLayer]) -> "BatchLayer":
         """Of the layers of several sequences, which keep what they have."""
         return cls([layer.copied() for layer in layers])
 
@@ -65,6 +63,15 @@ class BatchLayer:
     def keys(self, array: mx.array) -> None:
         self.rows[0].keys = array
 
+    @property
+    def values(self) -> mx.array:
+        """An array that is computed when the first sequence's last append is."""
+        return self.rows[0].values
+
+    @values.setter
+    def values(self, array: mx.array) -> None:
+        self.rows[0].values = array
+
     def size(self) -> int:
         """Tokens of the longest sequence."""
         return max(row.size() for row in self.rows)
@@ -94,7 +101,7 @@ class BatchLayer:
         """Take another batch's rows behind its own."""
         self.rows += other.rows
 
-    def extract(self, index: int) -> "PromptCacheLayer":
+    def extract(self, index: int) -> PromptCacheLayer:
         """One sequence's layer, which this batch does not change any more."""
         return self.rows[index].copied()
 
@@ -123,8 +130,7 @@ class BatchLayer:
             if window is not None:
                 shown &= token > query - window
             masks[place][window] = shown | (query >= length + count)  # padding sees all: softmax of nothing is NaN
-        made: mx.array = masks[place][window]
-        return made
+        return masks[place][window]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
         """Append (R, K, N, D) keys and (R, K, N, Dv) values.
@@ -177,7 +183,7 @@ class BatchLayer:
         return mx.concatenate(outputs)
 
     @property
-    def _first(self) -> Any:
+    def _first(self) -> SequenceLayers:
         return self.rows[0].sequence
 
     def _counts(self, N: int) -> list[int]:
@@ -187,6 +193,12 @@ class BatchLayer:
     def _read(self, counts: Sequence[int]) -> list[int]:
         """How many tokens are fetched of each row."""
         return [row.tokens_read(count) if count else 0 for row, count in zip(self.rows, counts, strict=True)]
+
+
+class MergedLayer(PromptCacheLayer):
+    """A layer that mlx-lm's batches take: not of chunks, which a batch has no mask of."""
+
+    merge = BatchLayer.merge
 
 
 def _stacked(each: Iterable[mx.array | None], T: int) -> mx.array:

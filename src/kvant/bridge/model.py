@@ -196,7 +196,9 @@ class BridgedModel:
             whole: mx.array = self.module(inputs)
             return whole
         rows = cache.embeddings_of(inputs.shape[1]) if isinstance(cache, BridgedCache) else None
-        logits: mx.array = self.module(inputs, cache=cache.entries, **({} if rows is None else {"input_embeddings": rows}))
+        logits: mx.array = self.module(
+            inputs, cache=cache.entries, **({} if rows is None else {"input_embeddings": rows})
+        )
         # What logits do not need is computed too: it would wait, with all that it is made of, step after step.
         (logits,) = mx.depends([logits], cache.state)
         return logits

@@ -1,16 +1,11 @@
 """``kvant doctor``: the machine, the path of every operator, and a check of the fused kernel."""
 
-import json
 from collections.abc import Iterable, Iterator
-from functools import partial
-from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Union
 
 import typer
 
 from kvant.cli import options, ranks, terminal
-from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
 from kvant.sizes import format_bytes
 
@@ -26,14 +21,6 @@ RANKS_DEADLINE_S = 120.0  # 2 ranks on the loopback take a second
 def doctor(
     *,
     json_object: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    bench: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json",
-            help="Also measure, ten minutes at most, and keep everything there: attention, a token against mlx-lm, "
-            "memory against its plan, the start.",
-        ),
-    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
     """Describe the machine, say which way each operator goes and why, and check the fused kernel on a GPU.
@@ -46,8 +33,6 @@ def doctor(
     parts: Iterable[str | Table]
     guard = ranks.guard()
     if guard is not None:
-        if bench is not None:
-            raise BadValueError("--bench measures one machine; expected no `kvant launch`")
         from kvant.tools.doctor.ranks import check_ranks
 
         group = ranks.connect()
@@ -57,22 +42,11 @@ def doctor(
         parts, record = _group_parts(found), found.as_json()
     else:
         options.check_kernels()
-        if bench is not None:
-            from kvant.cli.bench_options import check_new_file
-
-            check_new_file("--bench", bench)
         from kvant.tools.doctor import diagnose
 
         with LateProgress("trying kernels", quiet=quiet) as progress:
             found = diagnose(progress.update)
         parts, record = _parts(found), found.as_json()
-        if bench is not None:
-            from kvant.tools.doctor.bench import figures, measure_machine
-
-            del record["record"]  # it names a folder of the user's
-            record |= measure_machine(partial(terminal.say, quiet=quiet))
-            bench.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-            parts = chain(parts, (f"{name}: {figure}" for name, figure in figures(record)))
     terminal.show(record, parts, as_json=json_object)
     if not found.healthy:
         raise typer.Exit(1)

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import median
 from typing import TypeVar
 
@@ -46,6 +47,25 @@ def paired_ratio(values: Mapping[int, float], baseline: Mapping[int, float]) -> 
     """Ratios of what was measured in the same round; None if no round has both."""
     ratios = [value / baseline[number] for number, value in values.items() if number in baseline]
     return Spread(median(ratios), min(ratios), max(ratios), len(ratios)) if ratios else None
+
+
+def drift(values: Sequence[float]) -> tuple[float, float] | None:
+    """Whether values move on over the rounds, as those of a machine that becomes hot; None of fewer than 4.
+
+    Returns:
+        the median of the second half divided by the first's, and how likely an order with so many pairs that rise, or
+        that fall, is by chance: Mann's test (Econometrica 13, 1945), two-sided, exact.
+    """
+    n = len(values)
+    if n < 4:
+        return None
+    orders = [1]  # of n values, by how many pairs fall
+    for size in range(2, n + 1):
+        orders = [sum(orders[max(0, k - size + 1) : k + 1]) for k in range(size * (size - 1) // 2 + 1)]
+    falling = sum(before > after for before, after in combinations(values, 2))
+    rare = min(falling, len(orders) - 1 - falling)
+    p = min(1.0, 2 * sum(orders[: rare + 1]) / math.factorial(n))
+    return median(values[-(n // 2) :]) / median(values[: n // 2]), p
 
 
 def in_turns(ways: Mapping[str, Callable[[], T]], rounds: int, warm_ups: int = 1) -> dict[str, list[T]]:

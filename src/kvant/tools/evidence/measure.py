@@ -1,5 +1,7 @@
-"""What ``kvant doctor --bench`` measures: attention, tokens, memory against its plan, and the start of a command."""
+"""The measurements: attention, tokens beside mlx-lm's, memory against its plan, quality, the start of a command."""
 
+import hashlib
+import math
 import os
 import subprocess
 import sys
@@ -16,36 +18,49 @@ from typing import Any
 import mlx.core as mx
 
 from kvant import blas
-from kvant.engine.load import POCKET, find_model
+from kvant.engine.load import POCKET, find_model, load_folder
 from kvant.engine.request import PREFILL_STEP_SIZE
 from kvant.errors import KvantError, one_line
 from kvant.machine import default_device, environment
+from kvant.models.tensors import tensor_files
 from kvant.operators.dispatch import gpu_backend
 from kvant.tools.bench.bandwidth import measure_bandwidth
 from kvant.tools.bench.engines import OPENBLAS, engine_specs
-from kvant.tools.bench.figures import summarize
+from kvant.tools.bench.figures import gaps_ms, summarize
 from kvant.tools.bench.prompts import random_prompts
 from kvant.tools.bench.recording import Header, Recording
 from kvant.tools.bench.runner import Plan, Progress, measure
 from kvant.tools.bench.shapes import SHAPES, random_model
 from kvant.tools.doctor.attention import kvant_step, mlx_step
 from kvant.tools.plan import plan, read_folder
-from kvant.tools.statistics import Spread, in_turns, paired_ratio
+from kvant.tools.report.formats import default_formats
+from kvant.tools.report.measure import figures_json
+from kvant.tools.report.measure import measure as measure_formats
+from kvant.tools.report.runs import timing_room
+from kvant.tools.report.texts import built_in_text
+from kvant.tools.statistics import Spread, drift, in_turns, paired_ratio
 
 HEADS = (32, 8, 128)  # query heads, kv heads and head_dim: Qwen3-4B's
 CONTEXTS = (1024, 8192, 32768)
 LAYERS_BYTES = 256 * 1024 * 1024  # of MLX's keys and values: more than a processor's caches hold
 MOST_LAYERS = 16
 RANDOM = "qwen2.5-0.5b"  # with weights of 4 bits
-PROMPTS = {POCKET: (128, 1024), RANDOM: (128,)}
-MAX_TOKENS, ROUNDS = 32, 5
+PROMPTS, RANDOM_PROMPTS = (128, 1024), (128,)
+REPORT_TOKENS = 2048
+MAX_TOKENS, ROUNDS = 32, 7
+DRIFTS = 0.05  # a drift that is less likely by chance is said
 LATEST_S = 540  # nothing begins later, so that all of it takes ten minutes
 
 Record = dict[str, Any]
 
 
-def measure_machine(progress: Progress) -> Record:
-    """Measure this machine, at most ten minutes: every round's figures, and the parts that were left out."""
+def measure_machine(model: str, progress: Progress) -> Record:
+    """Measure this machine with a model, at most ten minutes: every round's figures, and the parts that were left out.
+
+    Raises:
+        KvantError: there is no such model.
+    """
+    folder = find_model(model)
     latest = time.monotonic() + LATEST_S
 
     def said(text: str) -> None:
@@ -59,16 +74,20 @@ def measure_machine(progress: Progress) -> Record:
         "copy_bandwidth_gb_s": measure_bandwidth(),
         "attention": [],
         "models": [],
+        "report": None,
         "command_ms": [],
         "left_out": [],
     }
-    pocket, random = nullcontext(find_model(POCKET)), random_model(SHAPES[RANDOM], bits=4)
     parts: dict[str, Callable[[], None]] = {
         "the whole command": partial(_command, record),
-        "a token of pocket": partial(_model, record, POCKET, pocket, said),
+        f"a token of {model}": partial(_model, record, model, nullcontext(folder), said),
+        f"the quality of {model}": partial(_report, record, model, folder),
         **{f"attention to {tokens:,} tokens": partial(_attention, record, tokens) for tokens in CONTEXTS},
-        f"a token of {RANDOM}": partial(_model, record, RANDOM, random, said),
     }
+    if model == POCKET:
+        random = random_model(SHAPES[RANDOM], bits=4)
+        parts[f"a token of {RANDOM}"] = partial(_model, record, RANDOM, random, said, is_random=True)
+    record["parts"] = list(parts)
     for name, part in parts.items():
         try:
             said(f"measuring {name}")
@@ -88,13 +107,19 @@ def figures(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         found.append((name, ", ".join(ratios)))
     for model in record["models"]:
         for each in model["summaries"]:
-            if each["ratio"] is not None and each["engine"] != model["baseline"]:
-                name = f"a token of {model['model']} after {each['context']:,}, divided by {model['baseline']}'s"
+            if each["ratio"] is not None and each["engine"] != (base := model["header"]["baseline"]):
+                name = f"a token of {model['model']} after {each['context']:,}, divided by {base}'s"
                 spread = Spread(**each["ratio"])
                 found.append((name, f"{each['latency_p50_ms']:.2f} ms, {_shown(spread)}"))
+        for each, moved in model["drift"].items():
+            if moved is not None and moved[1] < DRIFTS:
+                found.append((f"{model['model']}, {each}: later rounds divided by earlier", _drifted(*moved)))
         for each in model["memory"]:
             name = f"peak of {model['model']} with {each['tokens']:,} tokens, divided by its plan"
             found.append((name, f"{each['peak'] / each['planned']:.2f}"))
+    for each in (record["report"] or {}).get("formats", ()):
+        name = f"{record['report']['model']}, {each['format']}, against a cache that is not quantized"
+        found.append((name, f"mean KLD {each['mean_kld_nats']:.1e}, same top-1 {each['top1']:.2%}"))
     if record.get("start"):
         start = record["start"]
         kinds = (
@@ -105,6 +130,10 @@ def figures(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         first, *later = record["command_ms"]
         found.append(("the whole command, one token of pocket", f"{first:.0f} ms, then {median(later):.0f} ms"))
     return found
+
+
+def _drifted(change: float, p: float) -> str:
+    return f"{change:.2f}, by chance {p:.1%}"
 
 
 def _ratio(own: Sequence[float], base: Sequence[float]) -> Spread | None:
@@ -141,15 +170,20 @@ def _attention(record: Record, tokens: int) -> None:
     mx.clear_cache()
 
 
-def _model(record: Record, name: str, folder: AbstractContextManager[Path], progress: Progress) -> None:
+def _model(
+    record: Record, name: str, folder: AbstractContextManager[Path], progress: Progress, *, is_random: bool = False
+) -> None:
     """kvant with 8 bits and mlx-lm with its own cache, in turns, and kvant's peak against its plan."""
     (own,), (theirs,) = engine_specs(["kvant"], [8], None, None), engine_specs([_mlx_lm()], [0], None, None)
-    bandwidth, lengths = record["copy_bandwidth_gb_s"], PROMPTS[name]
-    named: Record = {"date": record["date"], "command": "doctor --bench", "model": name, "seed": 0}
+    bandwidth: float = record["copy_bandwidth_gb_s"]
+    named: Record = {"date": record["date"], "command": "evidence", "model": name, "seed": 0}
     header = Header(**named, baseline=theirs.label, copy_bandwidth_gb_s=bandwidth, machine=environment())
     recording = Recording(header)
     with folder as path:
         checkpoint = read_folder(path)
+        limit = checkpoint.config.max_position_embeddings or math.inf
+        lengths = tuple(length for length in (RANDOM_PROMPTS if is_random else PROMPTS) if length + MAX_TOKENS <= limit)
+        files = {} if is_random else {each.name: sha256_of(each) for each in tensor_files(path)}
         prompts = random_prompts(0, checkpoint.config.vocab_size)
         try:
             measure(
@@ -160,8 +194,11 @@ def _model(record: Record, name: str, folder: AbstractContextManager[Path], prog
             record["models"].append(
                 {
                     "model": name,
-                    "baseline": theirs.label,
+                    "files": files,  # the SHA-256 of its weights; none are random
+                    "header": asdict(header),
+                    "engines": [asdict(each) for each in recording.engines.values()],
                     "summaries": [asdict(each) for each in found],
+                    "drift": drifts(recording),
                     "memory": [
                         {
                             "tokens": each.context + MAX_TOKENS,
@@ -174,6 +211,29 @@ def _model(record: Record, name: str, folder: AbstractContextManager[Path], prog
                     "runs": [asdict(replace(run, token_ids=None)) for run in recording.runs],
                 }
             )
+
+
+def drifts(recording: Recording) -> dict[str, tuple[float, float] | None]:
+    """Of the median times of a token, in the order of the rounds: :func:`kvant.tools.statistics.drift`."""
+    times: dict[str, list[float]] = {}
+    for run in recording.runs:
+        times.setdefault(f"{run.engine}, {run.prompt_tokens[0]}", []).append(median(gaps_ms(run)))
+    return {name: drift(values) for name, values in times.items()}
+
+
+def _report(record: Record, name: str, folder: Path) -> None:
+    """What ``kvant report`` says of 8 and 4 bits."""
+    decoder, tokenizer = load_folder(folder)
+    limit = decoder.config.max_position_embeddings or REPORT_TOKENS
+    text = built_in_text(tokenizer, min(REPORT_TOKENS, limit - timing_room(decoder)), REPORT_TOKENS)
+    formats = {each.kv_bits: each for each in reversed(default_formats(decoder))}  # the first of each width
+    record["report"] = figures_json(measure_formats(name, decoder, text, list(formats.values())))
+
+
+def sha256_of(path: Path) -> str:
+    """The digest of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _mlx_lm() -> str:
