@@ -16,6 +16,7 @@ from kvant.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS, TUNED_TOKENS = 4096, 8192
 DEFAULT_MAX_KLD = 0.005
+DEFAULT_SAMPLES, DEFAULT_SEED = 10, 0
 PIECES = 4  # of a text that tunes, half of them to check the choice
 
 
@@ -72,6 +73,18 @@ def report(
         float | None,
         typer.Option(help="With --tune: layers get 8 bits until the mean KLD is at most this; default: 0.005."),
     ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N...",
+            help="Let every format answer generated tasks, too: needles in a text, variables, common words. "
+            "Prompt and answer have at most N tokens; the text is --text, or built-in stories.",
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="With --tasks: so many of each kind and length; default: 10.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="With --tasks: the same seed makes the same; default: 0.")] = None,
     json_object: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
@@ -88,6 +101,7 @@ def report(
     options.check_text(adapter_path=adapter_path, text=None if text is None else str(text))
     options.check_kernels()
     _check_tuning(tune, kv_bits, max_kld, formats or kv_format)
+    lengths = _task_lengths(tasks, samples, seed)
     if reference is not None and (text is not None or tune is not None):
         raise BadValueError(f"--reference {reference} has its own text; leave out {'--text' if text else '--tune'}")
 
@@ -96,6 +110,7 @@ def report(
     from kvant.tools.report.measure import figures_json, measure
     from kvant.tools.report.reference import read_reference
     from kvant.tools.report.runs import timing_room
+    from kvant.tools.report.tasks import answer_samples, haystack, make_samples
     from kvant.tools.report.texts import built_in_text, halves, recall_dialogues, text_file
     from kvant.tools.report.tune import Row, tried_json
     from kvant.tools.report.tune import tune as tune_format
@@ -121,6 +136,13 @@ def report(
     length = most if limit is None else min(most, limit - timing_room(decoder))
     if length < 2:
         raise KvantError(f"the model's context is {limit} tokens; the report needs {2 + timing_room(decoder)}")
+    if max(lengths, default=0) > (limit or math.inf):
+        raise BadValueError(f"--tasks has {max(lengths)}; the model's context is {limit} tokens")
+    with options.named("--tasks"):
+        surrounds = haystack(text) if lengths else ""
+        drawn = make_samples(
+            tokenizer, config.vocab_size, surrounds, lengths, samples or DEFAULT_SAMPLES, seed or DEFAULT_SEED
+        )
     others = None
     if reference is not None:
         others = read_reference(reference, config.vocab_size, _first_token(tokenizer))
@@ -147,11 +169,17 @@ def report(
     name = model if adapter_path is None else f"{model} with {adapter_path}"
     with LateProgress("measuring", quiet=quiet) as progress:
         found = measure(name, decoder, read, wanted, recall=recall, others=others, progress=progress.update)
+    rows: list[dict[str, Any]] = []
+    if drawn:
+        with LateProgress("answering", quiet=quiet) as progress:
+            rows = answer_samples(decoder, tokenizer, drawn, wanted, progress=progress.update).rows()
 
-    from kvant.tools.report.output import describe, table, tuning
+    from kvant.tools.report.output import describe, table, tasks_table, tuning
 
     lines: list[Any] = [*describe(found), *([tuning(tried)] if tune is not None else []), table(found)]
-    terminal.show(figures_json(found) | tried_json(tried), lines, as_json=json_object)
+    lines += [tasks_table(rows)] if rows else []
+    answered = {"seed": seed or DEFAULT_SEED, "tasks": rows} if rows else {}
+    terminal.show(figures_json(found) | tried_json(tried) | answered, lines, as_json=json_object)
     if plot is not None:
         from kvant.tools.report.output import plot as draw
 
@@ -162,6 +190,17 @@ def _first_token(tokenizer: Tokenizer) -> int | None:
     """The token that a text of this tokenizer begins with, whatever it is; None: there is none."""
     first: int = tokenizer.encode("a")[0]
     return first if first == tokenizer.bos_token_id else None
+
+
+def _task_lengths(tasks: str | None, samples: int | None, seed: int | None) -> list[int]:
+    """The lengths of tasks; none without them, and then what goes with them is refused."""
+    if tasks is None:
+        for name, value in (("--samples", samples), ("--seed", seed)):
+            if value is not None:
+                raise BadValueError(f"{name} is {value}; it goes with --tasks")
+        return []
+    options.check_counts(samples=samples)
+    return options.whole_numbers("--tasks", tasks)
 
 
 def _check_tuning(tune: Path | None, kv_bits: int | None, max_kld: float | None, formats: str | None) -> None:
