@@ -97,8 +97,8 @@ def tasks_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Scores of generated tasks, from :meth:`Answers.rows`."""
     caption = f"Percent of the expected strings that answers have, of {rows[0]['samples']} answers each; at last the "
     caption += "percent of all answers that are those of the full cache."
-    made = Table(box=box.SIMPLE_HEAD, title=Line("Tasks"), caption=Line(caption), title_justify="left")
-    made.caption_justify, made.collapse_padding, made.pad_edge = "left", True, False
+    made = Table(box=box.SIMPLE_HEAD, title=Line("Tasks"), caption=Line(caption), title_justify="left", padding=0)
+    made.caption_justify = "left"
     made.add_column("task", no_wrap=True)
     for name in ("tokens", *(each["format"].replace(":nosplit", "\n:no-\nsplit") for each in rows[0]["formats"])):
         made.add_column(Line(name), justify="right", no_wrap=True)

@@ -217,7 +217,7 @@ def make_samples(
         def sized(size: int) -> Sample:
             rng = random.Random(f"{seed} {kind} {tokens} {number}")
             task = KINDS[kind](Hay(text, size, (number + 0.5) / samples, rng))
-            prompt = f"{task.text} {task.question}"
+            prompt = f"{task.text}\n\n{task.question}"
             if tokenizer.has_chat_template:
                 rendered = render_chat(tokenizer, [{"role": "user", "content": prompt}])
                 ids = encode_rendered(tokenizer, rendered + task.begun)
