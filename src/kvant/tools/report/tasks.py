@@ -194,8 +194,10 @@ def haystack(path: Path | None) -> str:
     """The text that surrounds what is to be found: a file's, or stories of the embedded model's held-out documents."""
     if path is not None:
         return " ".join(read_text(path).split())
-    told = [each.get("text", "") for each in heldout_documents()]
-    told += [message["content"] for each in heldout_documents() for message in each.get("messages", ())]
+    documents = heldout_documents()
+    told = [each["text"] for each in documents if "text" in each]
+    said = [message for each in documents for message in each.get("messages", ())]
+    told += [message["content"] for message in said if message["role"] == "assistant"]  # users tell facts, too
     return " ".join(dict.fromkeys(story for story in told if len(story.split()) > STORY_WORDS))
 
 
