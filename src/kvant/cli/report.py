@@ -100,8 +100,11 @@ def report(
         raise BadValueError(f"--tokens is {tokens}; expected at least 2")
     options.check_text(adapter_path=adapter_path, text=None if text is None else str(text))
     options.check_kernels()
+    _check_goes_with("--tune", tune, kv_bits=kv_bits, max_kld=max_kld)
+    _check_goes_with("--tasks", tasks, samples=samples, seed=seed)
     _check_tuning(tune, kv_bits, max_kld, formats or kv_format)
-    lengths = _task_lengths(tasks, samples, seed)
+    options.check_counts(samples=samples)
+    lengths = [] if tasks is None else options.whole_numbers("--tasks", tasks)
     if reference is not None and (text is not None or tune is not None):
         raise BadValueError(f"--reference {reference} has its own text; leave out {'--text' if text else '--tune'}")
 
@@ -110,7 +113,7 @@ def report(
     from kvant.tools.report.measure import figures_json, measure
     from kvant.tools.report.reference import read_reference
     from kvant.tools.report.runs import timing_room
-    from kvant.tools.report.tasks import answer_samples, haystack, make_samples
+    from kvant.tools.report.tasks import answer_samples, haystack, make_samples, task_rows
     from kvant.tools.report.texts import built_in_text, halves, recall_dialogues, text_file
     from kvant.tools.report.tune import Row, tried_json
     from kvant.tools.report.tune import tune as tune_format
@@ -139,10 +142,7 @@ def report(
     if max(lengths, default=0) > (limit or math.inf):
         raise BadValueError(f"--tasks has {max(lengths)}; the model's context is {limit} tokens")
     with options.named("--tasks"):
-        surrounds = haystack(text) if lengths else ""
-        drawn = make_samples(
-            tokenizer, config.vocab_size, surrounds, lengths, samples or DEFAULT_SAMPLES, seed or DEFAULT_SEED
-        )
+        drawn = make_samples(tokenizer, haystack(text), lengths, samples or DEFAULT_SAMPLES, seed or DEFAULT_SEED)
     others = None
     if reference is not None:
         others = read_reference(reference, config.vocab_size, _first_token(tokenizer))
@@ -172,18 +172,36 @@ def report(
     rows: list[dict[str, Any]] = []
     if drawn:
         with LateProgress("answering", quiet=quiet) as progress:
-            rows = answer_samples(decoder, tokenizer, drawn, wanted, progress=progress.update).rows()
+            rows = task_rows(drawn, answer_samples(decoder, tokenizer, drawn, wanted, progress.update))
 
-    from kvant.tools.report.output import describe, table, tasks_table, tuning
+    from kvant.tools.report.output import describe, table, tuning
 
     lines: list[Any] = [*describe(found), *([tuning(tried)] if tune is not None else []), table(found)]
-    lines += [tasks_table(rows)] if rows else []
-    answered = {"seed": seed or DEFAULT_SEED, "tasks": rows} if rows else {}
-    terminal.show(figures_json(found) | tried_json(tried) | answered, lines, as_json=json_object)
+    record = figures_json(found) | tried_json(tried)
+    if rows:
+        lines.append(_tasks_table(rows))
+        record |= {"seed": seed or DEFAULT_SEED, "tasks": rows}
+    terminal.show(record, lines, as_json=json_object)
     if plot is not None:
         from kvant.tools.report.output import plot as draw
 
         draw(found, plot)
+
+
+def _tasks_table(rows: list[dict[str, Any]]) -> Any:
+    """Scores by task and length; at last the share of the full cache's answers."""
+    names = [own["format"].replace(":nosplit", "\n:no-\nsplit") for own in rows[0]["formats"]]
+    cells = [
+        [row["kind"], str(row["tokens"]), *(f"{own['score_percent']:.1f}" for own in row["formats"])] for row in rows
+    ]
+    same = [
+        sum(own["same_answers"] for own in column) for column in zip(*(row["formats"] for row in rows), strict=True)
+    ]
+    each = rows[0]["samples"]
+    cells.append(["same answer", "", *(f"{100 * count / (each * len(rows)):.1f}" for count in same)])
+    caption = f"Percent of the strings that {each} answers should have; at last of answers that are the full cache's."
+    shown: dict[str, Any] = {"title": "Tasks", "title_justify": "left", "caption": caption, "caption_justify": "left"}
+    return terminal.table(["task", "tokens", *names], cells, right=["tokens", *names], padding=0, **shown)
 
 
 def _first_token(tokenizer: Tokenizer) -> int | None:
@@ -192,23 +210,16 @@ def _first_token(tokenizer: Tokenizer) -> int | None:
     return first if first == tokenizer.bos_token_id else None
 
 
-def _task_lengths(tasks: str | None, samples: int | None, seed: int | None) -> list[int]:
-    """The lengths of tasks; none without them, and then what goes with them is refused."""
-    if tasks is None:
-        for name, value in (("--samples", samples), ("--seed", seed)):
-            if value is not None:
-                raise BadValueError(f"{name} is {value}; it goes with --tasks")
-        return []
-    options.check_counts(samples=samples)
-    return options.whole_numbers("--tasks", tasks)
+def _check_goes_with(flag: str, given: object, **others: object) -> None:
+    """Refuse options that have no effect without a flag."""
+    for name, value in others.items():
+        if given is None and value is not None:
+            raise BadValueError(f"--{name.replace('_', '-')} is {value}; it goes with {flag}")
 
 
 def _check_tuning(tune: Path | None, kv_bits: int | None, max_kld: float | None, formats: str | None) -> None:
-    """Refuse options that have no effect, or a file that could not be written."""
+    """Refuse values out of range, or a file that could not be written."""
     if tune is None:
-        for name, value in (("--kv-bits", kv_bits), ("--max-kld", max_kld)):
-            if value is not None:
-                raise BadValueError(f"{name} is {value}; it goes with --tune")
         return
     if formats is not None:
         raise BadValueError(f"{formats!r:.40} is to be measured, but --tune measures its own; leave one out")

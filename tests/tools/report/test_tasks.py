@@ -17,7 +17,17 @@ from kvant.engine.generate import generate
 from kvant.models import Decoder
 from kvant.text.tokenizer import load_tokenizer
 from kvant.tools.report.formats import REFERENCE, CacheFormat
-from kvant.tools.report.tasks import COMMON, HOPS, KINDS, Answers, Sample, answer_samples, haystack, make_samples, score
+from kvant.tools.report.tasks import (
+    COMMON,
+    HOPS,
+    KINDS,
+    Sample,
+    answer_samples,
+    haystack,
+    make_samples,
+    score,
+    task_rows,
+)
 
 Pocket = tuple[Decoder, Any]
 TOKENS, SAMPLES = 600, 4
@@ -27,7 +37,7 @@ TOKENS, SAMPLES = 600, 4
 def made(pocket: Pocket) -> list[tuple[Sample, str]]:
     """Samples of the built-in text, with their prompts."""
     _, tokenizer = pocket
-    samples = make_samples(tokenizer, 1280, haystack(None), [TOKENS, 900], SAMPLES, 5)
+    samples = make_samples(tokenizer, haystack(None), [TOKENS, 900], SAMPLES, 5)
     return [(sample, tokenizer.decode(list(sample.ids))) for sample in samples]
 
 
@@ -42,7 +52,7 @@ def resolved(text: str) -> dict[str, str]:
 
 def oracle(prompt: str) -> str:
     """The answer of somebody who reads the text, and knows nothing of how it was made."""
-    if found := re.search(r"secret numbers? of (\w+)\?", prompt):
+    if found := re.search(r"secret (?:number|4 numbers) of (\w+)\?", prompt):
         return ", ".join(re.findall(rf"A secret number of {found[1]} is (\d+)\.", prompt))
     if found := re.search(r"What does (\w+) have\?", prompt):
         return ", ".join(re.findall(rf"{found[1]} has the (\w+)\.", prompt))
@@ -70,8 +80,7 @@ def test_a_score_by_hand(answer: str, expected: Sequence[str], right: float) -> 
 def test_rows_by_hand() -> None:
     two = Sample("a", 10, (1,), 5, ("x", "y")), Sample("a", 10, (2,), 5, ("z",))
     one = Sample("b", 10, (3,), 5, ("x",))
-    formats = REFERENCE, CacheFormat(8, 32)
-    first, second = Answers((*two, one), formats, (("x", "z", "-"), ("x y", "z", "-"))).rows()
+    first, second = task_rows([*two, one], {REFERENCE: ["x", "z", "-"], CacheFormat(8, 32): ["x y", "z", "-"]})
     assert (first["kind"], first["tokens"], first["samples"], second["samples"]) == ("a", 10, 2, 1)
     full, eight = first["formats"]
     assert full == {"format": "0", "score_percent": 75.0, "same_answers": 2}
@@ -118,7 +127,7 @@ def test_what_is_expected_is_where_it_should_be(made: list[tuple[Sample, str]]) 
 
 def test_seeds(pocket: Pocket) -> None:
     _, tokenizer = pocket
-    first, same, other = (make_samples(tokenizer, 1280, haystack(None), [500], 1, seed) for seed in (3, 3, 4))
+    first, same, other = (make_samples(tokenizer, haystack(None), [500], 1, seed) for seed in (3, 3, 4))
     assert first == same
     assert not {sample.ids for sample in first} & {sample.ids for sample in other}
 
@@ -129,7 +138,7 @@ def test_a_prompt_and_its_answer_fill_the_length(family: str, tmp_path: Path) ->
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, family))
     (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog, isn't it? " * 9, encoding="utf-8")
     text = haystack(tmp_path / "a.txt")
-    for sample in make_samples(tokenizer, 2000, text, [700, 1100], 2, 0):
+    for sample in make_samples(tokenizer, text, [700, 1100], 2, 0):
         size = len(sample.ids) + sample.max_tokens
         room = 30 if sample.kind == "common" else 16  # a word of the list, or a word
         assert sample.tokens - room <= size <= sample.tokens, sample
@@ -146,30 +155,29 @@ def test_pockets_prompts_fill_the_length(made: list[tuple[Sample, str]]) -> None
 def test_answers_are_those_of_generation(pocket: Pocket) -> None:
     """Each sample's with nothing before it; the full cache's where the format is one."""
     model, tokenizer = pocket
-    samples = [s for s in make_samples(tokenizer, 1280, haystack(None), [448], 2, 0) if s.kind in ("facts", "keys")]
+    samples = [s for s in make_samples(tokenizer, haystack(None), [512], 3, 0) if s.kind in ("facts", "keys")]
     whole, eight = CacheFormat(0), CacheFormat(8, 32)
     seen: list[tuple[int, int]] = []
-    found = answer_samples(model, tokenizer, samples, [eight, REFERENCE, whole], progress=lambda *of: seen.append(of))
-    assert found.formats == (REFERENCE, eight, whole)
+    found = answer_samples(model, tokenizer, samples, [eight, REFERENCE, whole], lambda *of: seen.append(of))
+    assert [*found] == [REFERENCE, eight, whole]
     assert seen[-1] == (3 * sum(len(sample.ids) for sample in samples),) * 2
-    for cache, texts in zip(found.formats, found.texts, strict=True):
+    for cache, texts in found.items():
         for sample, text in zip(samples, texts, strict=True):
-            own = cache.make_cache(model, 448)
+            own = cache.make_cache(model, 512)
             assert text == generate(model, tokenizer, sample.ids, max_tokens=sample.max_tokens, prompt_cache=own)
-    assert found.texts[2] == found.texts[0]
-    rows = {row["kind"]: row["formats"] for row in found.rows()}
+    assert found[whole] == found[REFERENCE]
+    rows = {row["kind"]: row["formats"] for row in task_rows(samples, found)}
     assert rows["facts"][0]["score_percent"] > 0  # it was trained on such questions
     assert [each["score_percent"] for each in rows["facts"]] == [rows["facts"][0]["score_percent"]] * 3
-    assert [each["same_answers"] for each in rows["facts"]] == [2] * 3
+    assert [each["same_answers"] for each in rows["facts"]] == [3] * 3
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])  # windows, states
 def test_a_bridged_model(name: str, pocket: Pocket) -> None:
     model, tokenizer = bridged(name), pocket[1]
     samples = [Sample("needle", 80, tuple(LONG[first : first + 60]), 8, ("x",)) for first in (0, 90)]
-    formats = [CacheFormat(8, 32), CacheFormat(4, 32)]
-    found = answer_samples(model, tokenizer, samples, formats)
-    for cache, texts in zip((REFERENCE, *formats), found.texts, strict=True):
+    found = answer_samples(model, tokenizer, samples, [CacheFormat(8, 32), CacheFormat(4, 32)])
+    for cache, texts in found.items():
         for sample, text in zip(samples, texts, strict=True):
             own = cache.make_cache(model, 80)
             assert text == generate(model, tokenizer, sample.ids, max_tokens=8, prompt_cache=own)
@@ -185,11 +193,11 @@ def test_a_format_that_forgets_is_found_out(pocket: Pocket) -> None:
         layer.attend = lambda query, key, value, mask=None: 0.0 * query
 
     model, tokenizer = pocket
-    samples = [s for s in make_samples(tokenizer, 1280, haystack(None), [448], 2, 0) if s.kind == "facts"]
-    ((row),) = answer_samples(model, tokenizer, samples, [Forgets(8, 32)]).rows()
+    samples = [s for s in make_samples(tokenizer, haystack(None), [512], 3, 0) if s.kind == "facts"]
+    ((row),) = task_rows(samples, answer_samples(model, tokenizer, samples, [Forgets(8, 32)]))
     full, forgetful = (each["score_percent"] for each in row["formats"])
     assert full > forgetful == 0
-    assert [each["same_answers"] for each in row["formats"]] == [2, 0]
+    assert [each["same_answers"] for each in row["formats"]] == [3, 0]
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -214,8 +222,8 @@ def test_the_command(tmp_path: Path) -> None:
     ("flags", "words"),
     [
         ("--tasks 512,4096", "--tasks has 4096; the model's context is 2048 tokens"),
-        ("--tasks 64", "--tasks: 64 tokens; 'needle' takes at least "),
-        ("--tasks -1", "--tasks: -1 tokens; 'needle' takes at least "),
+        ("--tasks 64", "--tasks: 64 tokens; 'needle' takes "),
+        ("--tasks -1", "--tasks: -1 tokens; 'needle' takes "),
         ("--tasks 512,512", "--tasks has 512 twice"),
         ("--tasks many", "--tasks is 'many'; expected whole numbers between commas"),
         ("--tasks 512 --samples 0", "--samples is 0; expected at least 1"),

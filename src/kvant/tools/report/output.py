@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -90,25 +89,6 @@ def tuning(tried: Sequence[Row]) -> Table:
         own = row.figures
         klds = _small(own.mean_kld_nats), _small(own.p99_kld_nats)
         made.add_row(Line(row.name), *klds, f"{100 * own.top1:.2f}", str(row.bytes_per_token))
-    return made
-
-
-def tasks_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Scores of generated tasks, from :meth:`Answers.rows`."""
-    caption = f"Percent of the expected strings that answers have, of {rows[0]['samples']} answers each; at last the "
-    caption += "percent of all answers that are those of the full cache."
-    made = Table(box=box.SIMPLE_HEAD, title=Line("Tasks"), caption=Line(caption), title_justify="left", padding=0)
-    made.caption_justify = "left"
-    made.add_column("task", no_wrap=True)
-    for name in ("tokens", *(each["format"].replace(":nosplit", "\n:no-\nsplit") for each in rows[0]["formats"])):
-        made.add_column(Line(name), justify="right", no_wrap=True)
-    for row in rows:
-        made.add_row(row["kind"], str(row["tokens"]), *(f"{each['score_percent']:.1f}" for each in row["formats"]))
-    asked = sum(row["samples"] for row in rows)
-    same = [
-        sum(each["same_answers"] for each in column) for column in zip(*(row["formats"] for row in rows), strict=True)
-    ]
-    made.add_row("same answer", "", *(f"{100 * count / asked:.1f}" for count in same))
     return made
 
 

@@ -4,39 +4,33 @@ RULER: arXiv 2404.06654. As there, the score is the share of expected strings th
 """
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvant.engine.generate import stream_generate
+from kvant.engine.generate import generate
 from kvant.errors import LogitsError
 from kvant.models import LanguageModel
-from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
+from kvant.text.prompt import encode_rendered, render_chat
 from kvant.text.tokenizer import Tokenizer
 from kvant.tools.report.formats import REFERENCE, CacheFormat
+from kvant.tools.report.measure import Progress
 from kvant.tools.report.texts import STORY_WORDS, heldout_documents, read_text
 
-KEYS, VALUES = 4, 4  # of the tasks with several
-CHAINS, HOPS = 2, 4  # of variables; a chain has a variable more
+HOPS = 4  # from a chain's first variable to its last
 COMMON, MOST_TIMES = 5, 10  # words that are counted, and how often they occur in a long list
-LEAST_TEXT = 160  # characters around what is to be found
-MOST_TEXT = 8  # characters a token, more than any language has
+LEAST_TEXT, MOST_TEXT = 200, 8  # characters around what is to be found, and of a token: more than texts have
+NUMBERS = range(10_000, 100_000)
 SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 # The embedded model knows these.
 NAMES = ("Ada Ben Emma Felix Gus Hugo Jack Leo Lily " + "Max Milo Rex Ruby Sam Tara Theo Tom Zoe").split()
 THINGS = ("ball bell book boat cup drum flag hat jar " + "key kite lamp map ring rope shell spoon stone").split()
 
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What is read, what is asked about it, how the answer begins, and the strings that it should have."""
-
-    text: str
-    question: str
-    begun: str
-    expected: tuple[str, ...]
+Task = tuple[str, str, str, Sequence[str]]  # a text, a question, the answer's beginning, and strings it should have
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,83 +39,35 @@ class Sample:
 
     kind: str
     tokens: int  # that prompt and answer have at most
-    ids: tuple[int, ...]  # of the prompt and the begun answer
+    ids: tuple[int, ...]  # of the prompt, with the answer's beginning
     max_tokens: int  # of the answer: twice what it takes to write the expected strings, and more
     expected: tuple[str, ...]
 
+    @property
+    def needed(self) -> int:
+        """Tokens of prompt and answer."""
+        return len(self.ids) + self.max_tokens
+
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """Each format's answers to the samples."""
-
-    samples: tuple[Sample, ...]
-    formats: tuple[CacheFormat, ...]  # the full cache first
-    texts: tuple[tuple[str, ...], ...]  # (formats, samples)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Of each kind and length the formats' scores, in percent, and how many answers are the full cache's."""
-        places: dict[tuple[str, int], list[int]] = {}
-        for place, sample in enumerate(self.samples):
-            places.setdefault((sample.kind, sample.tokens), []).append(place)
-
-        def figures(cache: CacheFormat, texts: Sequence[str], own: Sequence[int]) -> dict[str, Any]:
-            right = sum(score(texts[n], self.samples[n].expected) for n in own)
-            same = sum(texts[n] == self.texts[0][n] for n in own)
-            return {"format": cache.label, "score_percent": round(100 * right / len(own), 2), "same_answers": same}
-
-        return [
-            {"kind": kind, "tokens": tokens, "samples": len(own)}
-            | {"formats": [figures(*each, own) for each in zip(self.formats, self.texts, strict=True)]}
-            for (kind, tokens), own in places.items()
-        ]
-
-
-def score(answer: str, expected: Sequence[str]) -> float:
-    """The share of the expected strings that occur in an answer; capitals do not matter."""
-    return sum(each.lower() in answer.lower() for each in expected) / len(expected)
-
-
 class Hay:
-    """A piece of a text, and words and numbers that are not in it.
+    """A piece of a text, how deep something is hidden in it, 0 to 1, and the source of what is drawn."""
 
-    Args:
-        text: repeated where it is shorter than the piece.
-        size: characters of the piece; it begins with a random sentence.
-        depth: of what is hidden, 0 to 1.
-    """
+    piece: str
+    depth: float
+    rng: random.Random
 
-    def __init__(self, text: str, size: int, depth: float, rng: random.Random) -> None:
-        self.size, self.depth, self.rng = size, depth, rng
-        start = _sentence(text, rng.randrange(len(text)))
-        piece = text[start : start + size]
-        if len(piece) < size:
-            piece = (piece + f" {text}" * (1 + size // len(text)))[:size]
-        self.piece, self._lower = piece, piece.lower()
-
-    def new(self, draw: Callable[[], str]) -> str:
-        """Draw until it is not in the piece."""
-        while (drawn := draw()).lower() in self._lower:
-            pass
-        return drawn
-
-    def word(self) -> str:
-        """Three syllables."""
-        return self.new(lambda: "".join(self.rng.choices(SYLLABLES, k=3)))
-
-    def number(self) -> str:
-        """Five digits."""
-        return self.new(lambda: str(self.rng.randrange(10_000, 100_000)))
-
-    def place(self, others: Sequence[str], sentence: str) -> list[str]:
-        """Put a sentence among others, so that :meth:`hide` hides it at the depth."""
-        place = int(self.depth * (1 + len(others)))
-        return [*others[:place], sentence, *others[place:]]
+    def words(self, count: int, syllables: int = 3) -> list[str]:
+        """Words of syllables of two letters, none twice."""
+        base = len(SYLLABLES)
+        numbers = self.rng.sample(range(base**syllables), count)
+        return ["".join(SYLLABLES[n // base**place % base] for place in range(syllables)) for n in numbers]
 
     def hide(self, sentences: Sequence[str]) -> str:
-        """The piece with sentences between its own, in their order: one at the depth, the others at equal distances."""
+        """The piece with sentences in their order at equal distances, number ``int(depth * count)`` at the depth."""
         shown, count = self.piece, len(sentences)
         for place in reversed(range(count)):
-            at = _sentence(self.piece, int((self.depth % (1 / count) + place / count) * self.size))
+            at = _sentence(self.piece, int((self.depth % (1 / count) + place / count) * len(self.piece)))
             shown = f"{shown[:at]}{sentences[place]} {shown[at:]}"
         return shown
 
@@ -133,57 +79,52 @@ def _sentence(text: str, place: int) -> int:
     return low if end < 0 else end + 2
 
 
-def _numbers(hay: Hay, keys: int, values: int) -> Task:
-    words = [hay.word() for _ in range(keys)]
-    facts = [(word, hay.number()) for word in words for _ in range(values)]
-    sentences = [f"A secret number of {word} is {number}." for word, number in facts]
-    if keys > 1:
-        sentences = hay.place(sentences[1:], sentences[0])
-    asked = "What is the secret number" if values == 1 else "What are all the secret numbers"
-    begun = f"The secret number{'s'[: values - 1]} of {words[0]} {'is' if values == 1 else 'are'}"
-    expected = tuple(number for word, number in facts if word == words[0])
-    text = f"Remember the secret numbers in this text. {hay.hide(sentences)}"
-    return Task(text, f"{asked} of {words[0]}?", begun, expected)
+def _numbers(keys: int, values: int, hay: Hay) -> Task:
+    words, numbers = hay.words(keys), hay.rng.sample(NUMBERS, keys * values)
+    told = [f"A secret number of {words[n // values]} is {number}." for n, number in enumerate(numbers)]
+    asked = int(hay.depth * keys)
+    what, verb = ("number", "is") if values == 1 else (f"{values} numbers", "are")
+    return (
+        f"Remember the secret numbers in this text. {hay.hide(told)}",
+        f"What {verb} the secret {what} of {words[asked]}?",
+        f"The secret {what} of {words[asked]} {verb}",
+        [str(number) for number in numbers[asked * values :][:values]],
+    )
 
 
 def _facts(hay: Hay) -> Task:
-    """Sentences and a question that the embedded model knows."""
-    names, things = hay.rng.sample(NAMES, len(NAMES)), hay.rng.sample(THINGS, KEYS)
-    names = sorted(names, key=hay.piece.count)[:KEYS]  # a story of the same name would be in the way
-    sentences = [f"{name} has the {thing}." for name, thing in zip(names, things, strict=True)]
-    text = hay.hide(hay.place(sentences[1:], sentences[0]))
-    return Task(f"Read this list. {text}", f"What does {names[0]} have?", f"It says {names[0]} has the", (things[0],))
+    """Sentences and a question that the embedded model knows, of people whom the piece mentions least."""
+    names = sorted(hay.rng.sample(NAMES, len(NAMES)), key=hay.piece.count)[:4]
+    things, asked = hay.rng.sample(THINGS, len(names)), int(hay.depth * len(names))
+    text = hay.hide([f"{name} has the {thing}." for name, thing in zip(names, things, strict=True)])
+    name = names[asked]
+    return f"Read this list. {text}", f"What does {name} have?", f"It says {name} has the", [things[asked]]
 
 
 def _variables(hay: Hay) -> Task:
-    chains = [[hay.word().upper() for _ in range(1 + HOPS)] for _ in range(CHAINS)]
-    values = [hay.number() for _ in chains]
-    lines = [
-        f"VAR {chain[hop]} = {f'VAR {chain[hop - 1]}' if hop else value}."
-        for hop in range(1 + HOPS)
-        for chain, value in zip(chains, values, strict=True)
-    ]
-    question = f"Which {1 + HOPS} variables have the value {values[0]}, directly or from another variable?"
-    begun = f"The variables that have the value {values[0]} are"
-    return Task(f"Follow the variables in this text. {hay.hide(lines)}", question, begun, tuple(chains[0]))
+    """Two chains in turns."""
+    words, (value, other) = [word.upper() for word in hay.words(2 + 2 * HOPS)], hay.rng.sample(NUMBERS, 2)
+    given = [str(value), str(other), *(f"VAR {word}" for word in words)]
+    text = hay.hide([f"VAR {word} = {own}." for word, own in zip(words, given, strict=False)])
+    question = f"Which {1 + HOPS} variables have the value {value}, directly or from another variable?"
+    begun = f"The variables that have the value {value} are"
+    return f"Follow the variables in this text. {text}", question, begun, words[::2]
 
 
 def _common(hay: Hay) -> Task:
-    """Some words occur several times, the others once. They have four syllables of two letters each."""
-    count = hay.size // 10
-    numbers = hay.rng.sample(range(len(SYLLABLES) ** 4), count)
-    words = ["".join(SYLLABLES[n // len(SYLLABLES) ** place % len(SYLLABLES)] for place in range(4)) for n in numbers]
-    times = min(MOST_TIMES, max(2, count // (2 * COMMON)))
-    listed = words[:COMMON] * times + words[COMMON:][: max(0, count - COMMON * times)]
+    """A list as long as the piece, in which some words occur several times, the others once."""
+    words = hay.words(len(hay.piece) // 10, syllables=4)
+    times = min(MOST_TIMES, len(words) // (2 * COMMON))  # half of a short list
+    listed = words[:COMMON] * times + words[COMMON : len(words) - COMMON * (times - 1)]
     hay.rng.shuffle(listed)
-    text, question = f"Here is a list. {', '.join(listed)}.", f"Which {COMMON} words occur most often in the list?"
-    return Task(text, question, "The words that occur most often are", tuple(words[:COMMON]))
+    question = f"Which {COMMON} words occur most often in the list?"
+    return f"Here is a list. {', '.join(listed)}.", question, "The words that occur most often are", words[:COMMON]
 
 
 KINDS: Mapping[str, Callable[[Hay], Task]] = {
-    "needle": lambda hay: _numbers(hay, 1, 1),
-    "keys": lambda hay: _numbers(hay, KEYS, 1),
-    "values": lambda hay: _numbers(hay, 1, VALUES),
+    "needle": partial(_numbers, 1, 1),
+    "keys": partial(_numbers, 4, 1),
+    "values": partial(_numbers, 1, 4),
     "facts": _facts,
     "variables": _variables,
     "common": _common,
@@ -191,55 +132,48 @@ KINDS: Mapping[str, Callable[[Hay], Task]] = {
 
 
 def haystack(path: Path | None) -> str:
-    """The text that surrounds what is to be found: a file's, or stories of the embedded model's held-out documents."""
+    """The text around what is to be found: a file's, or stories that the embedded model was not trained on."""
     if path is not None:
         return " ".join(read_text(path).split())
-    documents = heldout_documents()
-    told = [each["text"] for each in documents if "text" in each]
-    said = [message for each in documents for message in each.get("messages", ())]
-    told += [message["content"] for message in said if message["role"] == "assistant"]  # users tell facts, too
+    said = [message for document in heldout_documents() for message in document.get("messages", ())]
+    told = [message["content"] for message in said if message["role"] == "assistant"]  # users tell facts, too
     return " ".join(dict.fromkeys(story for story in told if len(story.split()) > STORY_WORDS))
 
 
-def make_samples(
-    tokenizer: Tokenizer, vocab_size: int, text: str, lengths: Sequence[int], samples: int, seed: int
-) -> list[Sample]:
+def make_samples(tokenizer: Tokenizer, text: str, lengths: Sequence[int], samples: int, seed: int) -> list[Sample]:
     """So many samples of each kind and length; the same seed makes the same.
 
     Args:
-        text: from :func:`haystack`; the more of it as fits is read.
-        lengths: tokens that prompt and answer have at most; what is hidden is at depths that are spread evenly.
+        text: from :func:`haystack`. As much of it is read as fits, from a random sentence on, again and again.
+        lengths: tokens that prompt and answer have at most; what is asked for is at depths that are spread evenly.
 
     Raises:
         ValueError: a length that a task does not fit.
         PromptError: the chat template, or the tokenizer, fails.
     """
 
-    def made(kind: str, tokens: int, number: int) -> Sample:
-        def sized(size: int) -> Sample:
-            rng = random.Random(f"{seed} {kind} {tokens} {number}")
-            task = KINDS[kind](Hay(text, size, (number + 0.5) / samples, rng))
-            prompt = f"{task.text}\n\n{task.question}"
-            if tokenizer.has_chat_template:
-                rendered = render_chat(tokenizer, [{"role": "user", "content": prompt}])
-                ids = encode_rendered(tokenizer, rendered + task.begun)
-            else:
-                ids = encode_prompt(tokenizer, f"{prompt} {task.begun}", vocab_size)
-            answer = len(encode_rendered(tokenizer, ", ".join(task.expected)))
-            return Sample(kind, tokens, tuple(ids), 2 * answer + 8, task.expected)
+    def made(kind: str, tokens: int, number: int, size: int) -> Sample:
+        rng = random.Random(f"{seed} {kind} {tokens} {number}")
+        start = _sentence(text, rng.randrange(len(text)))
+        piece = (text[start : start + size] + f" {text[:size]}" * (size // len(text) + 1))[:size]
+        task, question, begun, expected = KINDS[kind](Hay(piece, (number + 0.5) / samples, rng))
+        prompt = f"{task}\n\n{question}"
+        if tokenizer.has_chat_template:
+            rendered = render_chat(tokenizer, [{"role": "user", "content": prompt}])
+            ids = encode_rendered(tokenizer, rendered + begun)
+        else:
+            ids = tokenizer.encode(f"{prompt} {begun}")
+        answer = len(encode_rendered(tokenizer, ", ".join(expected)))
+        return Sample(kind, tokens, tuple(ids), 2 * answer + 8, tuple(expected))
 
-        best, low, high = sized(LEAST_TEXT), LEAST_TEXT, MOST_TEXT * tokens
-        if len(best.ids) + best.max_tokens > tokens:
-            raise ValueError(f"{tokens} tokens; {kind!r} takes at least {len(best.ids) + best.max_tokens}")
-        while high - low > 1:
-            found = sized(middle := (low + high) // 2)
-            if len(found.ids) + found.max_tokens > tokens:
-                high = middle
-            else:
-                best, low = found, middle
-        return best
+    def longest(kind: str, tokens: int, number: int) -> Sample:
+        sizes = range(LEAST_TEXT, MOST_TEXT * tokens)
+        fitting = bisect_right(sizes, tokens, key=lambda size: made(kind, tokens, number, size).needed)
+        if not fitting:
+            raise ValueError(f"{tokens} tokens; {kind!r} takes {made(kind, tokens, number, LEAST_TEXT).needed}")
+        return made(kind, tokens, number, sizes[fitting - 1])
 
-    return [made(kind, tokens, number) for kind in KINDS for tokens in lengths for number in range(samples)]
+    return [longest(kind, tokens, number) for kind in KINDS for tokens in lengths for number in range(samples)]
 
 
 def answer_samples(
@@ -247,30 +181,41 @@ def answer_samples(
     tokenizer: Tokenizer,
     samples: Sequence[Sample],
     formats: Sequence[CacheFormat],
-    *,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Answers:
-    """Answer every sample greedily with every format; one cache is there at a time.
+    progress: Progress = lambda done, total: None,
+) -> dict[CacheFormat, list[str]]:
+    """Each format's greedy answers, the full cache's first; "" where logits were not finite.
 
     Args:
-        formats: checked by ``check_formats``; the full cache among them is not asked twice.
+        formats: checked by ``check_formats``. One cache is there at a time.
         progress: called with (prompt tokens read, prompt tokens to be read).
     """
-    asked = (REFERENCE, *(f for f in formats if f != REFERENCE))
-    total, done = len(asked) * sum(len(sample.ids) for sample in samples), 0
-    texts = []
-    for each in asked:
-        cache = each.make_cache(model, max(sample.tokens for sample in samples))
-        own = []
+    answers: dict[CacheFormat, list[str]] = {own: [] for own in (REFERENCE, *formats)}
+    total, done = len(answers) * sum(len(sample.ids) for sample in samples), 0
+    for own, texts in answers.items():
+        cache = own.make_cache(model, max(sample.tokens for sample in samples))
         for sample in samples:
             cache.reset()
-            text = ""
-            with suppress(LogitsError):  # as far as it went
-                for response in stream_generate(
-                    model, tokenizer, sample.ids, max_tokens=sample.max_tokens, prompt_cache=cache
-                ):
-                    text += response.text
-            own.append(text)
+            texts.append("")
+            with suppress(LogitsError):
+                texts[-1] = generate(model, tokenizer, sample.ids, max_tokens=sample.max_tokens, prompt_cache=cache)
             progress(done := done + len(sample.ids), total)
-        texts.append(tuple(own))
-    return Answers(tuple(samples), asked, tuple(texts))
+    return answers
+
+
+def score(answer: str, expected: Sequence[str]) -> float:
+    """The share of the expected strings that occur in an answer; capitals do not matter."""
+    return sum(each.lower() in answer.lower() for each in expected) / len(expected)
+
+
+def task_rows(samples: Sequence[Sample], answers: Mapping[CacheFormat, Sequence[str]]) -> list[dict[str, Any]]:
+    """Of each kind and length every format's score, in percent, and how many answers are the full cache's."""
+    rows = []
+    for kind, tokens in dict.fromkeys((sample.kind, sample.tokens) for sample in samples):
+        places = [n for n, sample in enumerate(samples) if (sample.kind, sample.tokens) == (kind, tokens)]
+        row: dict[str, Any] = {"kind": kind, "tokens": tokens, "samples": len(places), "formats": []}
+        for own, texts in answers.items():
+            percent = 100 * sum(score(texts[n], samples[n].expected) for n in places) / len(places)
+            same = sum(texts[n] == answers[REFERENCE][n] for n in places)
+            row["formats"].append({"format": own.label, "score_percent": round(percent, 2), "same_answers": same})
+        rows.append(row)
+    return rows
