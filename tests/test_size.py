@@ -11,11 +11,11 @@ import kvant
 ROOT = Path(kvant.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
 BUDGET = {
-    "cli": 5725, "server": 4534, "tools": 4904, "engine": 4355, "ranks": 1268, "bridge": 2430, "models": 3565,
+    "cli": 5777, "server": 4534, "tools": 5130, "engine": 4355, "ranks": 1268, "bridge": 2430, "models": 3565,
     "text": 3421, "cache": 3857, "operators": 3247, "weights": 959,
 }  # fmt: skip
 TOP = 1560  # modules beside the rooms, kvant_command.py and kvant_llm.py among them
-TESTS = 35255  # with their support
+TESTS = 35501  # with their support
 SCRIPTS = 6211  # without scripts/pocket, which made the model once
 PAGES = 16
 TOUR = 2600  # lines of what docs/tour.md says to read on the way of a token

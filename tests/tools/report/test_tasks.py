@@ -218,6 +218,17 @@ def test_the_command(tmp_path: Path) -> None:
     assert any(line.split()[:3] == ["same", "answer", "100.0"] for line in printed)
 
 
+def test_a_seed_of_the_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one for generate, too: without tasks it does not count."""
+    (tmp_path / "config.toml").write_text("seed = 7\n")
+    monkeypatch.setenv("KVANT_CONFIG", str(tmp_path / "config.toml"))
+    plain = call("report", "--tokens", "20", "--formats", "0", "--json")
+    assert (plain.returncode, plain.stderr) == (0, "")
+    assert not {"seed", "tasks"} & json.loads(plain.stdout).keys()
+    done = call("report", "--tokens", "20", "--formats", "0", "--json", "--tasks", "448", "--samples", "1")
+    assert json.loads(done.stdout)["seed"] == 7
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
