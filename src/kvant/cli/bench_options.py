@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from kvant import blas
 from kvant.cache.kv_format import KVFormat
-from kvant.cli.options import BadValueError, check_kernels, flag, named
+from kvant.cli.options import BadValueError, check_kernels, flag, named, whole_numbers
 from kvant.engine.load import POCKET, find_model
 from kvant.fields import MAX_SIZE
 from kvant.models.config import ModelConfig
@@ -69,7 +69,7 @@ def source(
 
 def streams(text: str | None) -> list[int]:
     """Numbers of requests that come at once; none without the flag."""
-    found = [] if text is None else _numbers("--streams", text)
+    found = [] if text is None else whole_numbers("--streams", text)
     for count in found:
         if not 1 <= count <= MAX_STREAMS:
             raise BadValueError(f"--streams has {count}; expected from 1 to {MAX_STREAMS}")
@@ -84,7 +84,7 @@ def contexts(text: str | None, max_tokens: int, context: int | None, streams: bo
         if not found:
             raise BadValueError(f"--max-tokens is {max_tokens}; the model's context is {room}; set --prompt-tokens too")
         return found
-    found = _numbers("--prompt-tokens", text)
+    found = whole_numbers("--prompt-tokens", text)
     for count in found:
         if count < 1:
             raise BadValueError(f"--prompt-tokens has {count}; expected at least 1")
@@ -112,7 +112,7 @@ def specs(
     lent = not blas.loaded().startswith(blas.OWN)
     fair = mx.default_device().type == mx.cpu and streams
     theirs = ":".join(["mlx-lm", *["float32"] * fair, *[OPENBLAS] * (fair and lent)])
-    bits = _numbers("--kv-bits", kv_bits or ("8" if streams else "0,8,4"))
+    bits = whole_numbers("--kv-bits", kv_bits or ("8" if streams else "0,8,4"))
     for number in bits:
         if number not in QUANT_BITS:
             raise BadValueError(f"--kv-bits has {number}; expected 0, 4 or 8")
@@ -196,15 +196,3 @@ def check_new_file(name: str, path: Path) -> None:
         raise BadValueError(f"{name}: {path} exists; a recording goes to a new file")
     if not path.parent.is_dir():
         raise BadValueError(f"{name}: the folder of {path} does not exist")
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    """Whole numbers between commas, each once."""
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise BadValueError(f"{name} is {text!r}; expected whole numbers between commas") from None
-    for number in found:
-        if found.count(number) > 1:
-            raise BadValueError(f"{name} has {number} twice")
-    return found

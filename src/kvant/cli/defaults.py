@@ -89,6 +89,8 @@ def blocked_by(name: str, values: Mapping[str, Any]) -> str | None:
         return "ignore_chat_template" if values.get("ignore_chat_template") else None
     if name == "extra_eos_token":
         return "ignore_eos" if values["ignore_eos"] else None
+    if "tasks" in values and name in ("samples", "seed"):
+        return None if values["tasks"] else "tasks"
     from kvant.engine.sampling import NEUTRAL, OPTIONS
 
     needs = OPTIONS[name].metadata["needs"] if name in OPTIONS else ""

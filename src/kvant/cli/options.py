@@ -343,6 +343,18 @@ def _biases(texts: Sequence[str] | None) -> Mapping[int, float]:
     return biases
 
 
+def whole_numbers(name: str, text: str) -> list[int]:
+    """Whole numbers between commas, each once."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise BadValueError(f"{name} is {text!r}; expected whole numbers between commas") from None
+    for number in found:
+        if found.count(number) > 1:
+            raise BadValueError(f"{name} has {number} twice")
+    return found
+
+
 def check_counts(**counts: int | None) -> None:
     """Refuse a count below 1, or one that is no index of this machine, naming its flag."""
     for name, count in counts.items():

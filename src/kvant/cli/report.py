@@ -16,6 +16,7 @@ from kvant.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS, TUNED_TOKENS = 4096, 8192
 DEFAULT_MAX_KLD = 0.005
+DEFAULT_SAMPLES, DEFAULT_SEED = 10, 0
 PIECES = 4  # of a text that tunes, half of them to check the choice
 
 
@@ -72,6 +73,18 @@ def report(
         float | None,
         typer.Option(help="With --tune: layers get 8 bits until the mean KLD is at most this; default: 0.005."),
     ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N...",
+            help="Let every format answer generated tasks, too: needles in a text, variables, common words. "
+            "Prompt and answer have at most N tokens; the text is --text, or built-in stories.",
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="With --tasks: so many of each kind and length; default: 10.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="With --tasks: the same seed makes the same; default: 0.")] = None,
     json_object: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
@@ -87,7 +100,11 @@ def report(
         raise BadValueError(f"--tokens is {tokens}; expected at least 2")
     options.check_text(adapter_path=adapter_path, text=None if text is None else str(text))
     options.check_kernels()
+    _check_goes_with("--tune", tune, kv_bits=kv_bits, max_kld=max_kld)
+    _check_goes_with("--tasks", tasks, samples=samples, seed=seed)
     _check_tuning(tune, kv_bits, max_kld, formats or kv_format)
+    options.check_counts(samples=samples)
+    lengths = [] if tasks is None else options.whole_numbers("--tasks", tasks)
     if reference is not None and (text is not None or tune is not None):
         raise BadValueError(f"--reference {reference} has its own text; leave out {'--text' if text else '--tune'}")
 
@@ -96,6 +113,7 @@ def report(
     from kvant.tools.report.measure import figures_json, measure
     from kvant.tools.report.reference import read_reference
     from kvant.tools.report.runs import timing_room
+    from kvant.tools.report.tasks import answer_samples, haystack, make_samples, task_rows
     from kvant.tools.report.texts import built_in_text, halves, recall_dialogues, text_file
     from kvant.tools.report.tune import Row, tried_json
     from kvant.tools.report.tune import tune as tune_format
@@ -121,6 +139,10 @@ def report(
     length = most if limit is None else min(most, limit - timing_room(decoder))
     if length < 2:
         raise KvantError(f"the model's context is {limit} tokens; the report needs {2 + timing_room(decoder)}")
+    if max(lengths, default=0) > (limit or math.inf):
+        raise BadValueError(f"--tasks has {max(lengths)}; the model's context is {limit} tokens")
+    with options.named("--tasks"):
+        drawn = make_samples(tokenizer, haystack(text), lengths, samples or DEFAULT_SAMPLES, seed or DEFAULT_SEED)
     others = None
     if reference is not None:
         others = read_reference(reference, config.vocab_size, _first_token(tokenizer))
@@ -147,15 +169,39 @@ def report(
     name = model if adapter_path is None else f"{model} with {adapter_path}"
     with LateProgress("measuring", quiet=quiet) as progress:
         found = measure(name, decoder, read, wanted, recall=recall, others=others, progress=progress.update)
+    rows: list[dict[str, Any]] = []
+    if drawn:
+        with LateProgress("answering", quiet=quiet) as progress:
+            rows = task_rows(drawn, answer_samples(decoder, tokenizer, drawn, wanted, progress.update))
 
     from kvant.tools.report.output import describe, table, tuning
 
     lines: list[Any] = [*describe(found), *([tuning(tried)] if tune is not None else []), table(found)]
-    terminal.show(figures_json(found) | tried_json(tried), lines, as_json=json_object)
+    record = figures_json(found) | tried_json(tried)
+    if rows:
+        lines.append(_tasks_table(rows))
+        record |= {"seed": seed or DEFAULT_SEED, "tasks": rows}
+    terminal.show(record, lines, as_json=json_object)
     if plot is not None:
         from kvant.tools.report.output import plot as draw
 
         draw(found, plot)
+
+
+def _tasks_table(rows: list[dict[str, Any]]) -> Any:
+    """Scores by task and length; at last the share of the full cache's answers."""
+    names = [own["format"].replace(":nosplit", "\n:no-\nsplit") for own in rows[0]["formats"]]
+    cells = [
+        [row["kind"], str(row["tokens"]), *(f"{own['score_percent']:.1f}" for own in row["formats"])] for row in rows
+    ]
+    same = [
+        sum(own["same_answers"] for own in column) for column in zip(*(row["formats"] for row in rows), strict=True)
+    ]
+    each = rows[0]["samples"]
+    cells.append(["same answer", "", *(f"{100 * count / (each * len(rows)):.1f}" for count in same)])
+    caption = f"Percent of the strings that {each} answers should have; at last of answers that are the full cache's."
+    shown: dict[str, Any] = {"title": "Tasks", "title_justify": "left", "caption": caption, "caption_justify": "left"}
+    return terminal.table(["task", "tokens", *names], cells, right=["tokens", *names], padding=0, **shown)
 
 
 def _first_token(tokenizer: Tokenizer) -> int | None:
@@ -164,12 +210,16 @@ def _first_token(tokenizer: Tokenizer) -> int | None:
     return first if first == tokenizer.bos_token_id else None
 
 
+def _check_goes_with(flag: str, given: object, **others: object) -> None:
+    """Refuse options that have no effect without a flag."""
+    for name, value in others.items():
+        if given is None and value is not None:
+            raise BadValueError(f"--{name.replace('_', '-')} is {value}; it goes with {flag}")
+
+
 def _check_tuning(tune: Path | None, kv_bits: int | None, max_kld: float | None, formats: str | None) -> None:
-    """Refuse options that have no effect, or a file that could not be written."""
+    """Refuse values out of range, or a file that could not be written."""
     if tune is None:
-        for name, value in (("--kv-bits", kv_bits), ("--max-kld", max_kld)):
-            if value is not None:
-                raise BadValueError(f"{name} is {value}; it goes with --tune")
         return
     if formats is not None:
         raise BadValueError(f"{formats!r:.40} is to be measured, but --tune measures its own; leave one out")

@@ -64,6 +64,14 @@ def built_in_text(tokenizer: Tokenizer, context: int, tokens: int) -> Text:
 
 def text_file(path: Path, tokenizer: Tokenizer, vocab_size: int, context: int, tokens: int) -> Text:
     """The first ``tokens`` tokens of a UTF-8 text file, encoded as it is."""
+    ids = encode_prompt(tokenizer, read_text(path), vocab_size)
+    if len(ids) < 2:
+        raise PromptError(f"{path}: {len(ids)} token; expected at least 2")
+    return _cut(str(path), ids, context, tokens)
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 text file that is not empty."""
     data = read_given(path, MAX_FILE_BYTES, PromptError)
     try:
         text = data.decode("utf-8-sig")
@@ -71,10 +79,7 @@ def text_file(path: Path, tokenizer: Tokenizer, vocab_size: int, context: int, t
         raise PromptError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
     if not text.strip():
         raise PromptError(f"{path}: empty")
-    ids = encode_prompt(tokenizer, text, vocab_size)
-    if len(ids) < 2:
-        raise PromptError(f"{path}: {len(ids)} token; expected at least 2")
-    return _cut(str(path), ids, context, tokens)
+    return text
 
 
 def _cut(name: str, ids: list[int], context: int, tokens: int) -> Text:
