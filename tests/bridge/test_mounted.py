@@ -1,6 +1,7 @@
 """kvant's caches in mlx-lm's own batches, its server's store of prompts and its files."""
 
 import copy
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -128,6 +129,18 @@ def test_a_batch_trims_and_takes_masks_of_the_models_own() -> None:
     with pytest.raises(ValueError, match="keys of 1 sequences; the batch has 2"):
         batch[0].update_and_fetch(keys[:1], keys[:1])
     assert inputs.shape == (2, 3)
+
+
+def test_what_a_copy_reserves_goes_with_it() -> None:
+    model, _ = build("qwen3")
+    cache = kvant.make_prompt_cache(model, 90)
+    batch = [BatchLayer.merge([layer]) for layer in cache]
+    model(mx.array([FIRST[2]]), cache=batch)
+    reserved = [weakref.ref(row._cache) for layer in batch for row in layer.rows]
+    assert not any(each() is layer._cache for each, layer in zip(reserved, cache, strict=True))
+    del batch
+    assert [each() for each in reserved] == [None] * len(cache)
+    assert {layer.size() for layer in cache} == {0}
 
 
 def test_chunks_have_no_batch() -> None:

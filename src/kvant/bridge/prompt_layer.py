@@ -1,8 +1,9 @@
 """A layer of a prompt cache for mlx-lm's own loops, which counts for itself, in kvant's memory."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import mlx.core as mx
 
@@ -12,7 +13,7 @@ from kvant.cache.model import NotSaved
 from kvant.operators.paged_attention import PagedRows
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class SequenceLayers:
     """What the layers of one sequence share.
 
@@ -20,13 +21,13 @@ class SequenceLayers:
         caches: of all layers: none goes back further than all of them can.
         masks: that the layers made in this step, by its position and new tokens; a model gives one layer's to another.
         joint_masks: the same of a batch whose first sequence this is, by the positions of all.
-        copy: the last copy, which has no more layers than were copied so far.
+        copy: gives the last copy, which has no more layers than were copied so far; None: it is gone.
     """
 
     caches: list[ModelCache] = field(default_factory=list)
     masks: dict[tuple[int, int], dict[tuple[int | None, int], mx.array]] = field(default_factory=dict)
     joint_masks: dict[tuple[tuple[int, ...], ...], dict[int | None, mx.array]] = field(default_factory=dict)
-    copy: "SequenceLayers | None" = None
+    copy: "Callable[[], SequenceLayers | None]" = lambda: None
 
 
 class PromptCacheLayer(BridgedLayer):
@@ -62,10 +63,11 @@ class PromptCacheLayer(BridgedLayer):
 
     def copied(self) -> Self:
         """The same layer of a copy whose layers are made one after the other."""
-        sequence = self.sequence
-        if sequence.copy is None or len(sequence.copy.caches) != self._place:
-            sequence.copy = SequenceLayers()
-        return type(self)(self._cache, sequence.copy, holders=self._holders)
+        sequence = self.sequence.copy()
+        if sequence is None or len(sequence.caches) != self._place:
+            sequence = SequenceLayers()
+            self.sequence.copy = ref(sequence)  # what it reserves goes with it
+        return type(self)(self._cache, sequence, holders=self._holders)
 
     def _own(self) -> None:
         """Have memory of its own, before it is changed."""
