@@ -124,6 +124,16 @@ def test_what_there_is_no_time_for_is_left_out_and_named(small: None, monkeypatc
     assert measure.figures(record) == []
 
 
+def test_a_folder_is_named_without_its_place(
+    small: None, monkeypatch: pytest.MonkeyPatch, pocket_folder: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(measure, "LATEST_S", -1)
+    (tmp_path / "mine").symlink_to(pocket_folder)
+    record = measure.measure_machine(str(tmp_path / "mine"), print)
+    assert record["parts"][1:3] == ["a token of mine", "the quality of mine"]
+    assert str(tmp_path) not in json.dumps(record)
+
+
 def test_what_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     file.write_text("mine")
