@@ -24,13 +24,15 @@ default_role = "code"
 autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+maximum_signature_line_length = 100
 napoleon_use_ivar = True
+toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
 html_title = f"kvant {release}"
 html_copy_source = False
-html_static_path = ["wide.css"]
-html_css_files = ["wide.css"]
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 
 # What would make a reader's browser ask another machine. A link that a reader may follow is none of it.
 OUTSIDE = re.compile(
