@@ -1,4 +1,4 @@
-"""Sphinx's settings for the documentation site, which scripts/site builds of the pages as they lie in the repository."""
+"""Sphinx's settings for the documentation site. scripts/site builds it of the pages as they lie in the repository."""
 
 import re
 import shutil
@@ -37,7 +37,7 @@ html_css_files = ["site.css"]
 # What would make a reader's browser ask another machine. A link that a reader may follow is none of it.
 OUTSIDE = re.compile(
     r"""<(?:script|img|iframe|source|video|audio|embed)\b[^>]*\ssrc=["']?(?:https?:)?//[^>]*>"""
-    r"""|<link\b(?![^>]*rel=["']?canonical)[^>]*\shref=["']?(?:https?:)?//[^>]*>"""
+    r"""|<(?:link|image|use)\b(?![^>]*rel=["']?canonical)[^>]*\shref=["']?(?:https?:)?//[^>]*>"""
     r"""|@import\s[^;]*//[^;]*;|url\(\s*["']?(?:https?:)?//[^)]*\)|(?:fetch|importScripts)\(\s*["'`](?:https?:)?//.*""",
     re.IGNORECASE,
 )
