@@ -124,16 +124,16 @@ def svg(seen: dict[tuple[float, float], list[Piece]]) -> str:
         style += f"@keyframes k{number}{{{100 * since / end:.2f}%{{visibility:visible}}{hide}}}\n"
         groups += f'<g{kind} style="animation-name:k{number}">'
         for row, column, text, colour in sorted(shown):
-            place = (
-                f'x="{EDGE + column * WIDTH:.1f}" y="{EDGE + row * HEIGHT + 14}" textLength="{len(text) * WIDTH:.1f}"'
-            )
-            groups += f'<text class="{colour}" {place}>{escape(text, quote=False)}</text>'
+            place = f'x="{EDGE + column * WIDTH:.1f}" y="{EDGE + row * HEIGHT + 14}"'
+            length = f"{len(text) * WIDTH:.1f}"  # whatever font the reader has
+            groups += f'<text class="{colour}" {place} textLength="{length}">{escape(text, quote=False)}</text>'
         groups += "</g>\n"
-    size = f'width="{COLUMNS * WIDTH + 2 * EDGE:.0f}" height="{ROWS * HEIGHT + 2 * EDGE}"'
-    start = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<title>kvant on a terminal</title>\n<style>\n{style}</style>'
+    width, height = round(COLUMNS * WIDTH + 2 * EDGE), ROWS * HEIGHT + 2 * EDGE
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">\n'
+        f"<title>kvant on a terminal</title>\n<style>\n{style}</style>\n"
+        f'<rect width="100%" height="100%" rx="8"/>\n{groups}</svg>\n'
     )
-    return f'{start}\n<rect width="100%" height="100%" rx="8"/>\n{groups}</svg>\n'
 
 
 if __name__ == "__main__":
