@@ -1,15 +1,23 @@
 """Build kvant's sdist and wheel, compare their contents with git, and run the wheel in an empty environment.
 
+pip takes the wheel from an index on this machine, and its dependencies from the indexes it is set up for.
 Usage: python scripts/check_wheel.py [folder for the two files]. It needs a clone, and the packages build and hatchling.
 """
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from zipfile import ZipFile
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,18 +73,41 @@ def compare(archive: str, found: set[str], expected: set[str]) -> None:
 
 
 def try_wheel(wheel: Path, folder: Path) -> None:
-    """Install the wheel alone in an empty environment, and use it from another folder."""
+    """Install the wheel by its name in an empty environment, and do there what README says."""
     venv.create(folder / "empty", with_pip=True)
-    programs = folder / "empty" / "bin"
-    constraints = ROOT / "constraints.txt"
-    run(str(programs / "pip"), "install", "--quiet", "--constraint", str(constraints), f"{wheel}[cpu]", cwd=folder)
-    run(str(programs / "pip"), "check", cwd=folder)
-    story = run(str(programs / "kvant"), "generate", STORY, "--max-tokens", "40", "--temp", "0", "--quiet", cwd=folder)
-    if "Pip" not in story:
-        sys.exit(f"the wheel's story is not about Pip: {story!r}")
-    models = run(str(programs / "kvant"), "models", cwd=folder)
-    if "qwen2.5-0.5b" not in models:
-        sys.exit(f"the wheel's kvant models does not know qwen2.5-0.5b: {models!r}")
+    pip, python, kvant = (str(folder / "empty" / "bin" / name) for name in ("pip", "python", "kvant"))
+    constraints = ("--constraint", str(ROOT / "constraints.txt"))
+    with index(wheel, folder / "index") as (address, asked):
+        run(pip, "install", "--quiet", *constraints, "--extra-index-url", address, "kvant[cpu]", cwd=folder)
+        if f"/simple/kvant/{wheel.name}" not in asked:
+            sys.exit(f"pip did not take {wheel.name} from {address}, which it asked for {asked}")
+    run(pip, "check", cwd=folder)
+    [example] = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    for command, expected in (
+        ((kvant, "generate", STORY, "--max-tokens", "40", "--temp", "0", "--quiet"), "Pip"),
+        ((python, "-c", example), "bytes, now and later"),
+        ((kvant, "models"), "qwen2.5-0.5b"),
+    ):
+        said = run(*command, cwd=folder)
+        if expected not in said:
+            sys.exit(f"{' '.join(command)} does not say {expected!r}: {said!r}")
+
+
+@contextmanager
+def index(wheel: Path, folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """An index that has the wheel alone: its address, and the paths it was asked for."""
+    asked: list[str] = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
+            asked.append(self.path)
+
+    (folder / "simple" / "kvant").mkdir(parents=True)
+    shutil.copy(wheel, folder / "simple" / "kvant")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/simple/", asked
+        server.shutdown()
 
 
 def run(*command: str, cwd: Path | None = None) -> str:

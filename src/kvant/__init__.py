@@ -1,8 +1,8 @@
 """kvant: Qwen, Llama, Mistral, SmolLM3 and OLMo 2 models on Apple MLX with a preallocated, quantized key/value cache.
 
-from kvant import load, generate
-model, tokenizer = load("pocket")
-print(generate(model, tokenizer, "Once upon a time"))
+>>> from kvant import load, generate
+>>> model, tokenizer = load("pocket")
+>>> print(generate(model, tokenizer, "Once upon a time"))
 """
 
 from importlib import import_module

@@ -1,11 +1,11 @@
-"""Every error kvant raises on purpose.
+"""Every error that kvant raises on purpose::
 
-KvantError
- +-- ModelError
- |    +-- CheckpointError, WeightsError
- +-- ContextError, PromptError, GrammarError   each also a ValueError
- +-- KernelError                               also a RuntimeError
- +-- SnapshotError, LogitsError, BenchError, ConvertError, QueueFullError, EngineError, RanksError
+    KvantError
+     +-- ModelError
+     |    +-- CheckpointError, WeightsError
+     +-- ContextError, PromptError, GrammarError   each also a ValueError
+     +-- KernelError                               also a RuntimeError
+     +-- SnapshotError, LogitsError, BenchError, ConvertError, QueueFullError, EngineError, RanksError
 
 Wrong arguments of a function are ValueError and TypeError. ArgumentError is the ValueError that knows the argument.
 """

@@ -14,6 +14,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+import kvant
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -46,6 +48,11 @@ def test_constraints_are_names_and_versions() -> None:
         assert re.fullmatch(r"==[0-9][0-9a-z.]*", str(line.specifier))
     versions = {str(exact[name].specifier) for name in ("mlx", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13")}
     assert len(versions) == 1
+
+
+def test_the_version_is_everywhere_the_same() -> None:
+    cited = (ROOT / "CITATION.cff").read_text()
+    assert re.findall(r"^version: (.+)$", cited, re.MULTILINE) == [PROJECT["version"]] == [kvant.__version__]
 
 
 def test_every_import_is_declared() -> None:
