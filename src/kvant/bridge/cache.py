@@ -9,10 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.bridge.pool import BridgedBatch, BridgedPool, BridgedSequence, CacheBytes, reserve
-from kvant.bridge.probe import Attention, Entry, Model, State, leaves_of, probe
+from kvant.bridge.pool import BridgedBatch, BridgedPool, CacheBytes, reserve
+from kvant.bridge.probe import Attention, Entry, Model, leaves_of, probe
 from kvant.cache import ModelCache
-from kvant.cache.layer_format import DTYPES, LayerFormat
+from kvant.cache.layer_format import DTYPES, LayerFormat, State
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pool import check_sizes, rows_alone, sizes_alone
 from kvant.sizes import format_bytes
@@ -56,7 +56,6 @@ class BridgedCache(ModelCache, BridgedBatch):
     """
 
     pool: BridgedPool
-    held: BridgedSequence
 
     def __init__(self, pool: BridgedPool, kv_group_size: int, absent: Collection[int] = ()) -> None:
         """``kv_group_size``: that was asked for. ``absent`` is as in :func:`make_model_cache`."""

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
 from kvant.bridge import hook
-from kvant.cache.layer_format import DTYPE_NAMES, Stored
+from kvant.cache.layer_format import DTYPE_NAMES, State, stored_of
 
 PROBE_TOKENS = 16  # as many as fill the longest convolution or n-gram state
 Model = Callable[..., mx.array]  # mlx-lm's: an nn.Module, called with token ids (B, S) and cache=
@@ -45,19 +45,6 @@ class Attention:
     shared: bool
     query_heads: int = field(default=0, compare=False)
     takes_array: bool = field(default=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """A linear or convolution layer's state: arrays that are replaced at every step.
-
-    Attributes:
-        nbytes: of all its arrays.
-        shapes: the dtype, by its name in safetensors, and the shape of each; None: the model leaves it empty.
-    """
-
-    nbytes: int
-    shapes: tuple[Stored | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +192,7 @@ def _probe_of(cache: Any, number: int) -> Any:
 
 def _leaf_of(found: Any, windows: dict[int, int]) -> Leaf:
     if isinstance(found, mlx_lm_cache.ArraysCache):
-        shapes = tuple(None if a is None else (DTYPE_NAMES[a.dtype], a.shape) for a in found.cache)
-        return State(found.nbytes, shapes)
+        return State(found.nbytes, stored_of(found.cache))
     if found.fetched is None:
         return Unused()
     key, value = found.fetched

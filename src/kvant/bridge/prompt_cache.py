@@ -6,10 +6,10 @@ from mlx_lm.models.cache import ArraysCache
 
 from kvant.bridge.batch_layer import MergedLayer
 from kvant.bridge.pool import pool_needs, reserve
-from kvant.bridge.probe import Attention, Model, State, caches_of, leaves_of, probe
+from kvant.bridge.probe import Attention, Model, caches_of, leaves_of, probe
 from kvant.bridge.prompt_layer import PromptCacheLayer, SequenceLayers
 from kvant.cache import ModelCache
-from kvant.cache.layer_format import DTYPES
+from kvant.cache.layer_format import DTYPES, State
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pool import sizes_alone
 from kvant.models.caches import check_memory

@@ -42,7 +42,6 @@ class Pool(PoolState):
 
     page_size = PAGE_SIZE
     may_have_sinks: ClassVar[bool] = False  # whether attention may be given learned sinks
-    sequence_kind: ClassVar[type[PoolSequence]] = PoolSequence  # what sequence() makes
 
     def __init__(
         self,
@@ -134,8 +133,9 @@ class Pool(PoolState):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers, with their fronts."""
-        return sum(layer.nbytes for layer in self.layers)
+        """Bytes of all layers with their fronts, and of states: of every sequence and checkpoint."""
+        states = sum(state.nbytes for state in self.states)
+        return sum(layer.nbytes for layer in self.layers) + (self.max_sequences + self.checkpoints) * states
 
     @property
     def formats(self) -> list[LayerFormat]:
@@ -145,16 +145,16 @@ class Pool(PoolState):
     @property
     def num_pages(self) -> int:
         """Pages of the layers that see all tokens; where all have a window, of those with the widest."""
-        return self._main.pages.num
+        return self.main.pages.num
 
     @property
     def num_free(self) -> int:
         """Of :attr:`num_pages` those that new sequences could have."""
-        return self._main.num_free
+        return self.main.num_free
 
     def pages_needed(self, max_tokens: int) -> int:
         """Pages, of :attr:`num_pages`, for a sequence of so many tokens that shares none."""
-        return self._main.limit(max_tokens)
+        return self.main.limit(max_tokens)
 
     def fits(self, max_tokens: int) -> bool:
         """Whether a sequence of so many tokens can be opened now."""
@@ -196,7 +196,14 @@ class Pool(PoolState):
             except BaseException:
                 close(self, tables)
                 raise
-            return self.sequence_kind(self, tables, max_tokens, prompt[:length], salt)
+            made = PoolSequence(self, tables, max_tokens, prompt[:length], salt)
+            if self.states and length:
+                states = self.main.prefix.states(digests(made.ids, salt, last_page=True)[-1])
+                if states is None:  # they went where pages were needed for the sequence itself
+                    made.close()
+                    return self.sequence(max_tokens, salt=salt)
+                made.states = states
+            return made
 
     def use_disk(self, disk: DiskCache, *, is_exact: bool = False) -> None:
         """Write what its sequences share to a disk cache, and let :meth:`fetch` read it.
@@ -230,10 +237,10 @@ class Pool(PoolState):
             mx.eval([layer.arrays for layer in self.layers])
             if len(missing) > most:
                 return True
-            if self.states and chain and self._main.prefix.states(chain[-1]) is None:
+            if self.states and chain and self.main.prefix.states(chain[-1]) is None:
                 if (states := self.disk.states(chain[-1])) is None:
                     return True
-                self._main.prefix.keep(chain[-1], states)
+                self.main.prefix.keep(chain[-1], states)
             return False
 
     def on_disk(
@@ -256,7 +263,7 @@ class Pool(PoolState):
     def stored_after(self, ids: Sequence[int], salt: bytes) -> list[int]:
         """Tokens that are stored behind a text, of the page that was stored last; none: nothing is."""
         chain = digests(ids, salt)
-        return list(self._main.prefix.stored_after(chain[-1] if chain else root(salt))[len(ids) % PAGE_SIZE :])
+        return list(self.main.prefix.stored_after(chain[-1] if chain else root(salt))[len(ids) % PAGE_SIZE :])
 
     def batch(self, sequences: Sequence[Any], rows: int | None = None) -> PoolBatch:
         """The cache of steps in which these sequences take part.
@@ -266,10 +273,6 @@ class Pool(PoolState):
             rows: sequences that the steps' inputs have, those past the given ones as padding; None: no padding.
         """
         return PoolBatch(self, sequences, rows)
-
-    @property
-    def _main(self) -> PagedLayers:
-        return max(self.parts, key=lambda part: float("inf") if part.window is None else part.window)
 
     def _beginning(
         self, known: Sequence[int], salt: bytes, whole_pages: bool, disk: PoolDisk | None = None
@@ -296,8 +299,19 @@ class Pool(PoolState):
 
     def _behind(self, before: bytes, ids: Sequence[int], whole_pages: bool, disk: PoolDisk | None) -> int | None:
         """How many of the tokens behind the whole pages of a text can be copied; None: nobody goes on there."""
-        alike = 0 if whole_pages else self._alike(before, ids)
-        return alike if alike >= FEWEST_COPIED else 0
+        if not self.states:
+            alike = 0 if whole_pages else self._alike(before, ids)
+            return alike if alike >= FEWEST_COPIED else 0
+        kept = self.main.prefix.kept_behind(before, ids)
+        if disk is None:
+            here = (n for n in kept if not n or (not whole_pages and self._alike(before, ids[:n]) == n))
+            return next(here, None)
+        for count in range(0 if whole_pages else len(ids), -1, -1):
+            digest = extended(before, ids[:count]) if count else before
+            pages = (has_page(disk, part, digest) for part in self.parts)
+            if (count in kept or disk.has_states(digest)) and (not count or all(pages)):
+                return count
+        return None
 
     def _alike(self, before: bytes, ids: Sequence[int]) -> int:
         """How many of the tokens behind a text have rows in all layers."""
