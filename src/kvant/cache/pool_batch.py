@@ -9,7 +9,8 @@ import mlx.core as mx
 from kvant.cache.layer import AttentionCache
 from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
 from kvant.cache.pages import pages_for, runs
-from kvant.cache.pool_sequence import PoolSequence, PoolState
+from kvant.cache.pool_sequence import PoolSequence
+from kvant.cache.pool_state import PoolState
 from kvant.operators.front import Front
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged, put_rows

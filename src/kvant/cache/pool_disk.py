@@ -12,7 +12,7 @@ from kvant.cache.disk import DiskCache
 from kvant.cache.layer_format import Arrays, Stored, array_bytes, as_array, parse_stored, stored_bytes, stored_of
 from kvant.cache.paged_layers import PagedLayers
 from kvant.cache.pages import PAGE_SIZE
-from kvant.cache.pool_sequence import PoolState
+from kvant.cache.pool_state import PoolState
 
 VERSION = 1
 

@@ -1,107 +1,17 @@
 """A sequence of a pool: its tokens, and the pages they are in."""
 
-import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import mlx.core as mx
 
-from kvant.cache.identity import Identity
 from kvant.cache.layer_format import SLACK, Arrays, State, difference
-from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
+from kvant.cache.paged_layers import PageTable, PoolLayer
 from kvant.cache.pages import PAGE_SIZE, runs
+from kvant.cache.pool_state import PoolState
 from kvant.cache.prefix import digests, root
-from kvant.errors import ContextError, SnapshotError
+from kvant.errors import ContextError
 from kvant.operators.paged_attention import put_rows, stored_rows
-from kvant.operators.rotary import Rotary
-from kvant.threads import Turn
-
-
-class PoolState:
-    """What the sequences of a pool have in common.
-
-    Attributes:
-        turn: held by the thread that computes through the pool.
-        layers: of the model, in order; ``saved`` has its states among them.
-        parts: the same layers by the page tables that they share.
-        places: each layer, behind its part.
-        max_sequences: sequences that can be open at once.
-        num_sequences: sequences that are open.
-        max_seq_len: tokens that a sequence can have.
-        alone: it is for one sequence, which shares no pages.
-        prefill_step_size: new tokens of a sequence in one step, at most; any number where it is alone.
-        make_cache: makes a :class:`kvant.cache.ModelCache` for so many tokens, in the pool's format.
-        identity: of the model whose tokens it holds; None: not known.
-        rotary: how the model turns keys; None: not known.
-        layout: what a bridged model expects in its cache, as JSON; "": a decoder's.
-        divided: other ranks hold a part of the rows. A sequence takes no cache and gives none then.
-        takes_back: a step of a sequence may be committed in part, one of several sequences too.
-        made_for: the config of the model that made it; None: not known.
-        checkpoints: ends of texts whose windows and states are kept, so many at once.
-        states: what a sequence has of each layer that has a state in place of rows.
-        disk: where its pages and states are written, and read from; None: nowhere.
-    """
-
-    checkpoints = 0
-    states: Sequence[State] = ()
-    disk: Any = None
-
-    divided = False
-    takes_back = True
-    made_for: object = None
-    rotary: Rotary | None = None
-    layout = ""
-
-    def __init__(
-        self,
-        layers: Sequence[PoolLayer],
-        parts: Sequence[PagedLayers],
-        *,
-        max_sequences: int,
-        max_seq_len: int,
-        prefill_step_size: int | None,
-        make_cache: Callable[[int], Any],
-        identity: Identity | None,
-    ) -> None:
-        self.turn = Turn()
-        self.layers = tuple(layers)
-        self.saved: Sequence[PoolLayer | State] = self.layers
-        self.parts = tuple(parts)
-        self.places = tuple((part, layer) for layer in layers for part in parts if layer in part.layers)
-        self.max_sequences = max_sequences
-        self.num_sequences = 0
-        self.max_seq_len = max_seq_len
-        self.alone = prefill_step_size is None
-        self.prefill_step_size = prefill_step_size or sys.maxsize
-        self.make_cache = make_cache
-        self.identity = identity
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether the pages of some layers move along with their sequence, while it grows."""
-        return any(part.window is not None for part in self.parts)
-
-    @property
-    def main(self) -> PagedLayers:
-        """The layers that see all tokens; where all have a window, those with the widest."""
-        return max(self.parts, key=lambda part: math.inf if part.window is None else part.window)
-
-    def check_whole(self) -> None:
-        """Refuse what needs all rows."""
-        if self.divided:
-            raise SnapshotError("the pool is divided over several ranks: its sequences take no cache and give none")
-
-    def check_opening(self, max_tokens: int) -> None:
-        """Refuse a sequence that the pool is not made for, or one too many."""
-        if type(max_tokens) is not int or max_tokens < 1:
-            raise ValueError(f"max_tokens is {max_tokens!r}; expected a positive int")
-        if max_tokens > self.max_seq_len:
-            raise ContextError(
-                f"a sequence of {max_tokens} tokens is asked for; one of this pool has at most {self.max_seq_len}"
-            )
-        if self.num_sequences == self.max_sequences:
-            raise ContextError(f"the pool is for {self.max_sequences} sequences; all of them are in use")
 
 
 class PoolSequence:
