@@ -63,7 +63,7 @@ class BridgedCache(ModelCache, BridgedBatch):
         self._group = kv_group_size
         self.takes_back = not pool.states  # a state takes all of a step
         held = [entry for number, entry in enumerate(pool.entries) if number not in absent]
-        self._num_states = sum(isinstance(leaf, State) for leaf in leaves_of(held))
+        self._num_states = len(leaves_of(held, State))
 
     def __iter__(self) -> Iterator[Any]:
         return chain(super().__iter__(), [StateView(self)] if self.pool.states else [])
@@ -124,7 +124,7 @@ def make_model_cache(
     """
     check_sizes(max_seq_len=max_seq_len)
     found = probe(model) if found is None else found
-    dtype = next((leaf.dtype for leaf in leaves_of(found) if isinstance(leaf, Attention)), "F32")
+    dtype = next((leaf.dtype for leaf in leaves_of(found, Attention)), "F32")
     make_cache = partial(make_model_cache, model, options=options, found=found, absent=absent)
     pool = reserve(found, sizes_alone(max_seq_len), options, dtype=DTYPES[dtype], make_cache=make_cache, absent=absent)
     return BridgedCache(pool, options.kv_group_size, absent)

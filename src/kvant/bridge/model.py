@@ -178,8 +178,7 @@ class BridgedModel:
         """What a caller gives; a format of another model is refused."""
         chosen = CacheOptions.of(**fields)
         if chosen.kv_format is not None:
-            count = sum(isinstance(leaf, Attention) for leaf in leaves_of(self.entries))
-            chosen.kv_format.check(self.identity, count)
+            chosen.kv_format.check(self.identity, len(leaves_of(self.entries, Attention)))
             if self.has_sinks and any(layer.center for layer in chosen.kv_format.layers):
                 raise ArgumentError("kv_format", "has a center, which the model's learned sinks would see")
         return chosen

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import ArraysCache
 from kvant.bridge import hook
 from kvant.bridge.architectures import ONE_AT_A_TIME
 from kvant.bridge.layers import BridgedLayer, StepRows
-from kvant.bridge.probe import Attention, Entry, Leaf, Model, Unused, as_text, caches_of, leaves_of
+from kvant.bridge.probe import Attention, Entry, Leaf, Model, as_text, caches_of, leaves_of
 from kvant.cache.layer_format import Arrays, LayerFormat, State
 from kvant.cache.options import CacheOptions
 from kvant.cache.pool import Pool, pool_bytes
@@ -58,9 +58,8 @@ class BridgedPool(Pool):
         super().__init__(formats, fronts, **options)
         self.layout = as_text(found)
         self.entries = tuple(found)
-        self.states = tuple(leaf for leaf in leaves_of(found) if isinstance(leaf, State))
-        layers = iter(self.layers)
-        leaves = [leaf for leaf in leaves_of(found) if not isinstance(leaf, Unused)]
+        self.states, layers = leaves_of(found, State), iter(self.layers)
+        leaves = leaves_of(found, Attention | State)
         self.saved = [leaf if isinstance(leaf, State) else next(layers) for leaf in leaves]
 
     def batch(self, sequences: Sequence[PoolSequence], rows: int | None = None) -> "BridgedBatch":
@@ -180,16 +179,15 @@ def reserve(
 def check_entries(found: Sequence[Entry], model: Model, name: str) -> None:
     """Refuse a model that no pool is for, by its layers or its module."""
     reason = ONE_AT_A_TIME.get(type(model).__module__.rpartition(".")[2])
-    for leaf in leaves_of(found):
-        if isinstance(leaf, Attention) and leaf.chunk is not None:
-            reason = "attends in chunks, which a pool has no pages for"
+    if any(leaf.chunk is not None for leaf in leaves_of(found, Attention)):
+        reason = "attends in chunks, which a pool has no pages for"
     if reason is not None:
         raise ModelError(f"{name} {reason}; one sequence at a time works")
 
 
 def pool_needs(found: Sequence[Entry], sizes: Mapping[str, Any], options: CacheOptions) -> CacheBytes:
     """Bytes of a pool and of its sequences' states; arguments as in :func:`reserve`."""
-    one = sum(leaf.nbytes for leaf in leaves_of(found) if isinstance(leaf, State))
+    one = sum(state.nbytes for state in leaves_of(found, State))
     formats = formats_of(found, sizes["max_seq_len"], options)
     rows = pool_bytes(formats, **sizes, checkpoints=options.checkpoints)
     return CacheBytes(rows, (sizes["sequences"] + options.checkpoints) * one)
@@ -251,11 +249,9 @@ def formats_of(
     if options.kv_group_size % 8:
         raise ValueError(f"kv_group_size is {options.kv_group_size}; expected a multiple of 8")
     if options.kv_format is not None:
-        options.kv_format.check_layers(sum(isinstance(leaf, Attention) for leaf in leaves_of(found)))
+        options.kv_format.check_layers(len(leaves_of(found, Attention)))
     for number, entry in enumerate(found):
-        for leaf in leaves_of([entry]):
-            if not isinstance(leaf, Attention):
-                continue
+        for leaf in leaves_of([entry], Attention):
             choice = options.layer(len(formats))
             formats.append(
                 LayerFormat.of_rows(

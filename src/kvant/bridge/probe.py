@@ -64,8 +64,8 @@ def probe(model: Model) -> list[Entry]:
         probes, _ = called(model)
     windows: dict[int, int] = {}
     entries = [tuple(found.caches) if isinstance(found, mlx_lm_cache.CacheList) else found for found in probes]
-    for leaf in leaves_of(entries):
-        if isinstance(leaf, _Probe) and leaf.asked is not None and leaf.ring is not None:
+    for leaf in leaves_of(entries, _Probe):
+        if leaf.asked is not None and leaf.ring is not None:
             windows[leaf.ring] = max(leaf.asked, windows.get(leaf.ring, 0))
     return _each(entries, partial(_leaf_of, windows=windows))
 
@@ -101,9 +101,10 @@ def _nothing_read(model: Model) -> Iterator[None]:
         module.mx = mx
 
 
-def leaves_of(entries: Iterable[Any]) -> list[Any]:
-    """What a probe found, the parts of lists one by one."""
-    return [leaf for entry in entries for leaf in (entry if isinstance(entry, tuple) else (entry,))]
+def leaves_of(entries: Iterable[Any], kind: Any = object) -> list[Any]:
+    """What a probe found of a kind, the parts of lists one by one."""
+    leaves = (leaf for entry in entries for leaf in (entry if isinstance(entry, tuple) else (entry,)))
+    return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
 def as_text(entries: Sequence[Entry]) -> str:

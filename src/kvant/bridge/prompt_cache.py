@@ -32,8 +32,7 @@ def make_prompt_cache(model: Model, max_kv_size: int, options: CacheOptions = DE
         )
     found = probe(model)
     check_memory(max_kv_size, sum(pool_needs(found, sizes_alone(max_kv_size), options)))
-    states = [leaf for leaf in leaves_of(found) if isinstance(leaf, State)]
-    sequence = SequenceLayers()
+    states, sequence = leaves_of(found, State), SequenceLayers()
 
     def one(leaf: Attention | State) -> Any:
         if isinstance(leaf, State):

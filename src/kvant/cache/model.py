@@ -133,7 +133,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
-        return self.layers[index]
+        return tuple(self)[index]
 
     def __iter__(self) -> Iterator[Any]:
         # Made when they are asked for: a cache that held them would be freed by the garbage collector alone.
@@ -153,11 +153,6 @@ class ModelCache(PoolBatch, Sequence[Any]):
         return self.pool.max_seq_len
 
     @property
-    def layers(self) -> tuple[Any, ...]:
-        """All layers that hold something, in order."""
-        return tuple(self)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all layers, and of the places that are kept."""
         return self.pool.nbytes + sum(array.nbytes for array in self.held.kept_arrays)
@@ -170,11 +165,6 @@ class ModelCache(PoolBatch, Sequence[Any]):
     def describe(self) -> list[str]:
         """What its layers are, a line for each kind, where mlx-lm's model says it."""
         return []
-
-    @property
-    def groups(self) -> list[int]:
-        """The sizes of the groups that share a scale, each once; none if nothing is quantized."""
-        return sorted({layer.format.kv_group_size for layer in self.pool.layers} - {0})
 
     @property
     def identity(self) -> Identity | None:

@@ -42,9 +42,6 @@ class PrefixIndex:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._found
 
-    def __len__(self) -> int:
-        return len(self._found)
-
     @property
     def pages(self) -> list[int]:
         """The pages it holds."""

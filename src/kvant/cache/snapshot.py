@@ -188,17 +188,11 @@ class _Reader:
 
     def take(self, stored: Stored) -> mx.array:
         """The next array."""
-        data = _read_exactly(self._file, stored_bytes(stored))
+        data = bytearray(stored_bytes(stored))
+        if self._file.readinto(data) != len(data):  # type: ignore[attr-defined]
+            raise ValueError("truncated while it was read")
         self._whole.update(data)
         return as_array(data, stored)
-
-
-def _read_exactly(file: BinaryIO, count: int) -> bytearray:
-    """So many bytes, or a ValueError."""
-    data = bytearray(count)
-    if file.readinto(data) != count:  # type: ignore[attr-defined]
-        raise ValueError("truncated while it was read")
-    return data
 
 
 @contextmanager
