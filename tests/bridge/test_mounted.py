@@ -175,7 +175,7 @@ def test_a_model_with_kvants_caches_is_probed_as_it_was() -> None:
 
 
 def _format(layer: Any) -> Any:
-    return layer._layer
+    return layer.layer
 
 
 @pytest.mark.parametrize("kind", ["native", "bridged"])

@@ -171,4 +171,4 @@ def test_what_is_refused() -> None:
         with pytest.raises((ValueError, ContextError), match=message):
             make(given, size, **options)
     layers = _layers(kvant.make_prompt_cache(model, 8, kv_group_size=48))
-    assert {layer._layer.format.kv_group_size for layer in layers} == {16}  # which divides heads of 32
+    assert {layer.layer.format.kv_group_size for layer in layers} == {16}  # which divides heads of 32

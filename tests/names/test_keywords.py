@@ -126,7 +126,7 @@ def test_bits_shape_the_cache_that_is_reserved(pocket: Pocket, monkeypatch: pyte
         ({"kv_bits": 0, "quantized_kv_start": 5000}, (0, 0)),
     ):
         assert generate(model, tokenizer, PROMPT, max_tokens=5, **options)  # type: ignore[arg-type]
-        assert {(layer.format.kv_bits, layer.format.kv_group_size) for layer in made.pop()} == {expected}
+        assert {(layer.layer.format.kv_bits, layer.layer.format.kv_group_size) for layer in made.pop()} == {expected}
     assert not made
 
 

@@ -120,7 +120,7 @@ class BatchLayer:
         if place not in masks:
             masks.clear()
         # A row that is too short for a window has none, and sees no less through it.
-        window = window_size or min((row.window for row in self.rows if row.window), default=None)
+        window = window_size or min((row.part.window for row in self.rows if row.part.window), default=None)
         if window not in masks.setdefault(place, {}):
             read = self._read(counts)
             T = max(read)
@@ -151,7 +151,7 @@ class BatchLayer:
             self._left = [left - count for left, count in zip(self._left, counts, strict=True)]
         joint = [_stacked([each and each[n] for each in self._fetched], T) for n in (0, 1)]
         fetched = joint[0], joint[0] if values is keys else joint[1]
-        if self.rows[0].is_shared:
+        if self.rows[0].layer.format.shared:
             self._joint = fetched
         hook.remember(self, *fetched)
         return fetched
@@ -176,7 +176,7 @@ class BatchLayer:
             if fetched is None:
                 outputs.append(mx.zeros((1, *query.shape[1:3], value.shape[3]), query.dtype))
                 continue
-            own, T = row.new_tokens, fetched[0].shape[2]
+            own, T = row.step.new_tokens, fetched[0].shape[2]
             shown = row.mask_of_step(known[0]) if known else mask[b : b + 1, :, :own, mask.shape[3] - T :]
             output = hook.attention(query[b : b + 1, :, :own], *fetched, None, mask=shown, **options)
             outputs.append(mx.pad(output, [(0, 0), (0, 0), (0, N - own), (0, 0)]) if own < N else output)

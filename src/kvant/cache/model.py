@@ -39,16 +39,6 @@ class KVCache(PoolLayerView):
         return self.batch.offset
 
     @property
-    def window(self) -> int | None:
-        """The last tokens that a query sees, its own included; None: it sees all."""
-        return self.part.window
-
-    @property
-    def format(self) -> LayerFormat:
-        """How it stores tokens."""
-        return self.layer.format
-
-    @property
     def nbytes(self) -> int:
         """Bytes it holds, with its bias tables."""
         return self.layer.nbytes
@@ -57,11 +47,6 @@ class KVCache(PoolLayerView):
     def arrays(self) -> list[mx.array]:
         """Its rows (2, K, T, D') and their scales. Nothing else may hold them: MLX would copy them at an append."""
         return self.layer.arrays
-
-    @property
-    def backend(self) -> Backend | None:
-        """Runs the fused kernel for steps of a few tokens; None: it is unfused."""
-        return self.layer.backend
 
     @property
     def state(self) -> list[object]:

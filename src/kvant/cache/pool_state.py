@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import SLACK, LayerFormat, State, describe_formats, stored_bytes
-from kvant.cache.paged_layers import PagedLayers, PoolLayer, backend_of, kernel_use, window_pages
+from kvant.cache.paged_layers import PagedLayers, PoolLayer, kernel_of, window_pages
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.errors import ContextError, SnapshotError
 from kvant.operators.front import Front
@@ -103,10 +103,9 @@ class PoolState:
         step_size = 1 if prefill_step_size is None else prefill_step_size
         check_sizes(**sizes, prefill_step_size=step_size)
         check_process()
-        uses = [kernel_use(own, dtype, num_heads, self.may_have_sinks) for own in formats]
         layers = [
-            PoolLayer(own, front, use, backend_of(use, kernels))
-            for own, front, use in zip(formats, fronts, uses, strict=True)
+            PoolLayer(own, front, *kernel_of(own, kernels, dtype, num_heads, self.may_have_sinks))
+            for own, front in zip(formats, fronts, strict=True)
         ]
         parts = []
         # In the order of the layers; where none keeps rows, pages still count tokens.
