@@ -99,9 +99,7 @@ class BridgedBatch(PoolBatch):
         lengths = super().begin(inputs)
         steps = {part: StepRows.of(self, part, inputs.shape[1]) for part in self.pool.parts}
         self.views = [BridgedLayer(self.unwritten, part, layer, steps[part]) for part, layer in self.pool.places]
-        self._states = [
-            self._stacked([sequence.states[n] for sequence in self.sequences]) for n in range(len(self.pool.states))
-        ]
+        self._states = [self._stacked(each) for each in zip(*(own.states for own in self.sequences), strict=True)]
         layers, states = iter(self.views), iter(self._states)
 
         def one(leaf: Leaf) -> Any:
@@ -197,12 +195,7 @@ def attends_apart(model: Model, name: str, pool: BridgedPool, dtype: mx.Dtype) -
     """Whether attention in a step of several sequences is computed for each alone; a ModelError if they disturb it.
 
     Some models take one position for all sequences, or the position from the number of rows that they read, or add a
-    boolean mask to the scores.
-
-    Args:
-        name: of its architecture, for errors.
-        pool: of the sizes :data:`TRIAL`.
-        dtype: it computes in.
+    boolean mask to the scores. ``pool`` is of the sizes :data:`TRIAL`.
     """
     refused = f"{name} has no step of several sequences of different lengths; one sequence at a time works"
     texts = [[2 + (7 + 31 * i + 5 * b) % 59 for i in range(count + 1)] for b, count in enumerate(TRIED)]

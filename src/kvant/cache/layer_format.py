@@ -149,22 +149,22 @@ class LayerFormat:
 
     def _check(self) -> None:
         """Raise a ValueError where fields contradict each other."""
-        if self.kind == "state":
+        if not self.has_tokens:
             if self != LayerFormat("state", state=self.state):
                 raise ValueError(f"a layer of kind {self.kind!r} has fields of another kind")
-        else:
-            if self.kv_bits not in (0, 4, 8) or not self.num_kv_heads or not self.head_dim:
-                raise ValueError(f"a layer of {self.kv_bits} bits, {self.num_kv_heads} kv heads of {self.head_dim}")
-            widths = (self.head_dim, self.value_head_dim)
-            if self.kv_bits and (not self.kv_group_size or any(width % self.kv_group_size for width in widths)):
-                raise ValueError(
-                    f"kv_group_size is {self.kv_group_size}; expected a divisor of {widths[0]} and {widths[1]}"
-                )
-            if bool(self.kv_bits) != bool(self.scale_dtype) or bool(self.kv_bits) != bool(self.kv_group_size):
-                raise ValueError(f"a layer of {self.kv_bits} bits with scales {self.scale_dtype!r}")
-            allowed = [stored_dtype(self.kv_bits)] if self.kv_bits else ["F32", "F16", "BF16"]
-            if self.dtype not in allowed:
-                raise ValueError(f"dtype is {self.dtype!r} at {self.kv_bits} bits; expected {' or '.join(allowed)}")
+            return
+        if self.kv_bits not in (0, 4, 8) or not self.num_kv_heads or not self.head_dim:
+            raise ValueError(f"a layer of {self.kv_bits} bits, {self.num_kv_heads} kv heads of {self.head_dim}")
+        widths = (self.head_dim, self.value_head_dim)
+        if self.kv_bits and (not self.kv_group_size or any(width % self.kv_group_size for width in widths)):
+            raise ValueError(
+                f"kv_group_size is {self.kv_group_size}; expected a divisor of {widths[0]} and {widths[1]}"
+            )
+        if bool(self.kv_bits) != bool(self.scale_dtype) or bool(self.kv_bits) != bool(self.kv_group_size):
+            raise ValueError(f"a layer of {self.kv_bits} bits with scales {self.scale_dtype!r}")
+        allowed = [stored_dtype(self.kv_bits)] if self.kv_bits else ["F32", "F16", "BF16"]
+        if self.dtype not in allowed:
+            raise ValueError(f"dtype is {self.dtype!r} at {self.kv_bits} bits; expected {' or '.join(allowed)}")
 
     def as_json(self) -> dict[str, Any]:
         """Numbers, text and lists."""

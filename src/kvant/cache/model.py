@@ -74,10 +74,6 @@ class ModelCache(PoolBatch, Sequence[Any]):
 
     It is a sequence of its layers, as mlx-lm expects of a ``prompt_cache``. All layers have the same length.
 
-    A step has three parts: :meth:`begin`, the computation, in which every layer attends through ``cache[i].attend``,
-    and :meth:`commit`. Only a committed step counts. A step that fails, is interrupted or is abandoned is never
-    committed, and the next one overwrites what it wrote.
-
     Attributes:
         held: its sequence.
         ahead: of its tokens the last ones that are computed and not handed out yet.

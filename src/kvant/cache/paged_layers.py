@@ -174,12 +174,7 @@ class PagedLayers:
     def copy_alike(self, table: PageTable, length: int, before: bytes, ids: Sequence[int]) -> int:
         """Copy rows behind the first ``length``, whole pages, from a page that begins with some of the same tokens.
 
-        Args:
-            before: the digest of the text so far.
-            ids: the tokens behind it.
-
-        Returns:
-            how many of them are there now.
+        ``before``: the digest of the text so far. Returns how many of the tokens ``ids`` behind it are there now.
         """
         page, count = self.prefix.most_alike(before, ids)
         if count:

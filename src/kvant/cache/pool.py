@@ -150,11 +150,7 @@ class Pool(PoolState):
     def _beginning(
         self, known: Sequence[int], salt: bytes, whole_pages: bool, disk: PoolDisk | None = None
     ) -> tuple[list[bytes], int]:
-        """What the pages of all layers hold of the beginning of a text, and those on ``disk``.
-
-        Returns:
-            the digests of its whole pages, and the number of tokens behind them.
-        """
+        """What all layers have of a text's beginning, on ``disk`` too: its pages' digests, and tokens behind them."""
         chain = digests(known, salt)
         has = partial(has_page, disk)
         count = len(chain)

@@ -77,21 +77,16 @@ class PoolState:
         num_heads: int | None = None,
         windows: Sequence[int | None] = (),
     ) -> None:
-        """Allocate the pool.
+        """Allocate the pool. The arguments that are not named here are attributes.
 
         Args:
             formats: of each layer, with its window.
             fronts: of each layer; position j is at column j of its bias split's rotation.
             tokens: of all sequences together; whole pages are made of them.
             sequences: that can be open at once.
-            max_seq_len: tokens that one can have.
-            prefill_step_size: new tokens of one in a step, at most. None: any number. The pool is for one sequence
-                then, which shares no pages; it has as many rows as it has tokens, and of a window few more than
-                are seen.
-            checkpoints: ends of texts whose windows and states are kept for those who go on there, beside what the
-                sequences have: of each the pages that a window sees, and one for a part of a page.
-            make_cache: makes a :class:`kvant.cache.ModelCache` for so many tokens, in the same format.
-            identity: of the model; None: not known.
+            prefill_step_size: None: any number. The pool is for one sequence then, which shares no pages; it has as
+                many rows as it has tokens, and of a window few more than are seen.
+            checkpoints: each takes the pages that a window sees, and one for a part of a page.
             kernels: "unfused" or "fused" forces how attention is computed, as in :class:`kvant.cache.QuantizedKVCache`.
                 A step of more than 8 new tokens a sequence, as in a prefill, is always unfused. What the pool needs of
                 the kernel runs once now.

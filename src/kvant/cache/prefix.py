@@ -53,11 +53,9 @@ class PrefixIndex:
         return sum(self._pages.refcount(held.page) == 1 for held in self._found.values())
 
     def put(self, digest: bytes, page: int, before: bytes, ids: Sequence[int]) -> None:
-        """Hold a page, unless there is one of the same text. Once, for the longest text that it was given for.
+        """Hold a page of all its tokens or of its first, ``ids``, behind the text with the digest ``before``.
 
-        Args:
-            before: the digest of the text before the page.
-            ids: the tokens of the page, all of them or its first ones.
+        Not if there is one of the same text; and once, for the longest text that it was given for.
         """
         if (other := self._by_page.get(page)) is not None and len(self._found[other].ids) < len(ids):
             self._drop(other)
@@ -85,11 +83,7 @@ class PrefixIndex:
         return () if last is None else self._found[last].ids
 
     def most_alike(self, before: bytes, ids: Sequence[int]) -> tuple[int, int]:
-        """Of the pages that follow a text, the one that shares the most of its first tokens with ``ids``.
-
-        Returns:
-            the page, and the number of these tokens.
-        """
+        """Of the pages that follow a text, the one that begins with the most of ``ids``, and how many these are."""
         best, most = b"", 0
         for digest in islice(reversed(self._after.get(before, {})), MOST_COMPARED):
             pairs = zip(self._found[digest].ids, ids, strict=False)

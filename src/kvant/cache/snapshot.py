@@ -28,13 +28,7 @@ DIGEST_BYTES = 32
 
 
 def save(path: Path, sequence: PoolSequence, *, metadata: Mapping[str, str]) -> None:
-    """Write what a sequence holds, in place of what is at ``path``.
-
-    Args:
-        path: its folder is there.
-        sequence: a step that is not committed is left out.
-        metadata: text by its name.
-    """
+    """Write what a sequence holds, a step that is not committed left out; see :meth:`kvant.cache.ModelCache.save`."""
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise ValueError("metadata has a key or a value that is no text; expected a dict of str to str")
     header = describe(sequence, metadata)
@@ -147,15 +141,7 @@ def _contents(header: SnapshotHeader, sequence: PoolSequence) -> Iterator[bytes 
 
 
 def _fill(header: SnapshotHeader, sequence: PoolSequence, reader: "_Reader") -> list[int]:
-    """Write every layer's tokens into a sequence, without counting them.
-
-    Args:
-        header: fits the sequence, which is empty.
-        reader: gives the arrays in the order of a snapshot.
-
-    Returns:
-        the ids of the tokens.
-    """
+    """Write every layer's tokens into an empty sequence, without counting them. Returns their ids."""
     length, written = header.length, header.written
     ids: list[int] = reader.take(("U32", (length,))).tolist()  # type: ignore[assignment]
     layers = list(zip(header.layers, sequence.saved_layers, strict=True))
