@@ -13,39 +13,28 @@ from kvant.bridge.pool import BridgedBatch, BridgedPool, CacheBytes, reserve
 from kvant.bridge.probe import Attention, Entry, Model, leaves_of, probe
 from kvant.cache import ModelCache
 from kvant.cache.layer_format import DTYPES, LayerFormat, State
+from kvant.cache.model import CachePart
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pool import check_sizes, rows_alone, sizes_alone
 from kvant.sizes import format_bytes
 
 
 @dataclass(eq=False, slots=True)
-class StateView:
+class StateView(CachePart):
     """The states of a bridged cache, as mlx-lm's loops see a cache's layer."""
 
-    cache: "BridgedCache"
-
-    @property
-    def offset(self) -> int:
-        """Tokens so far."""
-        return self.cache.offset
+    batch: "BridgedCache"
+    layer: None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the states now."""
-        return self.cache.used.state
+        return self.batch.used.state
 
     @property
     def state(self) -> list[Any]:
         """For mlx-lm, which evaluates it."""
-        return self.cache.states
-
-    def trim(self, num_tokens: int) -> int:
-        """Forget the last tokens of all layers."""
-        return self.cache.trim_layer(0, num_tokens)
-
-    def is_trimmable(self) -> bool:
-        """Whether the last token can be forgotten."""
-        return self.cache.can_trim_to(max(0, self.offset - 1))
+        return self.batch.states
 
 
 class BridgedCache(ModelCache, BridgedBatch):

@@ -77,9 +77,9 @@ class PromptCacheLayer(BridgedLayer):
             self._hold(self._cache.fork())
 
     @property
-    def arrays(self) -> list[mx.array]:
-        """Its arrays."""
-        return self.layer.arrays
+    def max_seq_len(self) -> int:
+        """The reservation: tokens it can have."""
+        return self._cache.max_seq_len
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +89,7 @@ class PromptCacheLayer(BridgedLayer):
     @property
     def state(self) -> list[object]:
         """For mlx-lm, which evaluates it."""
-        return [NotSaved(), *self.arrays, *self._cache.waiting]
+        return [NotSaved(), *self.layer.arrays, *self._cache.waiting]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (1, K, S, D) keys and (1, K, S, Dv) values; see :class:`BridgedLayer`."""
@@ -116,11 +116,11 @@ class PromptCacheLayer(BridgedLayer):
     @property
     def keys(self) -> mx.array:
         """The array that keys are in. A model may put it back, made to depend on others that are to be computed."""
-        return self.arrays[0]
+        return self.layer.arrays[0]
 
     @keys.setter
     def keys(self, array: mx.array) -> None:
-        self.arrays[0] = array
+        self.layer.arrays[0] = array
 
     def size(self) -> int:
         """Tokens so far."""

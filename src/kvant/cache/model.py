@@ -12,6 +12,7 @@ from kvant.cache import snapshot
 from kvant.cache.disk import DiskCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import LayerFormat
+from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch, PoolLayerView
@@ -28,15 +29,31 @@ class NotSaved:
         return "kvant's cache is saved by kvant.save_prompt_cache"
 
 
-class KVCache(PoolLayerView):
-    """A layer of a :class:`ModelCache`. All layers have the same tokens: a trim of each in turn counts once."""
+class CachePart:
+    """A part of a :class:`ModelCache`. All parts have the same tokens: a trim of each in turn counts once."""
 
     batch: "ModelCache"
+    layer: Any  # which tells it from the others
 
     @property
     def offset(self) -> int:
         """Tokens so far; the position of the next one."""
         return self.batch.offset
+
+    def trim(self, num_tokens: int) -> int:
+        """Forget the last tokens of all parts, as mlx-lm does layer by layer."""
+        return self.batch.trim_layer(id(self.layer), num_tokens)
+
+    def is_trimmable(self) -> bool:
+        """Whether the last token can be forgotten."""
+        return self.batch.can_trim_to(max(0, self.offset - 1))
+
+
+class KVCache(CachePart, PoolLayerView):
+    """A layer of a :class:`ModelCache`."""
+
+    batch: "ModelCache"
+    layer: PoolLayer
 
     @property
     def nbytes(self) -> int:
@@ -44,14 +61,9 @@ class KVCache(PoolLayerView):
         return self.layer.nbytes
 
     @property
-    def arrays(self) -> list[mx.array]:
-        """Its rows (2, K, T, D') and their scales. Nothing else may hold them: MLX would copy them at an append."""
-        return self.layer.arrays
-
-    @property
     def state(self) -> list[object]:
         """For mlx-lm, which evaluates it."""
-        return [NotSaved(), *self.arrays]
+        return [NotSaved(), *self.layer.arrays]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The same layer of a copy of the cache."""
@@ -59,14 +71,6 @@ class KVCache(PoolLayerView):
         made.batch = copy.deepcopy(self.batch, memo)
         made.part, made.layer = made.batch.pool.places[self.batch.pool.places.index((self.part, self.layer))]
         return made
-
-    def trim(self, num_tokens: int) -> int:
-        """Forget the last tokens of all layers, as mlx-lm does layer by layer."""
-        return self.batch.trim_layer(id(self.layer), num_tokens)
-
-    def is_trimmable(self) -> bool:
-        """Whether the last token can be forgotten."""
-        return self.batch.can_trim_to(max(0, self.offset - 1))
 
 
 class ModelCache(PoolBatch, Sequence[Any]):
@@ -156,10 +160,6 @@ class ModelCache(PoolBatch, Sequence[Any]):
     def divided(self) -> bool:
         """Whether other ranks hold a part: it is not saved, loaded or forked then."""
         return self.pool.divided
-
-    def reserve(self, num_tokens: int) -> None:
-        """Raise a ContextError unless there is room for so many more tokens, a RuntimeError if it was released."""
-        self.held.check_room(num_tokens)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -381,7 +381,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
         """Raise unless it has all rows, and no tokens that wait to be written."""
         check_process()
         self.pool.check_whole()
-        self.reserve(0)
+        self.held.check_open()
         self._hand_out()
         self.settle()
         self._is_torn = False

@@ -82,7 +82,7 @@ class PlainCacheFile(PromptCacheFile):
                 f"{self._path}: of another model: it has {len(self._layers)} caches; expected {len(made)}"
             )
         length = max((layer.offset for layer in self._layers), default=0)
-        made.reserve(length)
+        made.held.check_room(length)
         made.held.begin_at(dict.fromkeys(made.pool.layers, 0), length)
         for number, (layer, own) in enumerate(zip(made.pool.layers, self._layers, strict=True)):
             keys, values, kept = own.keys[..., :length, :], own.values[..., :length, :], layer.format

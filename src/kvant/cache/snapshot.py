@@ -150,20 +150,15 @@ def _fill(header: SnapshotHeader, sequence: PoolSequence, reader: "_Reader") -> 
     states = []
     for number, (given, own) in enumerate(layers):
         if isinstance(own, PoolLayer):
-            _check_tables(number, {name: reader.take(stored) for name, stored in given.tables().items()}, own.tables())
+            for name, stored in given.tables().items():
+                if not mx.array_equal(reader.take(stored), own.tables()[name]):
+                    raise ValueError(f"of another model: {name} of layer {number} has other numbers")
             tokens = [reader.take(stored) for stored in given.arrays(given.rows(length, written)).values()]
             sequence.put(own, tokens, length)
         else:
             states.append([None if stored is None else reader.take(stored) for stored in given.state])
     sequence.restore_states(length, states)
     return ids
-
-
-def _check_tables(number: int, given: Mapping[str, mx.array], own: Mapping[str, mx.array]) -> None:
-    """Raise a ValueError unless the biases of a layer's tokens are the same."""
-    for name, array in given.items():
-        if not mx.array_equal(array, own[name]):
-            raise ValueError(f"of another model: {name} of layer {number} has other numbers")
 
 
 class _Reader:
