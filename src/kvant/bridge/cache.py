@@ -1,40 +1,16 @@
 """The key/value cache of a model of mlx-lm's: what mlx-lm's model expects at each place, in kvant's memory."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from functools import partial
-from itertools import chain
-from typing import Any
-
-import mlx.core as mx
 
 from kvant.bridge.pool import BridgedBatch, BridgedPool, CacheBytes, reserve
 from kvant.bridge.probe import Attention, Entry, Model, leaves_of, probe
 from kvant.cache import ModelCache
 from kvant.cache.layer_format import DTYPES, LayerFormat, State
-from kvant.cache.model import CachePart
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pool import check_sizes, rows_alone, sizes_alone
 from kvant.sizes import format_bytes
-
-
-@dataclass(eq=False, slots=True)
-class StateView(CachePart):
-    """The states of a bridged cache, as mlx-lm's loops see a cache's layer."""
-
-    batch: "BridgedCache"
-    layer: None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the states now."""
-        return self.batch.used.state
-
-    @property
-    def state(self) -> list[Any]:
-        """For mlx-lm, which evaluates it."""
-        return self.batch.states
 
 
 class BridgedCache(ModelCache, BridgedBatch):
@@ -50,34 +26,13 @@ class BridgedCache(ModelCache, BridgedBatch):
         """``kv_group_size``: that was asked for. ``absent`` is as in :func:`make_model_cache`."""
         super().__init__(pool)
         self._group = kv_group_size
-        self.takes_back = not pool.states  # a state takes all of a step
         held = [entry for number, entry in enumerate(pool.entries) if number not in absent]
         self._num_states = len(leaves_of(held, State))
-
-    def __iter__(self) -> Iterator[Any]:
-        return chain(super().__iter__(), [StateView(self)] if self.pool.states else [])
-
-    def __len__(self) -> int:
-        return super().__len__() + bool(self.pool.states)
-
-    @property
-    def states(self) -> list[mx.array]:
-        """The arrays of all states now."""
-        return [array for arrays in self.held.states for array in arrays if array is not None]
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [*super().arrays, *self.states]
 
     @property
     def used(self) -> CacheBytes:
         """:attr:`nbytes` by kind."""
-        return CacheBytes(self.keys_values, sum(array.nbytes for array in [*self.states, *self.held.kept_arrays]))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held now."""
-        return sum(self.used)
+        return CacheBytes(self.keys_values, self.nbytes - self.keys_values)
 
     def describe(self) -> list[str]:
         """What it is made of, a line for each kind of layer, and where a group is not the one asked for."""

@@ -3,8 +3,10 @@
 import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import mlx.core as mx
 
@@ -73,6 +75,24 @@ class KVCache(CachePart, PoolLayerView):
         return made
 
 
+@dataclass(eq=False, slots=True)
+class StateView(CachePart):
+    """The states of a cache, of linear and convolution layers."""
+
+    batch: "ModelCache"
+    layer: None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states now."""
+        return self.batch.nbytes - self.batch.keys_values
+
+    @property
+    def state(self) -> list[mx.array]:
+        """For mlx-lm, which evaluates it."""
+        return self.batch.states
+
+
 class ModelCache(PoolBatch, Sequence[Any]):
     """One cache for all layers of a model. ``model.make_cache()`` makes it.
 
@@ -89,12 +109,12 @@ class ModelCache(PoolBatch, Sequence[Any]):
     # A scheduler takes a cache in the place of a pool.
     attends_apart, has_windows, page_size = True, False, PAGE_SIZE  # pages that are shared have no windows here
     max_sequences = num_free = 1
-    takes_back = True  # a step may be committed in part: of up to 17 tokens where there are windows
 
     def __init__(self, pool: Pool) -> None:
         """Open the sequence of a pool of one, which is made for it."""
         self.held: PoolSequence = pool.sequence(pool.max_seq_len)
         super().__init__(pool, [self.held])
+        self.takes_back = not pool.states  # a step may be committed in part: of up to 17 tokens if there are windows
         self.ahead, self.prefill_step_size = 0, sys.maxsize
         self.embeddings: tuple[int, mx.array] | None = None
         self._trimmed: tuple[int, int, set[int]] | None = None
@@ -113,19 +133,13 @@ class ModelCache(PoolBatch, Sequence[Any]):
             raise ValueError(f"a list of {len(layers)} layers; expected all layers of one cache, in order")
         return cache
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        return tuple(self)[index]
-
     def __iter__(self) -> Iterator[Any]:
         # Made when they are asked for: a cache that held them would be freed by the garbage collector alone.
-        return (KVCache(self, part, layer) for part, layer in self.pool.places)
+        layers = (KVCache(self, part, layer) for part, layer in self.pool.places)
+        return chain(layers, [StateView(self)] if self.pool.states else [])
 
     def __len__(self) -> int:
-        return len(self.pool.places)
+        return len(self.pool.places) + bool(self.pool.states)
 
     @property
     def offset(self) -> int:
@@ -139,8 +153,8 @@ class ModelCache(PoolBatch, Sequence[Any]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers, and of the places that are kept."""
-        return self.pool.nbytes + sum(array.nbytes for array in self.held.kept_arrays)
+        """Bytes of all layers, of the states now, and of the places that are kept."""
+        return self.keys_values + sum(array.nbytes for array in [*self.states, *self.held.kept_arrays])
 
     @property
     def keys_values(self) -> int:
@@ -162,9 +176,14 @@ class ModelCache(PoolBatch, Sequence[Any]):
         return self.pool.divided
 
     @property
+    def states(self) -> list[mx.array]:
+        """The arrays of all states now."""
+        return [array for arrays in self.held.states for array in arrays if array is not None]
+
+    @property
     def arrays(self) -> list[mx.array]:
         """Every array of its layers."""
-        return [array for layer in self.pool.layers for array in layer.arrays]
+        return [*(array for layer in self.pool.layers for array in layer.arrays), *self.states]
 
     @property
     def formats(self) -> list[LayerFormat]:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -55,8 +56,8 @@ class PoolBatch:
         self._start = 0  # the position of the first of the tokens that wait
         self.unwritten: Waiting = defaultdict(list)
 
-    def __getitem__(self, layer: int) -> AttentionCache:
-        return list(self)[layer]
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
 
     def __iter__(self) -> Iterator[AttentionCache]:
         return (PoolLayerView(self, part, layer) for part, layer in self.pool.places)
