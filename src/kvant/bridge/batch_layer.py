@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.bridge import hook
-from kvant.bridge.prompt_layer import PromptCacheLayer, SequenceLayers
+from kvant.bridge.prompt_layer import PromptCacheLayer
 
 Fetched = tuple[mx.array, mx.array]
 
@@ -116,7 +116,7 @@ class BatchLayer:
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """Which of the tokens that will be fetched each of N new ones sees: boolean (R, 1, N, T)."""
         counts, lengths = self._counts(N), [row.size() for row in self.rows]
-        masks, place = self._first.joint_masks, (tuple(lengths), tuple(counts), (N,))
+        masks, place = self.rows[0].sequence.joint_masks, (tuple(lengths), tuple(counts), (N,))
         if place not in masks:
             masks.clear()
         # A row that is too short for a window has none, and sees no less through it.
@@ -167,7 +167,8 @@ class BatchLayer:
     ) -> mx.array | None:
         """Attention of queries (R, H, N, D), each row's to its own tokens; None: of no mask that is known."""
         N, outputs = query.shape[2], []
-        known = [window for masks in self._first.joint_masks.values() for window, own in masks.items() if own is mask]
+        made = self.rows[0].sequence.joint_masks.values()
+        known = [window for masks in made for window, own in masks.items() if own is mask]
         if not known:
             if not isinstance(mask, mx.array) or mask.ndim < 4:
                 return None
@@ -181,10 +182,6 @@ class BatchLayer:
             output = hook.attention(query[b : b + 1, :, :own], *fetched, None, mask=shown, **options)
             outputs.append(mx.pad(output, [(0, 0), (0, 0), (0, N - own), (0, 0)]) if own < N else output)
         return mx.concatenate(outputs)
-
-    @property
-    def _first(self) -> SequenceLayers:
-        return self.rows[0].sequence
 
     def _counts(self, N: int) -> list[int]:
         """How many of N new tokens of each row are no padding."""

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -97,7 +96,7 @@ def check(raw: Mapping[str, Any]) -> None:
 
 def for_mlx_lm(raw: Mapping[str, Any]) -> dict[str, Any]:
     """A copy for mlx-lm's class, which may change it. transformers writes infinity as an object."""
-    return {key: _untagged(deepcopy(value)) for key, value in raw.items()}
+    return {key: _untagged(value) for key, value in raw.items()}
 
 
 def read_config(raw: Mapping[str, Any], args: Any) -> BridgedConfig:

@@ -93,10 +93,8 @@ class BridgedModel:
 
     def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
         """Begin a step of (B, S) ids whose logits nobody reads; see :class:`kvant.models.LanguageModel`."""
-        bridged = self._checked(cache)
-        bridged.begin(inputs)
-        self._logits(inputs, bridged)  # dropped, so that what only logits need is never computed
-        return bridged.state
+        self.every_logits(inputs, cache)  # dropped, so that what only logits need is never computed
+        return self._checked(cache).state
 
     def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
         """Begin a step of (B, S) ids. Returns the logits (B, vocab) of the last position, not evaluated."""

@@ -13,14 +13,12 @@ import mlx.core as mx
 from kvant.cache import snapshot
 from kvant.cache.disk import DiskCache
 from kvant.cache.identity import Identity
-from kvant.cache.layer_format import LayerFormat
 from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch, PoolLayerView
 from kvant.cache.pool_disk import PoolDisk
 from kvant.cache.pool_sequence import PoolSequence, check_num_tokens
-from kvant.operators.kernels.launch import Backend
 from kvant.threads import check_process
 
 
@@ -100,6 +98,9 @@ class ModelCache(PoolBatch, Sequence[Any]):
 
     Attributes:
         held: its sequence.
+        max_seq_len: the reservation: tokens it can have.
+        formats: how each layer stores tokens.
+        backend, num_pages, pages_needed: as of a :class:`Pool`.
         ahead: of its tokens the last ones that are computed and not handed out yet.
         prefill_step_size: prompt tokens that a scheduler feeds at a time.
         embeddings: what a model takes in place of ids: a position, and rows (T, hidden) from there on; None: nothing.
@@ -114,6 +115,8 @@ class ModelCache(PoolBatch, Sequence[Any]):
         """Open the sequence of a pool of one, which is made for it."""
         self.held: PoolSequence = pool.sequence(pool.max_seq_len)
         super().__init__(pool, [self.held])
+        self.max_seq_len, self.formats = pool.max_seq_len, pool.formats
+        self.backend, self.num_pages, self.pages_needed = pool.backend, pool.num_pages, pool.pages_needed
         self.takes_back = not pool.states  # a step may be committed in part: of up to 17 tokens if there are windows
         self.ahead, self.prefill_step_size = 0, sys.maxsize
         self.embeddings: tuple[int, mx.array] | None = None
@@ -145,11 +148,6 @@ class ModelCache(PoolBatch, Sequence[Any]):
     def offset(self) -> int:
         """Tokens so far; the position of the next one."""
         return self.held.length
-
-    @property
-    def max_seq_len(self) -> int:
-        """The reservation: tokens it can have."""
-        return self.pool.max_seq_len
 
     @property
     def nbytes(self) -> int:
@@ -186,16 +184,6 @@ class ModelCache(PoolBatch, Sequence[Any]):
         return [*(array for layer in self.pool.layers for array in layer.arrays), *self.states]
 
     @property
-    def formats(self) -> list[LayerFormat]:
-        """How each layer stores tokens."""
-        return self.pool.formats
-
-    @property
-    def backend(self) -> Backend | None:
-        """Runs the fused kernel; None: every layer is unfused."""
-        return self.pool.backend
-
-    @property
     def disk(self) -> PoolDisk | None:
         """Where its pages and states are written, and read from; None: nowhere."""
         found: PoolDisk | None = self.pool.disk
@@ -204,15 +192,6 @@ class ModelCache(PoolBatch, Sequence[Any]):
     def use_disk(self, disk: DiskCache) -> None:
         """Read beginnings of prompts from a disk cache, and write them there; see :meth:`Pool.use_disk`."""
         self.pool.use_disk(disk)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of its sequence."""
-        return self.pool.num_pages
-
-    def pages_needed(self, max_tokens: int) -> int:
-        """Pages for so many tokens."""
-        return self.pool.pages_needed(max_tokens)
 
     def sequence(
         self, max_tokens: int, prompt: Sequence[int] = (), *, salt: bytes = b"", whole_pages: bool = True

@@ -14,7 +14,6 @@ from typing import BinaryIO
 import mlx.core as mx
 
 from kvant.atomic import atomic_file
-from kvant.cache.identity import Identity
 from kvant.cache.layer_format import Stored, array_bytes, as_array, difference, stored_bytes
 from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pool_sequence import PoolSequence
@@ -86,7 +85,11 @@ def _check_fits(header: SnapshotHeader, sequence: PoolSequence) -> None:
 
 def _check_model(given: SnapshotHeader, own: SnapshotHeader) -> None:
     """Refuse another model's. What one of them does not know is not compared."""
-    _check_identity(given.identity, own.identity)
+    if given.identity is not None and own.identity is not None:
+        for what in ("model", "tokenizer"):
+            one, other = getattr(given.identity, what), getattr(own.identity, what)
+            if one != other:
+                raise ValueError(f"of another model: the {what}'s digest is {one}; expected {other}")
     if len(given.layers) != len(own.layers):
         raise ValueError(f"of another model: it has {len(given.layers)} layers; expected {len(own.layers)}")
     if given.layout != own.layout:
@@ -96,15 +99,6 @@ def _check_model(given: SnapshotHeader, own: SnapshotHeader) -> None:
         raise ValueError(f"of another model: its layout has {one!r}; expected {other!r}")
     if given.rope is not None and own.rope is not None and given.rope != own.rope:
         raise ValueError(f"of another model: {_rope_difference(given.rope, own.rope)}")
-
-
-def _check_identity(given: Identity | None, own: Identity | None) -> None:
-    if given is None or own is None:
-        return
-    for what in ("model", "tokenizer"):
-        one, other = getattr(given, what), getattr(own, what)
-        if one != other:
-            raise ValueError(f"of another model: the {what}'s digest is {one}; expected {other}")
 
 
 def _rope_difference(given: RopeFacts, own: RopeFacts) -> str:
