@@ -16,8 +16,7 @@ from kvant.sizes import format_bytes
 class BridgedCache(ModelCache, BridgedBatch):
     """A model's cache for kvant's loop, whose :attr:`entries` mlx-lm's model takes as its own.
 
-    A step is :meth:`begin`, a call of the model with the entries, and :meth:`commit`. As a sequence it has its layers
-    with keys and values, and one view of all states behind them.
+    A step is :meth:`begin`, a call of the model with the entries, and :meth:`commit`.
     """
 
     pool: BridgedPool

@@ -104,11 +104,7 @@ def read_config(raw: Mapping[str, Any], args: Any) -> BridgedConfig:
     parts = [vars(args), _text(vars(args)), raw, _text(raw)]
 
     def found(*keys: str) -> dict[str, Any]:
-        for part in parts:
-            for key in keys:
-                if part.get(key) is not None:
-                    return {key: part[key]}
-        return {}
+        return next(({key: part[key]} for part in parts for key in keys if part.get(key) is not None), {})
 
     def number(*keys: str) -> int | None:
         value = found(*keys)

@@ -26,6 +26,7 @@ class PromptCacheFile(Sequence[KVCache]):
         self._path = path
         self._max_seq_len: int | None = max_seq_len or self.header.reservation
         self._cache: ModelCache | None = None
+        self._layers: Sequence[Any] = self.header.layers
 
     @property
     def cache(self) -> ModelCache:
@@ -59,7 +60,7 @@ class PromptCacheFile(Sequence[KVCache]):
         return self.cache[index]
 
     def __len__(self) -> int:
-        return len(self.header.layers) if self._cache is None else len(self._cache)
+        return len(self._layers if self._cache is None else self._cache)
 
 
 class PlainCacheFile(PromptCacheFile):
@@ -98,6 +99,3 @@ class PlainCacheFile(PromptCacheFile):
 
     def __getitem__(self, index: Any) -> Any:
         return self._layers[index] if self._cache is None else self._cache[index]
-
-    def __len__(self) -> int:
-        return len(self._layers if self._cache is None else self._cache)
