@@ -94,8 +94,8 @@ class StateView(CachePart):
 class ModelCache(PoolBatch, Sequence[Any]):
     """One cache for all layers of a model. ``model.make_cache()`` makes it.
 
-    It is a sequence of its layers, as mlx-lm expects of a ``prompt_cache``, with one view of all states behind them. All
-    layers have the same length.
+    It is a sequence of its layers, as mlx-lm expects of a ``prompt_cache``, and of one view of all states behind them.
+    All have the same length.
 
     Attributes:
         held: its sequence.

@@ -121,8 +121,7 @@ class Pool(PoolState):
     ) -> tuple[Sequence[int], list[bytes], dict[PagedLayers, int]]:
         """The longest beginning of a prompt, less its last token, that there is in pages here and on disk.
 
-        Returns:
-            its tokens, the digests of its pages, and of each part the number of the first page that is needed.
+        Returns its tokens, the digests of its pages, and of each part the number of the first page that is needed.
         """
         known = prompt[: max(0, len(prompt) - 1)]
         chain, rest = self._beginning(known, salt, whole_pages, self.disk)
