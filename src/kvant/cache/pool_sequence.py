@@ -311,7 +311,7 @@ class PoolSequence:
         return next(table for part, table in zip(self.pool.parts, self.tables, strict=True) if layer in part.layers)
 
     def begin_at(self, lost: Mapping[PoolLayer, int], length: int) -> None:
-        """Take pages for ``length`` tokens, which :meth:`put` fills. ``lost``: first tokens that a layer has no rows of."""
+        """Take pages for ``length`` tokens, which :meth:`put` fills. ``lost``: first tokens without rows in a layer."""
         for part, table in zip(self.pool.parts, self.tables, strict=True):
             first = max((lost[layer] for layer in part.layers), default=0)
             if first and part.window is None:
