@@ -227,7 +227,7 @@ def test_the_kernel_serves_chunks(bits: int, launches: list[Any]) -> None:
 
 def test_rows_that_the_kernel_serves_are_not_computed(launches: list[Any]) -> None:
     layer = alone(4096)
-    mx.eval(_fetched(layer, 4000)[0].shape, layer.arrays)
+    mx.eval(_fetched(layer, 4000)[0].shape, layer.layer.arrays)
     key, value = _fetched(layer, 1)
     query = normal(3, 1, 6, 1, 64)
     mx.eval(query)
@@ -248,7 +248,7 @@ def test_a_prefill_makes_no_score_matrix() -> None:
     _fetched(layer, 7680)
     key, value = _fetched(layer, 512)
     query = normal(3, 1, 8, 512, 64)
-    mx.eval(query, layer.arrays)
+    mx.eval(query, layer.layer.arrays)
     used = peak_bytes(lambda: mx.eval(hook.attention(query, key, value, cache=layer, scale=0.1, mask="causal")))
     assert key.nbytes < used < 8 * 512 * 8192 * 4 / 2  # the bytes of one score matrix
     assert layer.nbytes == 2 * 2 * 8192 * (64 + 2 * 2)

@@ -91,10 +91,14 @@ def test_copies_share_memory_until_one_changes(monkeypatch: pytest.MonkeyPatch) 
     cache = kvant.make_prompt_cache(model, 90, kv_bits=0)
     text = _alone(model, FIRST[2], cache)
     copies = [copy.deepcopy(cache) for _ in range(3)]
-    assert all(layer.arrays[0] is other.arrays[0] for each in copies for layer, other in zip(cache, each, strict=True))
+    assert all(
+        layer.layer.arrays[0] is other.layer.arrays[0]
+        for each in copies
+        for layer, other in zip(cache, each, strict=True)
+    )
     assert [kvant.trim_prompt_cache(each, n) for n, each in enumerate(copies, 1)] == [1, 2, 3]
     assert {layer.offset for layer in cache} == {38}
-    assert not any(a.arrays[0] is b.arrays[0] for a, b in zip(cache, copies[0], strict=True))
+    assert not any(a.layer.arrays[0] is b.layer.arrays[0] for a, b in zip(cache, copies[0], strict=True))
     answers = [_alone(model, text[-n:], each) for n, each in enumerate(copies, 1)]
     assert answers[0] == answers[1] == answers[2]
     copies.clear()
@@ -175,7 +179,7 @@ def test_a_model_with_kvants_caches_is_probed_as_it_was() -> None:
 
 
 def _format(layer: Any) -> Any:
-    return layer._layer
+    return layer.layer
 
 
 @pytest.mark.parametrize("kind", ["native", "bridged"])

@@ -36,7 +36,7 @@ def _layers(cache: list[Any]) -> list[PromptCacheLayer]:
 
 def _addresses(cache: list[Any]) -> list[int]:
     mx.synchronize()
-    return [np.asarray(memoryview(array)).ctypes.data for layer in _layers(cache) for array in layer.arrays]
+    return [np.asarray(memoryview(array)).ctypes.data for layer in _layers(cache) for array in layer.layer.arrays]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -68,7 +68,7 @@ def test_tokens_are_written_in_place(name: str, bits: int) -> None:
     for token in PROMPT:
         feed(model, cache, [token])
     assert _addresses(cache) == before
-    kept = [layer.arrays[0][..., :1] for layer in _layers(cache)]
+    kept = [layer.layer.arrays[0][..., :1] for layer in _layers(cache)]
     feed(model, cache, [1])
     assert _addresses(cache) != before  # whoever holds a slice has the buffers copied
     del kept
@@ -171,4 +171,4 @@ def test_what_is_refused() -> None:
         with pytest.raises((ValueError, ContextError), match=message):
             make(given, size, **options)
     layers = _layers(kvant.make_prompt_cache(model, 8, kv_group_size=48))
-    assert {layer._layer.format.kv_group_size for layer in layers} == {16}  # which divides heads of 32
+    assert {layer.layer.format.kv_group_size for layer in layers} == {16}  # which divides heads of 32

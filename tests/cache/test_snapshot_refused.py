@@ -54,7 +54,7 @@ def _cache(
 def _feed(cache: ModelCache, count: int) -> None:
     cache.begin(mx.zeros((1, count), mx.int32))
     for layer in cache:
-        widths = layer.format.head_dim, layer.format.head_dim, layer.format.value_head_dim
+        widths = layer.layer.format.head_dim, layer.layer.format.head_dim, layer.layer.format.value_head_dim
         mx.eval(layer.attend(*[mx.random.normal((1, 1, count, width), key=mx.random.key(0)) for width in widths]))
     cache.commit(ids=[list(range(count))])
 

@@ -185,7 +185,9 @@ def test_a_prompt_cache_with_them(pocket: Pocket) -> None:
     model, tokenizer = pocket
     cache = model.make_cache(64)
     generate(model, tokenizer, PROMPT, max_tokens=2, prompt_cache=cache)
-    cache[0].arrays[:] = [a * math.nan if mx.issubdtype(a.dtype, mx.floating) else a for a in cache[0].arrays]
+    cache[0].layer.arrays[:] = [
+        a * math.nan if mx.issubdtype(a.dtype, mx.floating) else a for a in cache[0].layer.arrays
+    ]
     with pytest.raises(LogitsError, match="cache"):
         generate(model, tokenizer, [9], max_tokens=2, prompt_cache=cache)
 

@@ -138,7 +138,7 @@ def test_what_a_rank_holds(folder: Path, middle: Ranks) -> None:
     assert len(part.arrays) == len(part.held)
     assert part.nbytes == part.nbytes_read == sum(array.nbytes for array in part.arrays)
     cache = part.make_cache(64, kv_bits=8)
-    held = [layer.nbytes for layer in cache.layers]
+    held = [layer.nbytes for layer in cache]
     assert held[0] == held[3] == 0 < min(held[1:3])
     assert cache.describe() == ["2 layers: 64 rows for a window of 8 tokens, 8 bits in groups of 32, 8.70 kB"]
     part.check_cache(load_bridged(folder).make_cache(64))  # of the same model

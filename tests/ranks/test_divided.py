@@ -76,7 +76,7 @@ for case in json.loads(sys.argv[2]):
     said = {**asdict(ranks.traffic.since(before)), "nbytes": model.nbytes}
     biases = [layer.self_attn.qkv_bias for layer in model.layers]
     said["pairs"] = [bias and bias.pairs for bias in biases]
-    said["cache"] = sum(a.nbytes for layer in cache for a in layer.arrays)
+    said["cache"] = sum(a.nbytes for layer in cache for a in layer.layer.arrays)
     print(json.dumps(said))
     if ranks.rank == 0:
         mx.save_safetensors(str(folder / "found.safetensors"), found)
@@ -256,7 +256,7 @@ def test_a_ranks_cache(runs: dict[tuple[int, str], Run]) -> None:
     """
     for ranks, name, heads in ((2, "qwen2", 2), (2, "smollm3", 1), (3, "uneven", 2)):
         run = runs[ranks, name]
-        whole = sum(a.nbytes for layer in run.alone().make_cache(8, kv_bits=0) for a in layer.arrays)
+        whole = sum(a.nbytes for layer in run.alone().make_cache(8, kv_bits=0) for a in layer.layer.arrays)
         assert [said["cache"] for said in run.said] == [whole // min(ranks, heads)] * ranks
     run = runs[2, "qwen2"]
     alone = [list(layer.self_attn.qkv_bias.pairs) for layer in run.alone().layers]  # type: ignore[union-attr]

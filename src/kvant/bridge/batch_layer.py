@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.bridge import hook
-from kvant.bridge.prompt_layer import PromptCacheLayer, SequenceLayers
+from kvant.bridge.prompt_layer import PromptCacheLayer
 
 Fetched = tuple[mx.array, mx.array]
 
@@ -116,11 +116,11 @@ class BatchLayer:
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """Which of the tokens that will be fetched each of N new ones sees: boolean (R, 1, N, T)."""
         counts, lengths = self._counts(N), [row.size() for row in self.rows]
-        masks, place = self._first.joint_masks, (tuple(lengths), tuple(counts), (N,))
+        masks, place = self.rows[0].sequence.joint_masks, (tuple(lengths), tuple(counts), (N,))
         if place not in masks:
             masks.clear()
         # A row that is too short for a window has none, and sees no less through it.
-        window = window_size or min((row.window for row in self.rows if row.window), default=None)
+        window = window_size or min((row.part.window for row in self.rows if row.part.window), default=None)
         if window not in masks.setdefault(place, {}):
             read = self._read(counts)
             T = max(read)
@@ -151,7 +151,7 @@ class BatchLayer:
             self._left = [left - count for left, count in zip(self._left, counts, strict=True)]
         joint = [_stacked([each and each[n] for each in self._fetched], T) for n in (0, 1)]
         fetched = joint[0], joint[0] if values is keys else joint[1]
-        if self.rows[0].is_shared:
+        if self.rows[0].layer.format.shared:
             self._joint = fetched
         hook.remember(self, *fetched)
         return fetched
@@ -167,7 +167,8 @@ class BatchLayer:
     ) -> mx.array | None:
         """Attention of queries (R, H, N, D), each row's to its own tokens; None: of no mask that is known."""
         N, outputs = query.shape[2], []
-        known = [window for masks in self._first.joint_masks.values() for window, own in masks.items() if own is mask]
+        made = self.rows[0].sequence.joint_masks.values()
+        known = [window for masks in made for window, own in masks.items() if own is mask]
         if not known:
             if not isinstance(mask, mx.array) or mask.ndim < 4:
                 return None
@@ -176,15 +177,11 @@ class BatchLayer:
             if fetched is None:
                 outputs.append(mx.zeros((1, *query.shape[1:3], value.shape[3]), query.dtype))
                 continue
-            own, T = row.new_tokens, fetched[0].shape[2]
+            own, T = row.step.new_tokens, fetched[0].shape[2]
             shown = row.mask_of_step(known[0]) if known else mask[b : b + 1, :, :own, mask.shape[3] - T :]
             output = hook.attention(query[b : b + 1, :, :own], *fetched, None, mask=shown, **options)
             outputs.append(mx.pad(output, [(0, 0), (0, 0), (0, N - own), (0, 0)]) if own < N else output)
         return mx.concatenate(outputs)
-
-    @property
-    def _first(self) -> SequenceLayers:
-        return self.rows[0].sequence
 
     def _counts(self, N: int) -> list[int]:
         """How many of N new tokens of each row are no padding."""

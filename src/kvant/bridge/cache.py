@@ -1,95 +1,37 @@
 """The key/value cache of a model of mlx-lm's: what mlx-lm's model expects at each place, in kvant's memory."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from functools import partial
-from itertools import chain
-from typing import Any
 
-import mlx.core as mx
-
-from kvant.bridge.pool import BridgedBatch, BridgedPool, BridgedSequence, CacheBytes, reserve
-from kvant.bridge.probe import Attention, Entry, Model, State, leaves_of, probe
+from kvant.bridge.pool import BridgedBatch, BridgedPool, CacheBytes, reserve
+from kvant.bridge.probe import Attention, Entry, Model, leaves_of, probe
 from kvant.cache import ModelCache
-from kvant.cache.layer_format import DTYPES, LayerFormat
+from kvant.cache.layer_format import DTYPES, LayerFormat, State
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pool import check_sizes, rows_alone, sizes_alone
 from kvant.sizes import format_bytes
 
 
-@dataclass(eq=False, slots=True)
-class StateView:
-    """The states of a bridged cache, as mlx-lm's loops see a cache's layer."""
-
-    cache: "BridgedCache"
-
-    @property
-    def offset(self) -> int:
-        """Tokens so far."""
-        return self.cache.offset
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the states now."""
-        return self.cache.used.state
-
-    @property
-    def state(self) -> list[Any]:
-        """For mlx-lm, which evaluates it."""
-        return self.cache.states
-
-    def trim(self, num_tokens: int) -> int:
-        """Forget the last tokens of all layers."""
-        return self.cache.trim_layer(0, num_tokens)
-
-    def is_trimmable(self) -> bool:
-        """Whether the last token can be forgotten."""
-        return self.cache.can_trim_to(max(0, self.offset - 1))
-
-
 class BridgedCache(ModelCache, BridgedBatch):
     """A model's cache for kvant's loop, whose :attr:`entries` mlx-lm's model takes as its own.
 
-    A step is :meth:`begin`, a call of the model with the entries, and :meth:`commit`. As a sequence it has its layers
-    with keys and values, and one view of all states behind them.
+    A step is :meth:`begin`, a call of the model with the entries, and :meth:`commit`.
     """
 
     pool: BridgedPool
-    held: BridgedSequence
 
     def __init__(self, pool: BridgedPool, kv_group_size: int, absent: Collection[int] = ()) -> None:
         """``kv_group_size``: that was asked for. ``absent`` is as in :func:`make_model_cache`."""
         super().__init__(pool)
         self._group = kv_group_size
-        self.takes_back = not pool.states  # a state takes all of a step
         held = [entry for number, entry in enumerate(pool.entries) if number not in absent]
-        self._num_states = sum(isinstance(leaf, State) for leaf in leaves_of(held))
-
-    def __iter__(self) -> Iterator[Any]:
-        return chain(super().__iter__(), [StateView(self)] if self.pool.states else [])
-
-    def __len__(self) -> int:
-        return super().__len__() + bool(self.pool.states)
-
-    @property
-    def states(self) -> list[mx.array]:
-        """The arrays of all states now."""
-        return [array for arrays in self.held.states for array in arrays if array is not None]
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [*super().arrays, *self.states]
+        self._num_states = len(leaves_of(held, State))
 
     @property
     def used(self) -> CacheBytes:
         """:attr:`nbytes` by kind."""
-        return CacheBytes(self.keys_values, sum(array.nbytes for array in [*self.states, *self.held.kept_arrays]))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held now."""
-        return sum(self.used)
+        return CacheBytes(self.keys_values, self.nbytes - self.keys_values)
 
     def describe(self) -> list[str]:
         """What it is made of, a line for each kind of layer, and where a group is not the one asked for."""
@@ -125,7 +67,7 @@ def make_model_cache(
     """
     check_sizes(max_seq_len=max_seq_len)
     found = probe(model) if found is None else found
-    dtype = next((leaf.dtype for leaf in leaves_of(found) if isinstance(leaf, Attention)), "F32")
+    dtype = next((leaf.dtype for leaf in leaves_of(found, Attention)), "F32")
     make_cache = partial(make_model_cache, model, options=options, found=found, absent=absent)
     pool = reserve(found, sizes_alone(max_seq_len), options, dtype=DTYPES[dtype], make_cache=make_cache, absent=absent)
     return BridgedCache(pool, options.kv_group_size, absent)

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -97,7 +96,7 @@ def check(raw: Mapping[str, Any]) -> None:
 
 def for_mlx_lm(raw: Mapping[str, Any]) -> dict[str, Any]:
     """A copy for mlx-lm's class, which may change it. transformers writes infinity as an object."""
-    return {key: _untagged(deepcopy(value)) for key, value in raw.items()}
+    return {key: _untagged(value) for key, value in raw.items()}
 
 
 def read_config(raw: Mapping[str, Any], args: Any) -> BridgedConfig:
@@ -105,11 +104,7 @@ def read_config(raw: Mapping[str, Any], args: Any) -> BridgedConfig:
     parts = [vars(args), _text(vars(args)), raw, _text(raw)]
 
     def found(*keys: str) -> dict[str, Any]:
-        for part in parts:
-            for key in keys:
-                if part.get(key) is not None:
-                    return {key: part[key]}
-        return {}
+        return next(({key: part[key]} for part in parts for key in keys if part.get(key) is not None), {})
 
     def number(*keys: str) -> int | None:
         value = found(*keys)

@@ -101,9 +101,7 @@ def build(raw: Mapping[str, Any]) -> tuple[Module, BridgedConfig]:
 
 def _check_layers(entries: Sequence[Entry]) -> None:
     """Refuse windows that are no numbers of tokens, and keys without heads or width."""
-    for leaf in leaves_of(entries):
-        if not isinstance(leaf, Attention):
-            continue
+    for leaf in leaves_of(entries, Attention):
         for what, value in (("window", leaf.window), ("chunk", leaf.chunk)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ModelError(f"config.json: a layer has a {what} of {shown(value)} tokens; expected an int from 1")

@@ -121,11 +121,7 @@ def _problem(
 ) -> str:
     """Whether more than hidden states leads from a layer to another, or past the last one to the logits; empty: no.
 
-    Args:
-        sources: of the weights, as :func:`_mark_weights` returns them.
-        caches: as :class:`LayerList` has them.
-        hidden: what each layer was given, and what the last one returned.
-        kept: arrays that each cache was given.
+    ``hidden``: what each layer was given, and what the last one returned. ``kept``: arrays that each cache was given.
     """
     used = [number for numbers in caches for number in numbers]
     if len(set(used)) != len(used):

@@ -149,28 +149,30 @@ class BridgedLayer:
     reads is not computed. The model's attention to them comes to :meth:`attend_fetched` (:mod:`kvant.bridge.hook`).
 
     Attributes:
+        part, layer: appended to; the layer's arrays are replaced.
+        step: that it takes part in.
         offset: tokens so far: an int where the step has one row, otherwise (R,).
         appended: whether the step's tokens were.
         attends: whether all of the model's attention to what it fetched was computed here, for each sequence alone.
     """
 
     def __init__(self, unwritten: Waiting, part: PagedLayers, layer: PoolLayer, step: StepRows) -> None:
-        """``unwritten``: the batch's, which holds the layer. ``layer``: appended to; its arrays are replaced."""
+        """``unwritten``: the batch's, which holds the layer."""
         self.attends: bool | None = None
-        self._unwritten, self._part, self._layer = unwritten, part, layer
+        self._unwritten, self.part, self.layer = unwritten, part, layer
         self._begin(step)
 
     def _begin(self, step: StepRows) -> None:
         self.offset: Any = step.offset
         self.appended = False
-        self._step = step
+        self.step = step
         self._fetched: tuple[mx.array, mx.array] | None = None
         self._stored_keys: mx.array | None = None  # those fetched, as they are stored, where that is otherwise
 
     @property
     def start_position(self) -> int:
         """The first token that is read, where the step has one row: Llama 4 makes its masks from there."""
-        return self._part.first_read(self.offset)
+        return self.part.first_read(self.offset)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (R, K, S, D) keys and (R, K, S, Dv) values.
@@ -181,17 +183,17 @@ class BridgedLayer:
         """
         if self.appended:
             raise RuntimeError("a layer is appended to twice in one step")
-        own, rows = self._layer.format, self._step.rows
+        own, rows = self.layer.format, self.step.rows
         value_is_key = values is keys
         if not own.value_head_dim:
             values = values[..., :0]
-        shape = (len(self._step.lengths), own.num_kv_heads, self._step.new_tokens)
+        shape = (len(self.step.lengths), own.num_kv_heads, self.step.new_tokens)
         if keys.shape != (*shape, own.head_dim) or values.shape != (*shape, own.value_head_dim):
             raise ValueError(
                 f"keys and values have shapes {tuple(keys.shape)} and {tuple(values.shape)}; the step's are {shape} "
                 f"with widths {own.head_dim} and {own.value_head_dim}"
             )
-        front = self._layer.front
+        front = self.layer.front
         stored_keys, fetched_values = self._read(keys.dtype, self._append(front.keys(keys), values, rows))
         fetched_keys = front.restored(stored_keys)
         if front.name:
@@ -200,7 +202,7 @@ class BridgedLayer:
         if own.shared:
             self._fetched = fetched
         self.appended = True
-        self.offset = self.offset + self._step.new_tokens
+        self.offset = self.offset + self.step.new_tokens
         hook.remember(self, *fetched)
         return fetched
 
@@ -212,12 +214,12 @@ class BridgedLayer:
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """The mask of N new tokens: (R, 1, N, T), boolean. Where the step has one row, "causal", None or (N, T)."""
-        if self._step.new_tokens != N:
-            raise ValueError(f"a mask of {N} tokens is asked for; the step has {self._step.new_tokens}")
-        window = window_size or self._step.window
-        narrow = window is not None and window < self._step.longest
-        if narrow or not self._step.is_alone or (return_array and N > 1):
-            return self._step.mask(window)
+        if self.step.new_tokens != N:
+            raise ValueError(f"a mask of {N} tokens is asked for; the step has {self.step.new_tokens}")
+        window = window_size or self.step.window
+        narrow = window is not None and window < self.step.longest
+        if narrow or not self.step.is_alone or (return_array and N > 1):
+            return self.step.mask(window)
         return "causal" if N > 1 else None
 
     def maybe_trim_front(self) -> None:
@@ -239,25 +241,25 @@ class BridgedLayer:
             key, value: as they were fetched.
             mask: "causal", None, or an array that is added to the scores (boolean: True keeps), (S, T) or more.
         """
-        own, S, front = self._layer.format, query.shape[2], self._layer.front
+        own, S, front = self.layer.format, query.shape[2], self.layer.front
         if sinks is not None and front.center is not None:  # a sink's share would change with the constant
             self.attends = False
             return None
         if self._stored_keys is not None:
             query, key = front.queries(query), self._stored_keys
-        if (backend := self._layer.backend) is not None and self._step.new_tokens == S:
+        if (backend := self.layer.backend) is not None and self.step.new_tokens == S:
             output = self._attend_fused(query, key.shape[2], mask, backend, score_scale=scale, sinks=sinks)
             if output is not None:
                 self.attends = self.attends is not False
                 return output
         factor = scale * math.sqrt(query.shape[3])  # kvant's attention multiplies the scores by 1/sqrt(D)
         scaled = query if math.isclose(factor, 1, rel_tol=1e-6) else query * factor
-        if not self._step.is_alone:
-            rows = self._step.seen(mask)
+        if not self.step.is_alone:
+            rows = self.step.seen(mask)
             self.attends = rows is not None and self.attends is not False
             if rows is None:
                 return None
-            return attend_rows(scaled, self._layer.arrays, rows, quant_bit=own.kv_bits, sinks=sinks)
+            return attend_rows(scaled, self.layer.arrays, rows, quant_bit=own.kv_bits, sinks=sinks)
         if mx.default_device().type != mx.cpu:
             return attend_as_mlx(query, key, value, scale=scale, mask=mask, sinks=sinks)
         causal = isinstance(mask, str)
@@ -269,7 +271,7 @@ class BridgedLayer:
     @property
     def keys(self) -> mx.array:
         """The array that keys are in."""
-        return self._layer.arrays[0]
+        return self.layer.arrays[0]
 
     @keys.setter
     def keys(self, array: mx.array) -> None:
@@ -278,29 +280,29 @@ class BridgedLayer:
     @property
     def values(self) -> mx.array:
         """An array that is computed when the last append is."""
-        return self._layer.arrays[-1]
+        return self.layer.arrays[-1]
 
     @values.setter
     def values(self, array: mx.array) -> None:
-        if self._layer.format.value_head_dim:
+        if self.layer.format.value_head_dim:
             raise AttributeError("a model sets the values of its cache; kvant's takes them by update_and_fetch")
 
     def _append(self, keys: mx.array, values: mx.array, rows: PagedRows) -> list[mx.array]:
         """Write new tokens. Returns them as they are stored, where they wait."""
-        own, arrays, B = self._layer.format, self._layer.arrays, len(rows.runs)
+        own, arrays, B = self.layer.format, self.layer.arrays, len(rows.runs)
         bits, group = own.kv_bits, own.kv_group_size
         if rows.new is None:
             waiting = fitted_tokens(keys, values, arrays, quant_bit=bits, quant_group=group, alone=True)
-            self._unwritten[self._part].append((self._layer, waiting))
+            self._unwritten[self.part].append((self.layer, waiting))
             return waiting
-        if len(self._step.lengths) > B:
+        if len(self.step.lengths) > B:
             keys, values = keys[:B], values[:B]
-        backend = None if rows.pages is None else self._layer.backend
+        backend = None if rows.pages is None else self.layer.backend
         write_rows(keys, values, arrays, rows.new, quant_bit=bits, quant_group=group, backend=backend)
         return []
 
     def _read(self, dtype: mx.Dtype, waiting: list[mx.array]) -> tuple[mx.array, mx.array]:
-        step, arrays, bits, D = self._step, self._layer.arrays, self._layer.format.kv_bits, self._layer.format.head_dim
+        step, arrays, bits, D = self.step, self.layer.arrays, self.layer.format.kv_bits, self.layer.format.head_dim
         if step.is_alone:
             copy = bits > 0 and step.new_tokens == 1 and mx.default_device().type == mx.cpu
             return read_rows(arrays, step.rows.runs[0], waiting, quant_bit=bits, dtype=dtype, key_dim=D, copy=copy)
@@ -314,17 +316,17 @@ class BridgedLayer:
         self, query: mx.array, tokens: int, mask: Mask, backend: Backend, **options: Any
     ) -> mx.array | None:
         """Attention by the kernel; None: it does not take the step, or not with this mask."""
-        pages = self._step.seen_pages(mask)
+        pages = self.step.seen_pages(mask)
         if pages is None:
-            if self._step.rows.pages is None or not self._step.is_alone or isinstance(mask, str):
+            if self.step.rows.pages is None or not self.step.is_alone or isinstance(mask, str):
                 return None
-            pages = replace(self._step.rows.pages, window=None)
+            pages = replace(self.step.rows.pages, window=None)
             if before := pages.rows - tokens:  # rows that are there and were not fetched
                 if mask is None:
                     return None
                 hidden = False if mask.dtype == mx.bool_ else -math.inf
                 mask = mx.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(before, 0)], constant_values=hidden)
             options |= {"mask": mask, "is_causal": False}
-        own = self._layer.format
+        own = self.layer.format
         options |= {"quant_bit": own.kv_bits, "quant_group": own.kv_group_size, "value_head_dim": own.value_head_dim}
-        return attend_pages(query, self._layer.arrays, pages, **options, backend=backend)
+        return attend_pages(query, self.layer.arrays, pages, **options, backend=backend)

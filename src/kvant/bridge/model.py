@@ -93,10 +93,8 @@ class BridgedModel:
 
     def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
         """Begin a step of (B, S) ids whose logits nobody reads; see :class:`kvant.models.LanguageModel`."""
-        bridged = self._checked(cache)
-        bridged.begin(inputs)
-        self._logits(inputs, bridged)  # dropped, so that what only logits need is never computed
-        return bridged.state
+        self.every_logits(inputs, cache)  # dropped, so that what only logits need is never computed
+        return self._checked(cache).state
 
     def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
         """Begin a step of (B, S) ids. Returns the logits (B, vocab) of the last position, not evaluated."""
@@ -178,8 +176,7 @@ class BridgedModel:
         """What a caller gives; a format of another model is refused."""
         chosen = CacheOptions.of(**fields)
         if chosen.kv_format is not None:
-            count = sum(isinstance(leaf, Attention) for leaf in leaves_of(self.entries))
-            chosen.kv_format.check(self.identity, count)
+            chosen.kv_format.check(self.identity, len(leaves_of(self.entries, Attention)))
             if self.has_sinks and any(layer.center for layer in chosen.kv_format.layers):
                 raise ArgumentError("kv_format", "has a center, which the model's learned sinks would see")
         return chosen

@@ -1,7 +1,6 @@
 """A pool for mlx-lm's models: sequences of different lengths in one step, each with its own pages and states."""
 
 import math
-import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,20 +10,15 @@ from mlx_lm.models.cache import ArraysCache
 from kvant.bridge import hook
 from kvant.bridge.architectures import ONE_AT_A_TIME
 from kvant.bridge.layers import BridgedLayer, StepRows
-from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, as_text, caches_of, leaves_of
-from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, Stored
+from kvant.bridge.probe import Attention, Entry, Leaf, Model, as_text, caches_of, leaves_of
+from kvant.cache.layer_format import Arrays, LayerFormat, State
 from kvant.cache.options import CacheOptions
-from kvant.cache.paged_layers import PoolLayer
-from kvant.cache.pool import Pool, has_page, pool_bytes
+from kvant.cache.pool import Pool, pool_bytes
 from kvant.cache.pool_batch import PoolBatch
-from kvant.cache.pool_disk import PoolDisk
-from kvant.cache.pool_sequence import PoolSequence, own_copies
-from kvant.cache.prefix import digests, extended
+from kvant.cache.pool_sequence import PoolSequence
 from kvant.errors import ModelError
 from kvant.models.caches import check_memory
 from kvant.operators.front import PLAIN, Front
-
-Arrays = list[mx.array | None]  # of one state
 
 TRIED = (0, 1, 21)  # tokens of the sequences that a model is tried with: none, fewer than a state looks back, and more
 TRIAL = {"tokens": len(TRIED) * Pool.page_size, "sequences": len(TRIED), "max_seq_len": 64, "prefill_step_size": 32}
@@ -45,85 +39,6 @@ class CacheBytes(NamedTuple):
     state: int
 
 
-class BridgedSequence(PoolSequence):
-    """A text in a pool of mlx-lm's model: its tokens, and the states of its linear and convolution layers."""
-
-    pool: "BridgedPool"
-
-    def __init__(self, pool: "BridgedPool", *arguments: Any) -> None:
-        super().__init__(pool, *arguments)
-        self._empty: list[Arrays] = [[None] * len(state.shapes) for state in pool.states]
-        self._states: dict[int, list[Arrays]] = {}  # by the number of tokens
-
-    @property
-    def states(self) -> list[Arrays]:
-        """The arrays of each linear or convolution layer, after the committed tokens."""
-        return self._states.get(self.length, self._empty)
-
-    @states.setter
-    def states(self, states: list[Arrays]) -> None:
-        self._states = {self.length: states}
-
-    def will_have(self, length: int, states: list[Arrays]) -> None:
-        """Take the states of so many tokens, which count from there on: a commit can be interrupted anywhere."""
-        self._states = {self.length: self.states, length: states}
-
-    def drop_states(self) -> None:
-        """Keep the states after the committed tokens alone."""
-        self.states = self.states
-
-    @property
-    def oldest(self) -> int:
-        """As :attr:`PoolSequence.oldest`. A state goes back to nothing alone."""
-        return self.length if self._empty else super().oldest
-
-    def trim(self, num_tokens: int) -> int:
-        """As :meth:`PoolSequence.trim`; states are given back."""
-        lost = super().trim(num_tokens)
-        self.drop_states()
-        return lost
-
-    def fork(self, max_tokens: int | None = None) -> "BridgedSequence":
-        """As :meth:`PoolSequence.fork`. A step replaces a state's arrays, so these are shared."""
-        made = super().fork(max_tokens)
-        made.states = self.states
-        return made
-
-    def load(self, other: PoolSequence) -> None:
-        """As :meth:`PoolSequence.load`, the states too."""
-        if not isinstance(other, BridgedSequence) or other.pool.layout != self.pool.layout:
-            raise ValueError("the cache is for a model with other layers than the pool's")
-        super().load(other)
-        self.states = other.states
-
-    @property
-    def saved_layers(self) -> list[PoolLayer | Arrays]:
-        layers, states = iter(self.pool.layers), iter(self.states)
-        leaves = [leaf for leaf in leaves_of(self.pool.entries) if not isinstance(leaf, Unused)]
-        return [next(states) if isinstance(leaf, State) else next(layers) for leaf in leaves]
-
-    def restore_states(self, length: int, states: Sequence[Arrays]) -> None:
-        self.pool.check_states(states)
-        self._states = {length: [*states]}
-
-    def share_prefix(
-        self, upto: int | None = None, *, last_page: bool = False, mid_prompt: bool = False
-    ) -> bytes | None:
-        """As :meth:`PoolSequence.share_prefix`. Where all of the text is shared, its states are kept."""
-        if self._empty and not self.pool.checkpoints:
-            return None
-        with self.pool.turn:
-            digest = super().share_prefix(upto, last_page=last_page, mid_prompt=mid_prompt)
-            if self._empty and digest is not None:
-                self.pool.keep(digest, self.states)
-            return digest
-
-    def close(self) -> None:
-        """As :meth:`PoolSequence.close`, the states too."""
-        super().close()
-        self._states = {}
-
-
 class BridgedPool(Pool):
     """One reservation for the keys and values of many sequences; states are allocated by mlx-lm as they come.
 
@@ -131,13 +46,10 @@ class BridgedPool(Pool):
 
     Attributes:
         entries: what the model that it is for asks of its caches; its layout is the same as JSON.
-        states: what a sequence has of each linear or convolution layer.
     """
 
-    states: tuple[State, ...] = ()
     may_have_sinks = True
     takes_back = False  # states take all of a step, and several new tokens of several sequences are not tried
-    sequence_kind = BridgedSequence
 
     def __init__(
         self, found: Sequence[Entry], formats: Sequence[LayerFormat], fronts: Sequence[Front], **options: Any
@@ -146,58 +58,12 @@ class BridgedPool(Pool):
         super().__init__(formats, fronts, **options)
         self.layout = as_text(found)
         self.entries = tuple(found)
-        self.states = tuple(leaf for leaf in leaves_of(found) if isinstance(leaf, State))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all layers, and of the states that as many sequences have as can be open, and checkpoints."""
-        return super().nbytes + (self.max_sequences + self.checkpoints) * sum(state.nbytes for state in self.states)
+        self.states, layers = leaves_of(found, State), iter(self.layers)
+        leaves = leaves_of(found, Attention | State)
+        self.saved = [leaf if isinstance(leaf, State) else next(layers) for leaf in leaves]
 
     def batch(self, sequences: Sequence[PoolSequence], rows: int | None = None) -> "BridgedBatch":
         return BridgedBatch(self, sequences, rows)
-
-    def sequence(
-        self, max_tokens: int, prompt: Sequence[int] = (), *, salt: bytes = b"", whole_pages: bool = True
-    ) -> BridgedSequence:
-        with self.turn:
-            made = super().sequence(max_tokens, prompt, salt=salt, whole_pages=whole_pages)
-            assert isinstance(made, BridgedSequence)
-            if not self.states or not made.length:
-                return made
-            states = self._main.prefix.states(digests(made.ids, salt, last_page=True)[-1])
-            if states is None:  # they went where pages were needed for the sequence itself
-                made.close()
-                return self.sequence(max_tokens, salt=salt)
-            made.states = states
-            return made
-
-    def keep(self, digest: bytes, states: list[Arrays]) -> None:
-        """Keep the states after a text, by its digest, for those who go on there."""
-        prefix = self._main.prefix
-        if digest in prefix and prefix.states(digest) is None:
-            copies = own_copies(states)
-            mx.eval(copies)
-            prefix.keep(digest, copies)
-
-    def check_states(self, states: Sequence[Arrays]) -> None:
-        for own, arrays in zip(self.states, states, strict=True):
-            for number, (array, expected) in enumerate(zip(arrays, own.shapes, strict=True)):
-                if array is not None and expected is not None:
-                    _check_state(number, array, expected)
-
-    def _behind(self, before: bytes, ids: Sequence[int], whole_pages: bool, disk: PoolDisk | None) -> int | None:
-        if not self.states:
-            return super()._behind(before, ids, whole_pages, disk)
-        kept = self._main.prefix.kept_behind(before, ids)
-        if disk is None:
-            here = (n for n in kept if not n or (not whole_pages and self._alike(before, ids[:n]) == n))
-            return next(here, None)
-        for count in range(0 if whole_pages else len(ids), -1, -1):
-            digest = extended(before, ids[:count]) if count else before
-            pages = (has_page(disk, part, digest) for part in self.parts)
-            if (count in kept or disk.has_states(digest)) and (not count or all(pages)):
-                return count
-        return None
 
 
 class BridgedBatch(PoolBatch):
@@ -208,7 +74,6 @@ class BridgedBatch(PoolBatch):
     """
 
     pool: BridgedPool
-    sequences: tuple[BridgedSequence, ...]
 
     def __init__(self, pool: BridgedPool, sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
         super().__init__(pool, sequences, rows)
@@ -234,9 +99,7 @@ class BridgedBatch(PoolBatch):
         lengths = super().begin(inputs)
         steps = {part: StepRows.of(self, part, inputs.shape[1]) for part in self.pool.parts}
         self.views = [BridgedLayer(self.unwritten, part, layer, steps[part]) for part, layer in self.pool.places]
-        self._states = [
-            self._stacked([sequence.states[n] for sequence in self.sequences]) for n in range(len(self.pool.states))
-        ]
+        self._states = [self._stacked(each) for each in zip(*(own.states for own in self.sequences), strict=True)]
         layers, states = iter(self.views), iter(self._states)
 
         def one(leaf: Leaf) -> Any:
@@ -314,16 +177,15 @@ def reserve(
 def check_entries(found: Sequence[Entry], model: Model, name: str) -> None:
     """Refuse a model that no pool is for, by its layers or its module."""
     reason = ONE_AT_A_TIME.get(type(model).__module__.rpartition(".")[2])
-    for leaf in leaves_of(found):
-        if isinstance(leaf, Attention) and leaf.chunk is not None:
-            reason = "attends in chunks, which a pool has no pages for"
+    if any(leaf.chunk is not None for leaf in leaves_of(found, Attention)):
+        reason = "attends in chunks, which a pool has no pages for"
     if reason is not None:
         raise ModelError(f"{name} {reason}; one sequence at a time works")
 
 
 def pool_needs(found: Sequence[Entry], sizes: Mapping[str, Any], options: CacheOptions) -> CacheBytes:
     """Bytes of a pool and of its sequences' states; arguments as in :func:`reserve`."""
-    one = sum(leaf.nbytes for leaf in leaves_of(found) if isinstance(leaf, State))
+    one = sum(state.nbytes for state in leaves_of(found, State))
     formats = formats_of(found, sizes["max_seq_len"], options)
     rows = pool_bytes(formats, **sizes, checkpoints=options.checkpoints)
     return CacheBytes(rows, (sizes["sequences"] + options.checkpoints) * one)
@@ -333,12 +195,7 @@ def attends_apart(model: Model, name: str, pool: BridgedPool, dtype: mx.Dtype) -
     """Whether attention in a step of several sequences is computed for each alone; a ModelError if they disturb it.
 
     Some models take one position for all sequences, or the position from the number of rows that they read, or add a
-    boolean mask to the scores.
-
-    Args:
-        name: of its architecture, for errors.
-        pool: of the sizes :data:`TRIAL`.
-        dtype: it computes in.
+    boolean mask to the scores. ``pool`` is of the sizes :data:`TRIAL`.
     """
     refused = f"{name} has no step of several sequences of different lengths; one sequence at a time works"
     texts = [[2 + (7 + 31 * i + 5 * b) % 59 for i in range(count + 1)] for b, count in enumerate(TRIED)]
@@ -385,11 +242,9 @@ def formats_of(
     if options.kv_group_size % 8:
         raise ValueError(f"kv_group_size is {options.kv_group_size}; expected a multiple of 8")
     if options.kv_format is not None:
-        options.kv_format.check_layers(sum(isinstance(leaf, Attention) for leaf in leaves_of(found)))
+        options.kv_format.check_layers(len(leaves_of(found, Attention)))
     for number, entry in enumerate(found):
-        for leaf in leaves_of([entry]):
-            if not isinstance(leaf, Attention):
-                continue
+        for leaf in leaves_of([entry], Attention):
             choice = options.layer(len(formats))
             formats.append(
                 LayerFormat.of_rows(
@@ -407,15 +262,6 @@ def formats_of(
                 )
             )
     return formats
-
-
-def _check_state(number: int, array: mx.array, expected: Stored) -> None:
-    """Refuse an array that is no state of the model's. Before it has seen enough tokens, a state may be shorter."""
-    dtype, (_, *most) = expected
-    fits = len(array.shape) == 1 + len(most) and all(map(operator.le, array.shape[1:], most))
-    if DTYPE_NAMES[array.dtype] != dtype or array.shape[0] != 1 or not fits:
-        given = f"{DTYPE_NAMES[array.dtype]} {tuple(array.shape)}"
-        raise ValueError(f"array {number} of a state is {given}; expected {dtype} {(1, *most)}")
 
 
 def _padded(array: mx.array, shape: tuple[int, ...]) -> mx.array:

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
 from kvant.bridge import hook
-from kvant.cache.layer_format import DTYPE_NAMES, Stored
+from kvant.cache.layer_format import DTYPE_NAMES, State, stored_of
 
 PROBE_TOKENS = 16  # as many as fill the longest convolution or n-gram state
 Model = Callable[..., mx.array]  # mlx-lm's: an nn.Module, called with token ids (B, S) and cache=
@@ -48,19 +48,6 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """A linear or convolution layer's state: arrays that are replaced at every step.
-
-    Attributes:
-        nbytes: of all its arrays.
-        shapes: the dtype, by its name in safetensors, and the shape of each; None: the model leaves it empty.
-    """
-
-    nbytes: int
-    shapes: tuple[Stored | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Unused:
     """A cache that the model makes and does not use."""
 
@@ -77,8 +64,8 @@ def probe(model: Model) -> list[Entry]:
         probes, _ = called(model)
     windows: dict[int, int] = {}
     entries = [tuple(found.caches) if isinstance(found, mlx_lm_cache.CacheList) else found for found in probes]
-    for leaf in leaves_of(entries):
-        if isinstance(leaf, _Probe) and leaf.asked is not None and leaf.ring is not None:
+    for leaf in leaves_of(entries, _Probe):
+        if leaf.asked is not None and leaf.ring is not None:
             windows[leaf.ring] = max(leaf.asked, windows.get(leaf.ring, 0))
     return _each(entries, partial(_leaf_of, windows=windows))
 
@@ -114,9 +101,10 @@ def _nothing_read(model: Model) -> Iterator[None]:
         module.mx = mx
 
 
-def leaves_of(entries: Iterable[Any]) -> list[Any]:
-    """What a probe found, the parts of lists one by one."""
-    return [leaf for entry in entries for leaf in (entry if isinstance(entry, tuple) else (entry,))]
+def leaves_of(entries: Iterable[Any], kind: Any = object) -> list[Any]:
+    """What a probe found of a kind, the parts of lists one by one."""
+    leaves = (leaf for entry in entries for leaf in (entry if isinstance(entry, tuple) else (entry,)))
+    return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
 def as_text(entries: Sequence[Entry]) -> str:
@@ -205,8 +193,7 @@ def _probe_of(cache: Any, number: int) -> Any:
 
 def _leaf_of(found: Any, windows: dict[int, int]) -> Leaf:
     if isinstance(found, mlx_lm_cache.ArraysCache):
-        shapes = tuple(None if a is None else (DTYPE_NAMES[a.dtype], a.shape) for a in found.cache)
-        return State(found.nbytes, shapes)
+        return State(found.nbytes, stored_of(found.cache))
     if found.fetched is None:
         return Unused()
     key, value = found.fetched

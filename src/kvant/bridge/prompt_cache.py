@@ -6,10 +6,10 @@ from mlx_lm.models.cache import ArraysCache
 
 from kvant.bridge.batch_layer import MergedLayer
 from kvant.bridge.pool import pool_needs, reserve
-from kvant.bridge.probe import Attention, Model, State, caches_of, leaves_of, probe
+from kvant.bridge.probe import Attention, Model, caches_of, leaves_of, probe
 from kvant.bridge.prompt_layer import PromptCacheLayer, SequenceLayers
 from kvant.cache import ModelCache
-from kvant.cache.layer_format import DTYPES
+from kvant.cache.layer_format import DTYPES, State
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pool import sizes_alone
 from kvant.models.caches import check_memory
@@ -32,8 +32,7 @@ def make_prompt_cache(model: Model, max_kv_size: int, options: CacheOptions = DE
         )
     found = probe(model)
     check_memory(max_kv_size, sum(pool_needs(found, sizes_alone(max_kv_size), options)))
-    states = [leaf for leaf in leaves_of(found) if isinstance(leaf, State)]
-    sequence = SequenceLayers()
+    states, sequence = leaves_of(found, State), SequenceLayers()
 
     def one(leaf: Attention | State) -> Any:
         if isinstance(leaf, State):

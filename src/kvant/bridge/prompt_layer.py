@@ -77,11 +77,6 @@ class PromptCacheLayer(BridgedLayer):
             self._hold(self._cache.fork())
 
     @property
-    def arrays(self) -> list[mx.array]:
-        """Its arrays."""
-        return self._layer.arrays
-
-    @property
     def max_seq_len(self) -> int:
         """The reservation: tokens it can have."""
         return self._cache.max_seq_len
@@ -89,12 +84,12 @@ class PromptCacheLayer(BridgedLayer):
     @property
     def nbytes(self) -> int:
         """Bytes that are reserved."""
-        return self._layer.nbytes
+        return self.layer.nbytes
 
     @property
     def state(self) -> list[object]:
         """For mlx-lm, which evaluates it."""
-        return [NotSaved(), *self.arrays, *self._cache.waiting]
+        return [NotSaved(), *self.layer.arrays, *self._cache.waiting]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (1, K, S, D) keys and (1, K, S, Dv) values; see :class:`BridgedLayer`."""
@@ -110,37 +105,22 @@ class PromptCacheLayer(BridgedLayer):
         self._begin_for(N)
         return super().make_mask(N, return_array, window_size)
 
-    @property
-    def window(self) -> int | None:
-        """Tokens that a query sees; None: all."""
-        return self._part.window
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other layers ask for what was fetched."""
-        return self._layer.format.shared
-
-    @property
-    def new_tokens(self) -> int:
-        """Of the step that was begun."""
-        return self._step.new_tokens
-
     def mask_of_step(self, window: int | None) -> Mask:
         """The mask of the step that was begun, whether its tokens were appended or not."""
-        return super().make_mask(self._step.new_tokens, False, window)
+        return super().make_mask(self.step.new_tokens, False, window)
 
     def tokens_read(self, new_tokens: int) -> int:
         """How many tokens a step of so many new ones reads, these included."""
-        return self._cache.offset + new_tokens - self._part.first_read(self._cache.offset)
+        return self._cache.offset + new_tokens - self.part.first_read(self._cache.offset)
 
     @property
     def keys(self) -> mx.array:
         """The array that keys are in. A model may put it back, made to depend on others that are to be computed."""
-        return self.arrays[0]
+        return self.layer.arrays[0]
 
     @keys.setter
     def keys(self, array: mx.array) -> None:
-        self.arrays[0] = array
+        self.layer.arrays[0] = array
 
     def size(self) -> int:
         """Tokens so far."""
@@ -168,15 +148,13 @@ class PromptCacheLayer(BridgedLayer):
 
     def _begin_for(self, tokens: int) -> None:
         """Begin a step of so many tokens, if none was."""
-        if self.appended or self._cache.step is None or self._step.new_tokens != tokens:
-            self._begin(self._begun(tokens))
-
-    def _begun(self, tokens: int) -> StepRows:
+        if not self.appended and self._cache.step is not None and self.step.new_tokens == tokens:
+            return
         self._cache.begin(mx.zeros((1, tokens), mx.int32))
         place = self._cache.offset, tokens
         masks = self.sequence.masks
         if place not in masks:
             masks.clear()
-        step = StepRows.of(self._cache, self._cache.pool.parts[0], tokens)
+        step = StepRows.of(self._cache, self.part, tokens)
         step.masks = masks.setdefault(place, step.masks)
-        return step
+        self._begin(step)

@@ -2,9 +2,9 @@
 
 from kvant.cache.full import FullKVCache
 from kvant.cache.identity import Identity
-from kvant.cache.layer import AttentionCache
 from kvant.cache.model import KVCache, ModelCache
 from kvant.cache.options import CacheOptions
+from kvant.cache.pool_batch import AttentionCache
 from kvant.cache.quantized import QuantizedKVCache
 
 __all__ = [

@@ -1,7 +1,8 @@
 """How a layer's cache stores its tokens: what two caches must have in common for one to take the other's."""
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -26,8 +27,32 @@ FILE_WORDS = {"kv_bits": "quant_bit", "kv_group_size": "quant_group"}  # PMX's, 
 SLACK = 16  # tokens that a sequence can go back at least, where pages of a window move along
 MAX_NUMBER = 2**24  # of heads, widths and tokens: far above any model's
 
-Shape = tuple[int, ...]
-Stored = tuple[str, Shape]  # an array's dtype as safetensors writes it, and its shape
+Stored = tuple[str, tuple[int, ...]]  # an array's dtype as safetensors writes it, and its shape
+Arrays = list[mx.array | None]  # of one state
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A linear or convolution layer's state: arrays that are replaced at every step.
+
+    Attributes:
+        nbytes: of all its arrays.
+        shapes: the dtype, by its name in safetensors, and the shape of each; None: the model leaves it empty.
+    """
+
+    nbytes: int
+    shapes: tuple[Stored | None, ...]
+
+    def check(self, arrays: Arrays) -> None:
+        """Raise a ValueError for arrays of another; before it has seen enough tokens, an array may be shorter."""
+        for number, (array, expected) in enumerate(zip(arrays, self.shapes, strict=True)):
+            if array is None or expected is None:
+                continue
+            dtype, (_, *most) = expected
+            fits = len(array.shape) == 1 + len(most) and all(map(operator.le, array.shape[1:], most))
+            if DTYPE_NAMES[array.dtype] != dtype or array.shape[0] != 1 or not fits:
+                given = f"{DTYPE_NAMES[array.dtype]} {tuple(array.shape)}"
+                raise ValueError(f"array {number} of a state is {given}; expected {dtype} {(1, *most)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,22 +149,22 @@ class LayerFormat:
 
     def _check(self) -> None:
         """Raise a ValueError where fields contradict each other."""
-        if self.kind == "state":
+        if not self.has_tokens:
             if self != LayerFormat("state", state=self.state):
                 raise ValueError(f"a layer of kind {self.kind!r} has fields of another kind")
-        else:
-            if self.kv_bits not in (0, 4, 8) or not self.num_kv_heads or not self.head_dim:
-                raise ValueError(f"a layer of {self.kv_bits} bits, {self.num_kv_heads} kv heads of {self.head_dim}")
-            widths = (self.head_dim, self.value_head_dim)
-            if self.kv_bits and (not self.kv_group_size or any(width % self.kv_group_size for width in widths)):
-                raise ValueError(
-                    f"kv_group_size is {self.kv_group_size}; expected a divisor of {widths[0]} and {widths[1]}"
-                )
-            if bool(self.kv_bits) != bool(self.scale_dtype) or bool(self.kv_bits) != bool(self.kv_group_size):
-                raise ValueError(f"a layer of {self.kv_bits} bits with scales {self.scale_dtype!r}")
-            allowed = [stored_dtype(self.kv_bits)] if self.kv_bits else ["F32", "F16", "BF16"]
-            if self.dtype not in allowed:
-                raise ValueError(f"dtype is {self.dtype!r} at {self.kv_bits} bits; expected {' or '.join(allowed)}")
+            return
+        if self.kv_bits not in (0, 4, 8) or not self.num_kv_heads or not self.head_dim:
+            raise ValueError(f"a layer of {self.kv_bits} bits, {self.num_kv_heads} kv heads of {self.head_dim}")
+        widths = (self.head_dim, self.value_head_dim)
+        if self.kv_bits and (not self.kv_group_size or any(width % self.kv_group_size for width in widths)):
+            raise ValueError(
+                f"kv_group_size is {self.kv_group_size}; expected a divisor of {widths[0]} and {widths[1]}"
+            )
+        if bool(self.kv_bits) != bool(self.scale_dtype) or bool(self.kv_bits) != bool(self.kv_group_size):
+            raise ValueError(f"a layer of {self.kv_bits} bits with scales {self.scale_dtype!r}")
+        allowed = [stored_dtype(self.kv_bits)] if self.kv_bits else ["F32", "F16", "BF16"]
+        if self.dtype not in allowed:
+            raise ValueError(f"dtype is {self.dtype!r} at {self.kv_bits} bits; expected {' or '.join(allowed)}")
 
     def as_json(self) -> dict[str, Any]:
         """Numbers, text and lists."""
@@ -201,9 +226,9 @@ def describe_formats(formats: Sequence[LayerFormat]) -> str:
     return ", ".join([found, *parts])
 
 
-def state_format(arrays: Sequence[mx.array | None]) -> LayerFormat:
-    """The format of a state with these arrays."""
-    return LayerFormat("state", state=tuple(None if a is None else (DTYPE_NAMES[a.dtype], a.shape) for a in arrays))
+def stored_of(arrays: Iterable[mx.array | None]) -> tuple[Stored | None, ...]:
+    """What some arrays are."""
+    return tuple(None if array is None else (DTYPE_NAMES[array.dtype], array.shape) for array in arrays)
 
 
 def narrow_window(window: int | None, max_seq_len: int) -> int | None:

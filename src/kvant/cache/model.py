@@ -3,21 +3,22 @@
 import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import mlx.core as mx
 
 from kvant.cache import snapshot
 from kvant.cache.disk import DiskCache
 from kvant.cache.identity import Identity
-from kvant.cache.layer_format import LayerFormat
+from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch, PoolLayerView
 from kvant.cache.pool_disk import PoolDisk
 from kvant.cache.pool_sequence import PoolSequence, check_num_tokens
-from kvant.operators.kernels.launch import Backend
 from kvant.threads import check_process
 
 
@@ -28,25 +29,31 @@ class NotSaved:
         return "kvant's cache is saved by kvant.save_prompt_cache"
 
 
-class KVCache(PoolLayerView):
-    """A layer of a :class:`ModelCache`. All layers have the same tokens: a trim of each in turn counts once."""
+class CachePart:
+    """A part of a :class:`ModelCache`. All parts have the same tokens: a trim of each in turn counts once."""
 
     batch: "ModelCache"
+    layer: Any  # which tells it from the others
 
     @property
     def offset(self) -> int:
         """Tokens so far; the position of the next one."""
         return self.batch.offset
 
-    @property
-    def window(self) -> int | None:
-        """The last tokens that a query sees, its own included; None: it sees all."""
-        return self.part.window
+    def trim(self, num_tokens: int) -> int:
+        """Forget the last tokens of all parts, as mlx-lm does layer by layer."""
+        return self.batch.trim_layer(id(self.layer), num_tokens)
 
-    @property
-    def format(self) -> LayerFormat:
-        """How it stores tokens."""
-        return self.layer.format
+    def is_trimmable(self) -> bool:
+        """Whether the last token can be forgotten."""
+        return self.batch.can_trim_to(max(0, self.offset - 1))
+
+
+class KVCache(CachePart, PoolLayerView):
+    """A layer of a :class:`ModelCache`."""
+
+    batch: "ModelCache"
+    layer: PoolLayer
 
     @property
     def nbytes(self) -> int:
@@ -54,19 +61,9 @@ class KVCache(PoolLayerView):
         return self.layer.nbytes
 
     @property
-    def arrays(self) -> list[mx.array]:
-        """Its rows (2, K, T, D') and their scales. Nothing else may hold them: MLX would copy them at an append."""
-        return self.layer.arrays
-
-    @property
-    def backend(self) -> Backend | None:
-        """Runs the fused kernel for steps of a few tokens; None: it is unfused."""
-        return self.layer.backend
-
-    @property
     def state(self) -> list[object]:
         """For mlx-lm, which evaluates it."""
-        return [NotSaved(), *self.arrays]
+        return [NotSaved(), *self.layer.arrays]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The same layer of a copy of the cache."""
@@ -75,26 +72,36 @@ class KVCache(PoolLayerView):
         made.part, made.layer = made.batch.pool.places[self.batch.pool.places.index((self.part, self.layer))]
         return made
 
-    def trim(self, num_tokens: int) -> int:
-        """Forget the last tokens of all layers, as mlx-lm does layer by layer."""
-        return self.batch.trim_layer(id(self.layer), num_tokens)
 
-    def is_trimmable(self) -> bool:
-        """Whether the last token can be forgotten."""
-        return self.batch.can_trim_to(max(0, self.offset - 1))
+@dataclass(eq=False, slots=True)
+class StateView(CachePart):
+    """The states of a cache, of linear and convolution layers."""
+
+    batch: "ModelCache"
+    layer: None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states now."""
+        return self.batch.nbytes - self.batch.keys_values
+
+    @property
+    def state(self) -> list[mx.array]:
+        """For mlx-lm, which evaluates it."""
+        return self.batch.states
 
 
 class ModelCache(PoolBatch, Sequence[Any]):
     """One cache for all layers of a model. ``model.make_cache()`` makes it.
 
-    It is a sequence of its layers, as mlx-lm expects of a ``prompt_cache``. All layers have the same length.
-
-    A step has three parts: :meth:`begin`, the computation, in which every layer attends through ``cache[i].attend``,
-    and :meth:`commit`. Only a committed step counts. A step that fails, is interrupted or is abandoned is never
-    committed, and the next one overwrites what it wrote.
+    It is a sequence of its layers, as mlx-lm expects of a ``prompt_cache``, and of one view of all states behind them.
+    All have the same length.
 
     Attributes:
         held: its sequence.
+        max_seq_len: the reservation: tokens it can have.
+        formats: how each layer stores tokens.
+        backend, num_pages, pages_needed: as of a :class:`Pool`.
         ahead: of its tokens the last ones that are computed and not handed out yet.
         prefill_step_size: prompt tokens that a scheduler feeds at a time.
         embeddings: what a model takes in place of ids: a position, and rows (T, hidden) from there on; None: nothing.
@@ -104,12 +111,14 @@ class ModelCache(PoolBatch, Sequence[Any]):
     # A scheduler takes a cache in the place of a pool.
     attends_apart, has_windows, page_size = True, False, PAGE_SIZE  # pages that are shared have no windows here
     max_sequences = num_free = 1
-    takes_back = True  # a step may be committed in part: of up to 17 tokens where there are windows
 
     def __init__(self, pool: Pool) -> None:
         """Open the sequence of a pool of one, which is made for it."""
         self.held: PoolSequence = pool.sequence(pool.max_seq_len)
         super().__init__(pool, [self.held])
+        self.max_seq_len, self.formats = pool.max_seq_len, pool.formats
+        self.backend, self.num_pages, self.pages_needed = pool.backend, pool.num_pages, pool.pages_needed
+        self.takes_back = not pool.states  # a step may be committed in part: of up to 17 tokens if there are windows
         self.ahead, self.prefill_step_size = 0, sys.maxsize
         self.embeddings: tuple[int, mx.array] | None = None
         self._trimmed: tuple[int, int, set[int]] | None = None
@@ -128,19 +137,13 @@ class ModelCache(PoolBatch, Sequence[Any]):
             raise ValueError(f"a list of {len(layers)} layers; expected all layers of one cache, in order")
         return cache
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        return self.layers[index]
-
     def __iter__(self) -> Iterator[Any]:
         # Made when they are asked for: a cache that held them would be freed by the garbage collector alone.
-        return (KVCache(self, part, layer) for part, layer in self.pool.places)
+        layers = (KVCache(self, part, layer) for part, layer in self.pool.places)
+        return chain(layers, [StateView(self)] if self.pool.states else [])
 
     def __len__(self) -> int:
-        return len(self.pool.places)
+        return len(self.pool.places) + bool(self.pool.states)
 
     @property
     def offset(self) -> int:
@@ -148,19 +151,9 @@ class ModelCache(PoolBatch, Sequence[Any]):
         return self.held.length
 
     @property
-    def max_seq_len(self) -> int:
-        """The reservation: tokens it can have."""
-        return self.pool.max_seq_len
-
-    @property
-    def layers(self) -> tuple[Any, ...]:
-        """All layers that hold something, in order."""
-        return tuple(self)
-
-    @property
     def nbytes(self) -> int:
-        """Bytes of all layers, and of the places that are kept."""
-        return self.pool.nbytes + sum(array.nbytes for array in self.held.kept_arrays)
+        """Bytes of all layers, of the states now, and of the places that are kept."""
+        return self.keys_values + sum(array.nbytes for array in [*self.states, *self.held.kept_arrays])
 
     @property
     def keys_values(self) -> int:
@@ -172,11 +165,6 @@ class ModelCache(PoolBatch, Sequence[Any]):
         return []
 
     @property
-    def groups(self) -> list[int]:
-        """The sizes of the groups that share a scale, each once; none if nothing is quantized."""
-        return sorted({layer.format.kv_group_size for layer in self.pool.layers} - {0})
-
-    @property
     def identity(self) -> Identity | None:
         """Of the model whose tokens it holds; None: not known."""
         return self.pool.identity
@@ -186,24 +174,15 @@ class ModelCache(PoolBatch, Sequence[Any]):
         """Whether other ranks hold a part: it is not saved, loaded or forked then."""
         return self.pool.divided
 
-    def reserve(self, num_tokens: int) -> None:
-        """Raise a ContextError unless there is room for so many more tokens, a RuntimeError if it was released."""
-        self.held.check_room(num_tokens)
+    @property
+    def states(self) -> list[mx.array]:
+        """The arrays of all states now."""
+        return [array for arrays in self.held.states for array in arrays if array is not None]
 
     @property
     def arrays(self) -> list[mx.array]:
         """Every array of its layers."""
-        return [array for layer in self.pool.layers for array in layer.arrays]
-
-    @property
-    def formats(self) -> list[LayerFormat]:
-        """How each layer stores tokens."""
-        return self.pool.formats
-
-    @property
-    def backend(self) -> Backend | None:
-        """Runs the fused kernel; None: every layer is unfused."""
-        return self.pool.backend
+        return [*(array for layer in self.pool.layers for array in layer.arrays), *self.states]
 
     @property
     def disk(self) -> PoolDisk | None:
@@ -214,15 +193,6 @@ class ModelCache(PoolBatch, Sequence[Any]):
     def use_disk(self, disk: DiskCache) -> None:
         """Read beginnings of prompts from a disk cache, and write them there; see :meth:`Pool.use_disk`."""
         self.pool.use_disk(disk)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of its sequence."""
-        return self.pool.num_pages
-
-    def pages_needed(self, max_tokens: int) -> int:
-        """Pages for so many tokens."""
-        return self.pool.pages_needed(max_tokens)
 
     def sequence(
         self, max_tokens: int, prompt: Sequence[int] = (), *, salt: bytes = b"", whole_pages: bool = True
@@ -410,7 +380,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
         """Raise unless it has all rows, and no tokens that wait to be written."""
         check_process()
         self.pool.check_whole()
-        self.reserve(0)
+        self.held.check_open()
         self._hand_out()
         self.settle()
         self._is_torn = False

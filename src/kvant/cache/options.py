@@ -76,14 +76,7 @@ class CacheOptions:
     @property
     def fields(self) -> CacheFields:
         """The fields by name."""
-        return {
-            "kv_bits": self.kv_bits,
-            "kv_group_size": self.kv_group_size,
-            "bias_split": self.bias_split,
-            "kernels": self.kernels,
-            "checkpoints": self.checkpoints,
-            "kv_format": self.kv_format,
-        }
+        return {name: getattr(self, name) for name in CacheFields.__annotations__}  # type: ignore[return-value]
 
     def layer(self, number: int) -> LayerChoice:
         """How a layer stores its tokens, of those that keep keys and values."""

@@ -174,12 +174,7 @@ class PagedLayers:
     def copy_alike(self, table: PageTable, length: int, before: bytes, ids: Sequence[int]) -> int:
         """Copy rows behind the first ``length``, whole pages, from a page that begins with some of the same tokens.
 
-        Args:
-            before: the digest of the text so far.
-            ids: the tokens behind it.
-
-        Returns:
-            how many of them are there now.
+        ``before``: the digest of the text so far. Returns how many of the tokens ``ids`` behind it are there now.
         """
         page, count = self.prefix.most_alike(before, ids)
         if count:
@@ -318,15 +313,11 @@ class PagedLayers:
             array[:, :, first : first + part.shape[2]] = part
 
 
-def kernel_use(own: LayerFormat, dtype: mx.Dtype, num_heads: int | None, may_have_sinks: bool) -> KernelUse:
-    """How a layer calls the fused kernel.
-
-    Args:
-        dtype: of queries.
-        num_heads: H; None: not known.
-        may_have_sinks: whether attention may be given learned sinks.
-    """
-    return KernelUse(
+def kernel_of(
+    own: LayerFormat, kernels: str | None, dtype: mx.Dtype, num_heads: int | None, may_have_sinks: bool
+) -> tuple[KernelUse, Backend | None]:
+    """How a layer calls the fused kernel, and what runs that; None: it is unfused. Arguments are :class:`Pool`'s."""
+    use = KernelUse(
         own.head_dim,
         own.value_head_dim,
         dtype,
@@ -339,12 +330,8 @@ def kernel_use(own: LayerFormat, dtype: mx.Dtype, num_heads: int | None, may_hav
         sinks=may_have_sinks,
         window=None if own.kind == "chunks" else own.window,
     )
-
-
-def backend_of(use: KernelUse, kernels: str | None) -> Backend | None:
-    """What runs the fused kernel for a layer's tokens; None: it is unfused."""
     form = {"quant_bit": use.quant_bit, "quant_group": use.quant_group, "value_dim": use.value_dim}
-    return resolve(kernels, unsupported_reason((1, 1, 1, use.head_dim), **form), [use])
+    return use, resolve(kernels, unsupported_reason((1, 1, 1, use.head_dim), **form), [use])
 
 
 def window_pages(window: int | None, step_size: int) -> float:

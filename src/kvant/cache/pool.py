@@ -1,26 +1,21 @@
 """One reservation for many sequences: the keys and values of all layers, in pages of 128 rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 
 from kvant.cache.disk import DiskCache
-from kvant.cache.identity import Identity
-from kvant.cache.layer_format import SLACK, LayerFormat, describe_formats, stored_bytes
-from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, backend_of, kernel_use, window_pages
-from kvant.cache.pages import PAGE_SIZE, pages_for
+from kvant.cache.paged_layers import PagedLayers, PageTable
+from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_disk import PoolDisk
-from kvant.cache.pool_sequence import PoolSequence, PoolState, close
+from kvant.cache.pool_sequence import PoolSequence, close
+from kvant.cache.pool_state import PoolState, check_sizes, pool_bytes, rows_alone, sizes_alone
 from kvant.cache.prefix import digests, extended, root
 from kvant.errors import ContextError
-from kvant.operators.front import Front
-from kvant.operators.kernels.launch import Backend
-from kvant.sizes import format_bytes
-from kvant.threads import check_process
 
 __all__ = ["Pool", "PoolSequence", "check_sizes", "pool_bytes", "rows_alone", "sizes_alone"]
 
@@ -28,133 +23,11 @@ FEWEST_COPIED = 16  # tokens; fewer are fed as fast as they are copied
 
 
 class Pool(PoolState):
-    """All memory is allocated, and touched, when the pool is made; it never grows. ``model.make_pool`` makes it.
-
-    A layer's arrays are those of PMX's dynamic batching: values (2, K, T, D') and scales (2, K, T, D/G), cache_mode 1
-    with pages of 128 rows, cache_layout 3, one layer. T is as many rows as all pages have.
-
-    Attributes:
-        attends_apart: whether the attention of each sequence is computed for it alone. If not, its logits change by
-            rounding with the lengths of the others, in steps of as many rows too.
-    """
-
-    attends_apart = True
-
-    page_size = PAGE_SIZE
-    may_have_sinks: ClassVar[bool] = False  # whether attention may be given learned sinks
-    sequence_kind: ClassVar[type[PoolSequence]] = PoolSequence  # what sequence() makes
-
-    def __init__(
-        self,
-        formats: Sequence[LayerFormat],
-        fronts: Sequence[Front],
-        *,
-        tokens: int,
-        sequences: int,
-        max_seq_len: int,
-        prefill_step_size: int | None,
-        checkpoints: int = 0,
-        make_cache: Callable[[int], Any],
-        identity: Identity | None = None,
-        kernels: str | None = None,
-        dtype: mx.Dtype = mx.float16,
-        num_heads: int | None = None,
-        windows: Sequence[int | None] = (),
-    ) -> None:
-        """Allocate the pool.
-
-        Args:
-            formats: of each layer, with its window.
-            fronts: of each layer; position j is at column j of its bias split's rotation.
-            tokens: of all sequences together; whole pages are made of them.
-            sequences: that can be open at once.
-            max_seq_len: tokens that one can have.
-            prefill_step_size: new tokens of one in a step, at most. None: any number. The pool is for one sequence
-                then, which shares no pages; it has as many rows as it has tokens, and of a window few more than
-                are seen.
-            checkpoints: ends of texts whose windows and states are kept for those who go on there, beside what the
-                sequences have: of each the pages that a window sees, and one for a part of a page.
-            make_cache: makes a :class:`kvant.cache.ModelCache` for so many tokens, in the same format.
-            identity: of the model; None: not known.
-            kernels: "unfused" or "fused" forces how attention is computed, as in :class:`kvant.cache.QuantizedKVCache`.
-                A step of more than 8 new tokens a sequence, as in a prefill, is always unfused. What the pool needs of
-                the kernel runs once now.
-            dtype: of queries.
-            num_heads: H; None: not known.
-            windows: of the whole model's layers, where ``formats`` are a rank's alone: pages are counted for all.
-        """
-        sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
-        step_size = 1 if prefill_step_size is None else prefill_step_size
-        check_sizes(**sizes, prefill_step_size=step_size)
-        check_process()
-        uses = [kernel_use(own, dtype, num_heads, self.may_have_sinks) for own in formats]
-        layers = [
-            PoolLayer(own, front, use, backend_of(use, kernels))
-            for own, front, use in zip(formats, fronts, uses, strict=True)
-        ]
-        parts = []
-        # In the order of the layers; where none keeps rows, pages still count tokens.
-        kinds = [(window, "quantized") for window in windows] or [(own.window, own.kind) for own in formats]
-        for window, kind in dict.fromkeys(kinds) or [(None, "")]:
-            of_part = [layer for layer in layers if (layer.format.window, layer.format.kind) == (window, kind)]
-            num_pages, rows = _size(window, tokens, sequences, prefill_step_size, checkpoints)
-            for layer in of_part:
-                layer.allocate(rows)
-            parts.append(PagedLayers(window, of_part, num_pages, prefill_step_size or SLACK + 1, checkpoints))
-        self.checkpoints = checkpoints
-        super().__init__(
-            layers,
-            parts,
-            max_sequences=sequences,
-            max_seq_len=max_seq_len,
-            prefill_step_size=prefill_step_size,
-            make_cache=make_cache,
-            identity=identity,
-        )
-
-    def release(self) -> None:
-        """Give the memory back. The pool cannot be used after it."""
-        for layer in self.layers:
-            layer.arrays.clear()
-
-    def describe(self) -> str:
-        """Its size and format, in a line."""
-        kinds = []
-        for part in self.parts:
-            seen = "all tokens" if part.window is None else f"the last {part.window}"
-            kinds.append(f"{part.pages.num} pages for {len(part.layers)} layers that see {seen}")
-        kept = f" and {self.checkpoints} checkpoints" if self.checkpoints else ""
-        size = f"{format_bytes(self.nbytes)} at {describe_formats(self.formats)}"
-        return f"{size} for {self.max_sequences} sequences{kept}: {', '.join(kinds)}"
-
-    @property
-    def backend(self) -> Backend | None:
-        """Runs the fused kernel, for the layers that it takes; None: every layer is unfused."""
-        return next((layer.backend for layer in self.layers if layer.backend is not None), None)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all layers, with their fronts."""
-        return sum(layer.nbytes for layer in self.layers)
-
-    @property
-    def formats(self) -> list[LayerFormat]:
-        """How each layer stores tokens."""
-        return [layer.format for layer in self.layers]
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of the layers that see all tokens; where all have a window, of those with the widest."""
-        return self._main.pages.num
-
-    @property
-    def num_free(self) -> int:
-        """Of :attr:`num_pages` those that new sequences could have."""
-        return self._main.num_free
+    """Sequences of one memory, and the steps that they take together. ``model.make_pool`` makes it."""
 
     def pages_needed(self, max_tokens: int) -> int:
         """Pages, of :attr:`num_pages`, for a sequence of so many tokens that shares none."""
-        return self._main.limit(max_tokens)
+        return self.main.limit(max_tokens)
 
     def fits(self, max_tokens: int) -> bool:
         """Whether a sequence of so many tokens can be opened now."""
@@ -196,7 +69,14 @@ class Pool(PoolState):
             except BaseException:
                 close(self, tables)
                 raise
-            return self.sequence_kind(self, tables, max_tokens, prompt[:length], salt)
+            made = PoolSequence(self, tables, max_tokens, prompt[:length], salt)
+            if self.states and length:
+                states = self.main.prefix.states(digests(made.ids, salt, last_page=True)[-1])
+                if states is None:  # they went where pages were needed for the sequence itself
+                    made.close()
+                    return self.sequence(max_tokens, salt=salt)
+                made.states = states
+            return made
 
     def use_disk(self, disk: DiskCache, *, is_exact: bool = False) -> None:
         """Write what its sequences share to a disk cache, and let :meth:`fetch` read it.
@@ -230,10 +110,10 @@ class Pool(PoolState):
             mx.eval([layer.arrays for layer in self.layers])
             if len(missing) > most:
                 return True
-            if self.states and chain and self._main.prefix.states(chain[-1]) is None:
+            if self.states and chain and self.main.prefix.states(chain[-1]) is None:
                 if (states := self.disk.states(chain[-1])) is None:
                     return True
-                self._main.prefix.keep(chain[-1], states)
+                self.main.prefix.keep(chain[-1], states)
             return False
 
     def on_disk(
@@ -241,8 +121,7 @@ class Pool(PoolState):
     ) -> tuple[Sequence[int], list[bytes], dict[PagedLayers, int]]:
         """The longest beginning of a prompt, less its last token, that there is in pages here and on disk.
 
-        Returns:
-            its tokens, the digests of its pages, and of each part the number of the first page that is needed.
+        Returns its tokens, the digests of its pages, and of each part the number of the first page that is needed.
         """
         known = prompt[: max(0, len(prompt) - 1)]
         chain, rest = self._beginning(known, salt, whole_pages, self.disk)
@@ -256,7 +135,7 @@ class Pool(PoolState):
     def stored_after(self, ids: Sequence[int], salt: bytes) -> list[int]:
         """Tokens that are stored behind a text, of the page that was stored last; none: nothing is."""
         chain = digests(ids, salt)
-        return list(self._main.prefix.stored_after(chain[-1] if chain else root(salt))[len(ids) % PAGE_SIZE :])
+        return list(self.main.prefix.stored_after(chain[-1] if chain else root(salt))[len(ids) % PAGE_SIZE :])
 
     def batch(self, sequences: Sequence[Any], rows: int | None = None) -> PoolBatch:
         """The cache of steps in which these sequences take part.
@@ -267,18 +146,10 @@ class Pool(PoolState):
         """
         return PoolBatch(self, sequences, rows)
 
-    @property
-    def _main(self) -> PagedLayers:
-        return max(self.parts, key=lambda part: float("inf") if part.window is None else part.window)
-
     def _beginning(
         self, known: Sequence[int], salt: bytes, whole_pages: bool, disk: PoolDisk | None = None
     ) -> tuple[list[bytes], int]:
-        """What the pages of all layers hold of the beginning of a text, and those on ``disk``.
-
-        Returns:
-            the digests of its whole pages, and the number of tokens behind them.
-        """
+        """What all layers have of a text's beginning, on ``disk`` too: its pages' digests, and tokens behind them."""
         chain = digests(known, salt)
         has = partial(has_page, disk)
         count = len(chain)
@@ -296,8 +167,19 @@ class Pool(PoolState):
 
     def _behind(self, before: bytes, ids: Sequence[int], whole_pages: bool, disk: PoolDisk | None) -> int | None:
         """How many of the tokens behind the whole pages of a text can be copied; None: nobody goes on there."""
-        alike = 0 if whole_pages else self._alike(before, ids)
-        return alike if alike >= FEWEST_COPIED else 0
+        if not self.states:
+            alike = 0 if whole_pages else self._alike(before, ids)
+            return alike if alike >= FEWEST_COPIED else 0
+        kept = self.main.prefix.kept_behind(before, ids)
+        if disk is None:
+            here = (n for n in kept if not n or (not whole_pages and self._alike(before, ids[:n]) == n))
+            return next(here, None)
+        for count in range(0 if whole_pages else len(ids), -1, -1):
+            digest = extended(before, ids[:count]) if count else before
+            pages = (has_page(disk, part, digest) for part in self.parts)
+            if (count in kept or disk.has_states(digest)) and (not count or all(pages)):
+                return count
+        return None
 
     def _alike(self, before: bytes, ids: Sequence[int]) -> int:
         """How many of the tokens behind a text have rows in all layers."""
@@ -307,51 +189,3 @@ class Pool(PoolState):
 def has_page(disk: PoolDisk | None, part: PagedLayers, digest: bytes) -> bool:
     """Whether the page of some layers at the end of a text is in their index, or on disk."""
     return digest in part.prefix or (disk is not None and disk.has_page(part, digest))
-
-
-def pool_bytes(
-    formats: Sequence[LayerFormat],
-    *,
-    tokens: int,
-    sequences: int,
-    max_seq_len: int,
-    prefill_step_size: int | None,
-    checkpoints: int = 0,
-) -> int:
-    """:attr:`Pool.nbytes` of a pool with these arguments, which is not made."""
-    total = 0
-    for own in formats:
-        _, rows = _size(own.window, tokens, sequences, prefill_step_size, checkpoints)
-        stored = [*own.arrays(rows).values(), *own.tables().values(), *own.front_arrays]
-        if own.window is not None and prefill_step_size is None:  # the rows that are kept beside
-            stored += list(own.arrays(min(own.window, max_seq_len)).values()) * checkpoints
-        if own.split_pairs is not None:
-            stored.append(("F32", (2, len(own.split_pairs), max_seq_len)))  # cosines and sines
-        total += sum(map(stored_bytes, stored))
-    return total
-
-
-def _size(window: int | None, tokens: int, sequences: int, step_size: int | None, checkpoints: int) -> tuple[int, int]:
-    """Pages and rows of a layer: as many as the sequences can use of those that the tokens take, and checkpoints'."""
-    num_pages = int(min(pages_for(tokens), sequences * window_pages(window, step_size or SLACK + 1)))
-    if step_size is not None:
-        num_pages += checkpoints * (1 if window is None else pages_for(window) + 1)
-    rows = num_pages * PAGE_SIZE
-    return num_pages, rows if step_size else min(rows, tokens)
-
-
-def check_sizes(**sizes: int) -> None:
-    """Raise a ValueError that names the first size that is no positive int."""
-    for name, number in sizes.items():
-        if type(number) is not int or number < 1:
-            raise ValueError(f"{name} is {number!r}; expected a positive int")
-
-
-def sizes_alone(max_seq_len: int) -> dict[str, Any]:
-    """The sizes of a pool for one sequence alone."""
-    return {"tokens": max_seq_len, "sequences": 1, "max_seq_len": max_seq_len, "prefill_step_size": None}
-
-
-def rows_alone(window: int | None, max_seq_len: int) -> int:
-    """Rows of a layer in the cache of one sequence of so many tokens."""
-    return _size(window, max_seq_len, 1, None, 0)[1]

@@ -3,27 +3,52 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import mlx.core as mx
 
-from kvant.cache.layer import AttentionCache
 from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
 from kvant.cache.pages import pages_for, runs
-from kvant.cache.pool_sequence import PoolSequence, PoolState
+from kvant.cache.pool_sequence import PoolSequence
+from kvant.cache.pool_state import PoolState
 from kvant.operators.front import Front
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged, put_rows
-from kvant.operators.paged_kernel import StepPages, step_pages
+from kvant.operators.paged_kernel import step_pages
 from kvant.threads import Turn
 
 Waiting = defaultdict[PagedLayers, list[tuple[PoolLayer, list[mx.array]]]]  # new tokens, as a layer stores them
 
 
+class AttentionCache(Protocol):
+    """What a model's layer sees of its cache. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
+
+    @property
+    def front(self) -> Front:
+        """What queries and keys go through before they are given, and the biases that they come without."""
+
+    def attend(
+        self,
+        query: mx.array,
+        key: mx.array,
+        value: mx.array,
+        mask: mx.array | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Append (B, K, S, D) keys and values, and attend (B, H, S, D) queries to every token so far, causally.
+
+        A cache with a window lets a query see the last tokens only. ``mask``, of one sequence, is added to the scores
+        (boolean: True keeps): (S, T), (H, S, T) or (B, H, S, T) with T = offset + S, where H and B may be 1. ``sinks``
+        (H,) are learned scores that take their share of the softmax and add nothing. Returns (B, H, S, D).
+        """
+
+
 class PoolBatch:
     """The cache of a model's step, of sequences of different lengths. ``pool.batch`` makes it.
 
-    As with a :class:`kvant.cache.ModelCache`, a step has three parts: :meth:`begin`, the computation, and
-    :meth:`commit`. Only a committed step counts. It serves any number of steps.
+    A step has three parts: :meth:`begin`, the computation, in which every layer attends through ``batch[i].attend``,
+    and :meth:`commit`. Only a committed step counts. A step that fails, is interrupted or is abandoned is never
+    committed, and the next one overwrites what it wrote. It serves any number of steps.
 
     A step is to be evaluated before another one of the same pool begins, or that one has to need its result: MLX would
     copy the layers' arrays to read what the other is about to change.
@@ -53,8 +78,8 @@ class PoolBatch:
         self._start = 0  # the position of the first of the tokens that wait
         self.unwritten: Waiting = defaultdict(list)
 
-    def __getitem__(self, layer: int) -> AttentionCache:
-        return list(self)[layer]
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
 
     def __iter__(self) -> Iterator[AttentionCache]:
         return (PoolLayerView(self, part, layer) for part, layer in self.pool.places)
@@ -226,24 +251,21 @@ def place_rows(
     """
     first = [part.first_read(length) for length in lengths]
     if waits:
-        held = runs(tables[0].pages, first[0] - tables[0].start, lengths[0] - tables[0].start)
-        return PagedRows(None, [held], first, part.window)
+        before = runs(tables[0].pages, first[0] - tables[0].start, lengths[0] - tables[0].start)
+        return PagedRows(None, [before], first, part.window)
     new, read = [], []
     for table, length, seen in zip(tables, lengths, first, strict=True):
         end, start = length + new_tokens, table.start
         new.append(runs(table.pages, length - start, end - start))
         read.append(runs(table.pages, seen - start, end - start))
     is_fused = part.is_fused and new_tokens <= MAX_NEW_TOKENS
-    pages = _pages(part, tables, lengths, new_tokens) if is_fused else None
+    pages = None
+    if is_fused:
+        starts = [table.start for table in tables]
+        counts = [length + new_tokens - start for length, start in zip(lengths, starts, strict=True)]
+        held = [table.pages[: pages_for(count)] for table, count in zip(tables, counts, strict=True)]
+        pages = step_pages(held, starts, lengths, max(counts), part.window)
     if len(new) == 1:
         return PagedRows(new[0], read, first, part.window, pages)
     rows = [row for own in new for run in own for row in range(*run)]
     return PagedRows(mx.array(rows, mx.int32), read, first, part.window, pages)
-
-
-def _pages(part: PagedLayers, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int) -> StepPages:
-    """:func:`place_rows` for the fused kernel."""
-    starts = [table.start for table in tables]
-    counts = [length + new_tokens - start for length, start in zip(lengths, starts, strict=True)]
-    pages = [table.pages[: pages_for(count)] for table, count in zip(tables, counts, strict=True)]
-    return step_pages(pages, starts, lengths, max(counts), part.window)

@@ -9,12 +9,11 @@ from itertools import islice
 import mlx.core as mx
 
 from kvant.cache.disk import DiskCache
-from kvant.cache.layer_format import DTYPE_NAMES, Stored, array_bytes, as_array, parse_stored, stored_bytes
+from kvant.cache.layer_format import Arrays, Stored, array_bytes, as_array, parse_stored, stored_bytes, stored_of
 from kvant.cache.paged_layers import PagedLayers
 from kvant.cache.pages import PAGE_SIZE
-from kvant.cache.pool_sequence import PoolState
+from kvant.cache.pool_state import PoolState
 
-Arrays = list[mx.array | None]  # of one state
 VERSION = 1
 
 
@@ -32,8 +31,7 @@ class PoolDisk:
             part: [each for layer in part.layers for each in layer.format.arrays(1).values()] for part in pool.parts
         }
         self._row_bytes = {part: sum(map(stored_bytes, stored)) for part, stored in rows.items()}
-        self._states = [len(state.shapes) for state in pool.states]
-        self._check_states = pool.check_states
+        self._states = pool.states
         computed = [version("mlx"), str(mx.default_device())] if is_exact else []
         facts = [VERSION, pool.identity.model, pool.layout, [layer.format.as_json() for layer in pool.layers], computed]
         self._key = hashlib.sha256(json.dumps(facts).encode()).digest()
@@ -69,9 +67,10 @@ class PoolDisk:
         if arrays is None:
             return None
         rest = iter(arrays)
-        found = [[*islice(rest, count)] for count in self._states]
+        found = [[*islice(rest, len(state.shapes))] for state in self._states]
         try:
-            self._check_states(found)
+            for state, own in zip(self._states, found, strict=True):
+                state.check(own)
         except ValueError:
             self.disk.remove(name)
             return None
@@ -99,7 +98,7 @@ class PoolDisk:
 def packed(arrays: Sequence[mx.array | None]) -> bytes:
     """Arrays as bytes: what they are as JSON, behind its length, and what is in them."""
     mx.eval([array for array in arrays if array is not None])
-    stored = json.dumps([None if array is None else (DTYPE_NAMES[array.dtype], array.shape) for array in arrays])
+    stored = json.dumps(stored_of(arrays))
     contents = [array_bytes(array) for array in arrays if array is not None]
     return b"".join([len(stored).to_bytes(4, "little"), stored.encode(), *contents])
 

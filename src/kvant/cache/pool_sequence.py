@@ -1,104 +1,17 @@
 """A sequence of a pool: its tokens, and the pages they are in."""
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import mlx.core as mx
 
-from kvant.cache.identity import Identity
-from kvant.cache.layer_format import SLACK, difference
-from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
+from kvant.cache.layer_format import SLACK, Arrays, State, difference
+from kvant.cache.paged_layers import PageTable, PoolLayer
 from kvant.cache.pages import PAGE_SIZE, runs
+from kvant.cache.pool_state import PoolState
 from kvant.cache.prefix import digests, root
-from kvant.errors import ContextError, SnapshotError
+from kvant.errors import ContextError
 from kvant.operators.paged_attention import put_rows, stored_rows
-from kvant.operators.rotary import Rotary
-from kvant.threads import Turn
-
-
-class PoolState:
-    """What the sequences of a pool have in common.
-
-    Attributes:
-        turn: held by the thread that computes through the pool.
-        layers: of the model, in order.
-        parts: the same layers by the page tables that they share.
-        places: each layer, behind its part.
-        max_sequences: sequences that can be open at once.
-        num_sequences: sequences that are open.
-        max_seq_len: tokens that a sequence can have.
-        alone: it is for one sequence, which shares no pages.
-        prefill_step_size: new tokens of a sequence in one step, at most; any number where it is alone.
-        make_cache: makes a :class:`kvant.cache.ModelCache` for so many tokens, in the pool's format.
-        identity: of the model whose tokens it holds; None: not known.
-        rotary: how the model turns keys; None: not known.
-        layout: what a bridged model expects in its cache, as JSON; "": a decoder's.
-        divided: other ranks hold a part of the rows. A sequence takes no cache and gives none then.
-        takes_back: a step of a sequence may be committed in part, one of several sequences too.
-        made_for: the config of the model that made it; None: not known.
-        checkpoints: ends of texts whose windows and states are kept, so many at once.
-        states: what a sequence has of each layer that has a state in place of rows.
-        disk: where its pages and states are written, and read from; None: nowhere.
-    """
-
-    checkpoints = 0
-    states: Sequence[Any] = ()
-    disk: Any = None
-
-    divided = False
-    takes_back = True
-    made_for: object = None
-    rotary: Rotary | None = None
-    layout = ""
-
-    def __init__(
-        self,
-        layers: Sequence[PoolLayer],
-        parts: Sequence[PagedLayers],
-        *,
-        max_sequences: int,
-        max_seq_len: int,
-        prefill_step_size: int | None,
-        make_cache: Callable[[int], Any],
-        identity: Identity | None,
-    ) -> None:
-        self.turn = Turn()
-        self.layers = tuple(layers)
-        self.parts = tuple(parts)
-        self.places = tuple((part, layer) for layer in layers for part in parts if layer in part.layers)
-        self.max_sequences = max_sequences
-        self.num_sequences = 0
-        self.max_seq_len = max_seq_len
-        self.alone = prefill_step_size is None
-        self.prefill_step_size = prefill_step_size or sys.maxsize
-        self.make_cache = make_cache
-        self.identity = identity
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether the pages of some layers move along with their sequence, while it grows."""
-        return any(part.window is not None for part in self.parts)
-
-    def check_whole(self) -> None:
-        """Refuse what needs all rows."""
-        if self.divided:
-            raise SnapshotError("the pool is divided over several ranks: its sequences take no cache and give none")
-
-    def check_states(self, states: Sequence[list[mx.array | None]]) -> None:
-        """Refuse arrays that are no states of the model's; a ValueError."""
-        assert not states
-
-    def check_opening(self, max_tokens: int) -> None:
-        """Refuse a sequence that the pool is not made for, or one too many."""
-        if type(max_tokens) is not int or max_tokens < 1:
-            raise ValueError(f"max_tokens is {max_tokens!r}; expected a positive int")
-        if max_tokens > self.max_seq_len:
-            raise ContextError(
-                f"a sequence of {max_tokens} tokens is asked for; one of this pool has at most {self.max_seq_len}"
-            )
-        if self.num_sequences == self.max_sequences:
-            raise ContextError(f"the pool is for {self.max_sequences} sequences; all of them are in use")
 
 
 class PoolSequence:
@@ -110,6 +23,8 @@ class PoolSequence:
         max_tokens: tokens that pages are reserved for.
         salt: who may share its pages: sequences with the same one.
         step: the step that it takes part in and that is not committed; None: none.
+        length: committed tokens; the position of the next one.
+        released: its pages were given back.
     """
 
     def __init__(
@@ -122,44 +37,52 @@ class PoolSequence:
         self.salt = salt
         self.step: object | None = None
         self._ids = list(ids)
-        self._length = len(self._ids)
+        self.length = len(self._ids)
         self._kept: dict[int, tuple[dict[PoolLayer, list[mx.array]], Any]] = {}  # places, by their lengths
-        self._released = False
+        self._states: dict[int, list[Arrays]] = {}  # by the number of tokens
+        self.released = False
         pool.num_sequences += 1
-
-    @property
-    def length(self) -> int:
-        """Committed tokens; the position of the next one."""
-        return self._length
 
     @property
     def ids(self) -> list[int]:
         """Ids of the committed tokens."""
-        return self._ids[: self._length]
-
-    @property
-    def released(self) -> bool:
-        """Whether its pages were given back."""
-        return self._released
+        return self._ids[: self.length]
 
     def check_room(self, new_tokens: int) -> None:
         """Raise a ContextError unless so many more tokens fit."""
         self.check_open()
-        if self._length + new_tokens > self.max_tokens:
+        if self.length + new_tokens > self.max_tokens:
             raise ContextError(
-                f"{new_tokens} more tokens do not fit: {self._length} of the {self.max_tokens} reserved tokens are used"
+                f"{new_tokens} more tokens do not fit: {self.length} of the {self.max_tokens} reserved tokens are used"
             )
 
     def check_open(self) -> None:
         """Raise a RuntimeError if it was released."""
-        if self._released:
+        if self.released:
             raise RuntimeError("the sequence was released; expected one that was not")
+
+    @property
+    def states(self) -> list[Arrays]:
+        """The arrays of each linear or convolution layer, after the committed tokens."""
+        return self._states.get(self.length) or [[None] * len(state.shapes) for state in self.pool.states]
+
+    @states.setter
+    def states(self, states: list[Arrays]) -> None:
+        self._states = {self.length: states}
+
+    def will_have(self, length: int, states: list[Arrays]) -> None:
+        """Take the states of so many tokens, which count from there on: a commit can be interrupted anywhere."""
+        self._states = {self.length: self.states, length: states}
+
+    def drop_states(self) -> None:
+        """Keep the states after the committed tokens alone."""
+        self.states = self.states
 
     def commit(self, ids: Sequence[int]) -> None:
         """Count tokens whose rows were written; for a batch."""
         # The length last: an interruption before leaves ids that are past it and not looked at.
-        self._ids[self._length :] = ids
-        self._length += len(ids)
+        self._ids[self.length :] = ids
+        self.length += len(ids)
         self.step = None
 
     def trim(self, num_tokens: int) -> int:
@@ -173,27 +96,28 @@ class PoolSequence:
         check_num_tokens(num_tokens)
         with self.pool.turn:
             self.check_open()
-            lost = min(num_tokens, self._length)
-            length = self._length - lost
+            lost = min(num_tokens, self.length)
+            length = self.length - lost
             if not self.can_trim_to(length):
                 raise ValueError(
-                    f"{lost} of {self._length} tokens are to be forgotten; its windows or states go back no further "
+                    f"{lost} of {self.length} tokens are to be forgotten; its windows or states go back no further "
                     f"than to {self.oldest} tokens, or to none"
                 )
             self.step = None
-            if 0 < length < min(self.oldest, self._length):
+            if 0 < length < min(self.oldest, self.length):
                 self._put_back(length)
             else:
-                self._length = length
+                self.length = length
                 for part, table in zip(self.pool.parts, self.tables, strict=True):
                     part.go_back(table, length)
             self._kept = {each: kept for each, kept in self._kept.items() if each <= length}
+            self.drop_states()
             return lost
 
     def _put_back(self, length: int) -> None:
         """Have the tokens of a place that was kept; none, where that is interrupted."""
         kept, states = self._kept[length]
-        self._length = 0
+        self.length = 0
         try:
             for part, table in zip(self.pool.parts, self.tables, strict=True):
                 if table.moves:
@@ -207,27 +131,22 @@ class PoolSequence:
                 if table.moves:  # whose pages are found again when the cache begins to hand out the next ones
                     table.first, table.pages = 0, []
             raise
-        self._length = length
-
-    @property
-    def states(self) -> Any:
-        """The arrays of the layers that have a state in place of rows: there are none."""
-        return []
+        self.length = length
 
     def keep(self) -> None:
         """Keep what is seen through windows, and the states, so that it can go back to the tokens that it has now.
 
         Of more than the pool has checkpoints the second goes: the first is the end of the system prompt.
         """
-        if not self.pool.checkpoints or self.pool.divided or not self._length or self._length in self._kept:
+        if not self.pool.checkpoints or self.pool.divided or not self.length or self.length in self._kept:
             return
         rows = {}
         for part, table in zip(self.pool.parts, self.tables, strict=True):
             for layer in part.layers if table.moves else ():
-                rows[layer] = self.held_rows(layer, max(table.first, part.first_seen(self._length)))
+                rows[layer] = self.held_rows(layer, max(table.first, part.first_seen(self.length)))
         states = own_copies(self.states)
         mx.eval([*rows.values()], states)
-        self._kept[self._length] = rows, states
+        self._kept[self.length] = rows, states
         if len(self._kept) > self.pool.checkpoints:
             del self._kept[sorted(self._kept)[min(1, self.pool.checkpoints - 1)]]
 
@@ -246,15 +165,17 @@ class PoolSequence:
     def trim_to(self, num_tokens: int) -> None:
         """Forget what it has past its first ``num_tokens`` tokens; errors as those of :meth:`trim`."""
         check_num_tokens(num_tokens)
-        self.trim(max(0, self._length - num_tokens))
+        self.trim(max(0, self.length - num_tokens))
 
     def can_trim_to(self, num_tokens: int) -> bool:
         """Whether it can go back to its first ``num_tokens`` tokens, exactly."""
-        return num_tokens == 0 or num_tokens >= min(self.oldest, self._length) or num_tokens in self._kept
+        return num_tokens == 0 or num_tokens >= min(self.oldest, self.length) or num_tokens in self._kept
 
     @property
     def oldest(self) -> int:
-        """The shortest length, except 0, that it can go back to exactly."""
+        """The shortest length, except 0, that it can go back to exactly. A state goes back to nothing."""
+        if self.pool.states:
+            return self.length
         parts = zip(self.pool.parts, self.tables, strict=True)
         return max((table.first + part.window - 1 for part, table in parts if part.window and table.first), default=0)
 
@@ -268,21 +189,21 @@ class PoolSequence:
         with self.pool.turn:
             self.check_open()
             self.pool.check_opening(max_tokens)
-            if max_tokens < self._length:
-                raise ContextError(f"max_tokens is {max_tokens}; the sequence has {self._length} tokens")
+            if max_tokens < self.length:
+                raise ContextError(f"max_tokens is {max_tokens}; the sequence has {self.length} tokens")
             tables: list[PageTable] = []
             try:
                 for part, table in zip(self.pool.parts, self.tables, strict=True):
-                    tables.append(part.fork(table, self._length, max_tokens))
+                    tables.append(part.fork(table, self.length, max_tokens))
             except BaseException:
                 close(self.pool, tables)
                 raise
-            return type(self)(self.pool, tables, max_tokens, self.ids, self.salt)
+            made = type(self)(self.pool, tables, max_tokens, self.ids, self.salt)
+            made.states = self.states  # a step replaces a state's arrays
+            return made
 
-    def share_prefix(
-        self, upto: int | None = None, *, last_page: bool = False, mid_prompt: bool = False
-    ) -> bytes | None:
-        """Let other sequences read its whole pages.
+    def share_prefix(self, upto: int | None = None, *, last_page: bool = False, mid_prompt: bool = False) -> None:
+        """Let other sequences read its whole pages, and begin with its states where all of its text is shared.
 
         Through a window they need the pages of the last tokens that they begin with. So where there are windows, texts
         can be joined at the lengths at which this was called, and not before them.
@@ -293,17 +214,16 @@ class PoolSequence:
                 sequence writes there again.
             mid_prompt: more of its prompt is to come, and nobody is likely to go on here: in a disk cache is then what
                 sees all tokens.
-
-        Returns:
-            the digest of all of its text, where all of that is shared now.
         """
+        if self.pool.states and not self.pool.checkpoints:
+            return
         if self.pool.alone:  # the next sequence begins with what this one leaves
-            if last_page and upto in (None, self._length):
+            if last_page and upto in (None, self.length):
                 self.keep()
             if self.pool.disk is not None:
                 ids = self.ids[:upto]
                 self._write(ids, digests(ids, self.salt, last_page=last_page), mid_prompt)
-            return None
+            return
         with self.pool.turn:
             self.check_open()
             ids = self.ids[:upto]
@@ -319,11 +239,16 @@ class PoolSequence:
                 part.prefix.use(chain)
             if self.pool.disk is not None:
                 self._write(ids, chain, mid_prompt)
-            return chain[-1] if self._is_all(ids, chain) else None
+            if self.pool.states and self._is_all(ids, chain):
+                prefix = self.pool.main.prefix
+                if chain[-1] in prefix and prefix.states(chain[-1]) is None:
+                    copies = own_copies(self.states)
+                    mx.eval(copies)
+                    prefix.keep(chain[-1], copies)
 
     def _is_all(self, ids: Sequence[int], chain: Sequence[bytes]) -> bool:
         """Whether these are all its tokens, and these pages hold them."""
-        return 0 < len(ids) == self._length <= len(chain) * PAGE_SIZE
+        return 0 < len(ids) == self.length <= len(chain) * PAGE_SIZE
 
     def _write(self, ids: Sequence[int], chain: Sequence[bytes], mid_prompt: bool) -> None:
         """Have the pages written that a text sees which goes on here, and the states."""
@@ -340,14 +265,16 @@ class PoolSequence:
 
     def load(self, other: "PoolSequence") -> None:
         """Take the tokens of a sequence of another pool, of the same model and format. This one must be empty."""
+        if other.pool.layout != self.pool.layout:
+            raise ValueError("the cache is for a model with other layers than the pool's")
         self.pool.check_whole()
         other.pool.check_whole()
         with self.pool.turn, other.pool.turn:
             other.check_open()
             length, ids = other.length, other.ids
             self.check_room(length)
-            if self._length:
-                raise ValueError(f"the sequence holds {self._length} tokens; expected an empty one")
+            if self.length:
+                raise ValueError(f"the sequence holds {self.length} tokens; expected an empty one")
             self._check_format(other.pool)
             source = dict(zip(self.pool.layers, other.pool.layers, strict=True))
             self.step = None
@@ -360,31 +287,31 @@ class PoolSequence:
                 self.empty()
                 raise
             self.commit(ids)
+            self.states = other.states
 
     @property
-    def saved_layers(self) -> list[PoolLayer | list[mx.array | None]]:
+    def saved_layers(self) -> list[PoolLayer | Arrays]:
         """What a snapshot has of it, in the order of the model: layers with rows, or the arrays of a state."""
-        return list(self.pool.layers)
+        states = iter(self.states)
+        return [next(states) if isinstance(own, State) else own for own in self.pool.saved]
 
-    def restore_states(self, length: int, states: Sequence[list[mx.array | None]]) -> None:
+    def restore_states(self, length: int, states: Sequence[Arrays]) -> None:
         """Put in the arrays of the states that a snapshot has after so many tokens."""
-        assert not states
+        for own, arrays in zip(self.pool.states, states, strict=True):
+            own.check(arrays)
+        self._states = {length: [*states]}
 
     def held_rows(self, layer: PoolLayer, first: int) -> list[mx.array]:
         """The rows (2, K, rows, D') of a layer's tokens from position ``first`` on, as they are stored; a copy."""
         table = self._table_of(layer)
-        rows = runs(table.pages, first - table.start, self._length - table.start)
+        rows = runs(table.pages, first - table.start, self.length - table.start)
         return [stored_rows(array, rows) for array in layer.arrays]
 
     def _table_of(self, layer: PoolLayer) -> PageTable:
         return next(table for part, table in zip(self.pool.parts, self.tables, strict=True) if layer in part.layers)
 
     def begin_at(self, lost: Mapping[PoolLayer, int], length: int) -> None:
-        """Take pages for ``length`` tokens, which :meth:`put` fills.
-
-        Args:
-            lost: of each layer, the number of first tokens that there are no rows of.
-        """
+        """Take pages for ``length`` tokens, which :meth:`put` fills. ``lost``: first tokens without rows in a layer."""
         for part, table in zip(self.pool.parts, self.tables, strict=True):
             first = max((lost[layer] for layer in part.layers), default=0)
             if first and part.window is None:
@@ -405,12 +332,12 @@ class PoolSequence:
         """The most tokens that it has had, as a file says it: rows before the last window's, and 16 more, are gone."""
         parts = zip(self.pool.parts, self.tables, strict=True)
         lost = [table.first + part.window + SLACK for part, table in parts if part.window and table.first]
-        return max(self._length, *lost) if lost else self._length
+        return max(self.length, *lost) if lost else self.length
 
     def restore(self, length: int, ids: Sequence[int]) -> None:
         """Count tokens whose rows were put in; ``ids`` are theirs."""
         self.step = None
-        self._ids, self._length = list(ids), length
+        self._ids, self.length = list(ids), length
 
     def empty(self) -> None:
         """Have none of what was put in."""
@@ -440,14 +367,15 @@ class PoolSequence:
     def close(self) -> None:
         """Give the pages back, of a conversation's cache too."""
         with self.pool.turn:
-            if not self._released:
-                self._released = True
+            if not self.released:
+                self.released = True
                 self._kept.clear()
                 self.pool.num_sequences -= 1
                 close(self.pool, self.tables)
+                self._states = {}
 
 
-def own_copies(states: Sequence[Sequence[mx.array | None]]) -> list[list[mx.array | None]]:
+def own_copies(states: Sequence[Arrays]) -> list[Arrays]:
     """Copies of states (1, ...): an array may be a part of what a whole step computed."""
     first = mx.array([0])
     return [[None if array is None else array[first] for array in arrays] for arrays in states]

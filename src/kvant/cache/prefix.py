@@ -15,12 +15,11 @@ MOST_COMPARED = 64  # pages that follow the same text, the latest ones
 
 @dataclass(slots=True)
 class _Held:
-    """A page, the digest of the text before it, the tokens in it, and the states after them, where they are kept."""
+    """A page, the digest of the text before it, and the tokens in it."""
 
     page: int
     before: bytes
     ids: Sequence[int]
-    states: Any = None
 
 
 class PrefixIndex:
@@ -34,16 +33,13 @@ class PrefixIndex:
         """``checkpoints``: texts whose states are kept, at most."""
         self._pages = pages
         self._checkpoints = checkpoints
-        self._kept: OrderedDict[bytes, None] = OrderedDict()  # texts whose states are kept
+        self._kept: OrderedDict[bytes, Any] = OrderedDict()  # states after texts
         self._found: OrderedDict[bytes, _Held] = OrderedDict()  # the least recently used first
         self._by_page: dict[int, bytes] = {}
         self._after: dict[bytes, dict[bytes, None]] = {}  # of a text's digest, those of the pages that follow it
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._found
-
-    def __len__(self) -> int:
-        return len(self._found)
 
     @property
     def pages(self) -> list[int]:
@@ -56,11 +52,9 @@ class PrefixIndex:
         return sum(self._pages.refcount(held.page) == 1 for held in self._found.values())
 
     def put(self, digest: bytes, page: int, before: bytes, ids: Sequence[int]) -> None:
-        """Hold a page, unless there is one of the same text. Once, for the longest text that it was given for.
+        """Hold a page of all its tokens or of its first, ``ids``, behind the text with the digest ``before``.
 
-        Args:
-            before: the digest of the text before the page.
-            ids: the tokens of the page, all of them or its first ones.
+        Not if there is one of the same text; and once, for the longest text that it was given for.
         """
         if (other := self._by_page.get(page)) is not None and len(self._found[other].ids) < len(ids):
             self._drop(other)
@@ -88,11 +82,7 @@ class PrefixIndex:
         return () if last is None else self._found[last].ids
 
     def most_alike(self, before: bytes, ids: Sequence[int]) -> tuple[int, int]:
-        """Of the pages that follow a text, the one that shares the most of its first tokens with ``ids``.
-
-        Returns:
-            the page, and the number of these tokens.
-        """
+        """Of the pages that follow a text, the one that begins with the most of ``ids``, and how many these are."""
         best, most = b"", 0
         for digest in islice(reversed(self._after.get(before, {})), MOST_COMPARED):
             pairs = zip(self._found[digest].ids, ids, strict=False)
@@ -105,20 +95,17 @@ class PrefixIndex:
 
     def keep(self, digest: bytes, states: Any) -> None:
         """Keep the states after the text of a page that it holds, in place of those that were used least recently."""
-        self._found[digest].states = states
-        self._kept[digest] = None
+        self._kept[digest] = states
         while len(self._kept) > self._checkpoints:
             oldest, _ = self._kept.popitem(last=False)
-            self._found[oldest].states = None
             if len(self._found[oldest].ids) < PAGE_SIZE:  # nobody goes on there without them
                 self._drop(oldest)
 
     def states(self, digest: bytes) -> Any:
         """The states after a text; None: they are not kept. They count as used."""
-        if digest not in self._kept:
-            return None
-        self._kept.move_to_end(digest)
-        return self._found[digest].states
+        if digest in self._kept:
+            self._kept.move_to_end(digest)
+        return self._kept.get(digest)
 
     def kept_behind(self, before: bytes, ids: Sequence[int]) -> list[int]:
         """How many of the tokens behind a text, fewer than a page, states are kept after; the most first."""

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvant.cache.layer_format import LayerFormat
 from kvant.cache.model import KVCache, ModelCache
 from kvant.cache.snapshot import read_header
 from kvant.errors import ContextError, SnapshotError
@@ -27,6 +26,7 @@ class PromptCacheFile(Sequence[KVCache]):
         self._path = path
         self._max_seq_len: int | None = max_seq_len or self.header.reservation
         self._cache: ModelCache | None = None
+        self._layers: Sequence[Any] = self.header.layers
 
     @property
     def cache(self) -> ModelCache:
@@ -38,29 +38,29 @@ class PromptCacheFile(Sequence[KVCache]):
     def taken(self, make_cache: Callable[..., ModelCache]) -> ModelCache:
         """The cache, which a model's ``make_cache`` makes in the file's format, with its tokens."""
         if self._cache is None:
-            layers = [layer for layer in self.header.layers if layer.has_tokens]
-            options: dict[str, Any] = {"kv_bits": max((layer.kv_bits for layer in layers), default=0)}
-            if options["kv_bits"]:  # a bridged layer's group may be a part of the one asked for
-                options["kv_group_size"] = math.lcm(*(layer.kv_group_size for layer in layers))
-            try:
-                made = make_cache(
-                    self._max_seq_len,
-                    bias_split=any(layer.split_pairs is not None for layer in layers),
-                    **options,
-                )
-            except ContextError:
-                raise
-            except ValueError as error:
-                raise SnapshotError(f"{self._path}: of another model: {error}") from error
-            made.load(self._path)
-            self._cache = made
+            self._cache = self._read(make_cache)
         return self._cache
+
+    def _read(self, make_cache: Callable[..., ModelCache]) -> ModelCache:
+        layers = [layer for layer in self.header.layers if layer.has_tokens]
+        options: dict[str, Any] = {"kv_bits": max((layer.kv_bits for layer in layers), default=0)}
+        if options["kv_bits"]:  # a bridged layer's group may be a part of the one asked for
+            options["kv_group_size"] = math.lcm(*(layer.kv_group_size for layer in layers))
+        options["bias_split"] = any(layer.split_pairs is not None for layer in layers)
+        try:
+            made = make_cache(self._max_seq_len, **options)
+        except ContextError:
+            raise
+        except ValueError as error:
+            raise SnapshotError(f"{self._path}: of another model: {error}") from error
+        made.load(self._path)
+        return made
 
     def __getitem__(self, index: Any) -> Any:
         return self.cache[index]
 
     def __len__(self) -> int:
-        return len(self.header.layers) if self._cache is None else len(self._cache)
+        return len(self._layers if self._cache is None else self._cache)
 
 
 class PlainCacheFile(PromptCacheFile):
@@ -74,40 +74,28 @@ class PlainCacheFile(PromptCacheFile):
         self._path, self._max_seq_len, self._cache = path, max_seq_len, None
         self._layers = list(layers)
 
-    def taken(self, make_cache: Callable[..., ModelCache]) -> ModelCache:
-        if self._cache is None:
-            if kinds := {type(layer).__name__ for layer in self._layers} - {"KVCache"}:
-                raise SnapshotError(
-                    f"{self._path}: caches of {', '.join(sorted(kinds))}; expected mlx-lm's KVCache alone"
-                )
-            made = make_cache(self._max_seq_len, kv_bits=0, bias_split=False)
-            if len(made.pool.layers) != len(self._layers) or made.pool.states:
-                raise SnapshotError(
-                    f"{self._path}: of another model: it has {len(self._layers)} caches; expected {len(made)}"
-                )
-            length = max((layer.offset for layer in self._layers), default=0)
-            made.reserve(length)
-            made.held.begin_at(dict.fromkeys(made.pool.layers, 0), length)
-            for number, (layer, own) in enumerate(zip(made.pool.layers, self._layers, strict=True)):
-                self._put(made, number, layer.format, own, length)
-            made.held.restore(length, [UNKNOWN_ID] * length)
-            self._cache, self._layers = made, []
-        return self._cache
-
-    def _put(self, made: ModelCache, number: int, expected: LayerFormat, own: Any, length: int) -> None:
-        keys, values = own.keys[..., :length, :], own.values[..., :length, :]
-        K, D, Dv = expected.num_kv_heads, expected.head_dim, expected.value_head_dim
-        shapes = [(1, K, length, D), (1, K, length, Dv)]
-        if own.offset != length or [keys.shape, values.shape] != shapes:
+    def _read(self, make_cache: Callable[..., ModelCache]) -> ModelCache:
+        if kinds := {type(layer).__name__ for layer in self._layers} - {"KVCache"}:
+            raise SnapshotError(f"{self._path}: caches of {', '.join(sorted(kinds))}; expected mlx-lm's KVCache alone")
+        made = make_cache(self._max_seq_len, kv_bits=0, bias_split=False)
+        if len(made.pool.layers) != len(self._layers) or made.pool.states:
             raise SnapshotError(
-                f"{self._path}: layer {number} has keys and values of {[keys.shape, values.shape]}; expected {shapes}"
+                f"{self._path}: of another model: it has {len(self._layers)} caches; expected {len(made)}"
             )
-        layer = made.pool.layers[number]
-        stored = fitted_tokens(layer.front.keys(keys), values, layer.arrays, quant_bit=0, quant_group=0, alone=True)
-        made.held.put(layer, stored, length)
+        length = max((layer.offset for layer in self._layers), default=0)
+        made.held.check_room(length)
+        made.held.begin_at(dict.fromkeys(made.pool.layers, 0), length)
+        for number, (layer, own) in enumerate(zip(made.pool.layers, self._layers, strict=True)):
+            keys, values, kept = own.keys[..., :length, :], own.values[..., :length, :], layer.format
+            shapes = [(1, kept.num_kv_heads, length, width) for width in (kept.head_dim, kept.value_head_dim)]
+            given = [keys.shape, values.shape]
+            if own.offset != length or given != shapes:
+                raise SnapshotError(f"{self._path}: layer {number} has keys and values of {given}; expected {shapes}")
+            stored = fitted_tokens(layer.front.keys(keys), values, layer.arrays, quant_bit=0, quant_group=0, alone=True)
+            made.held.put(layer, stored, length)
+        made.held.restore(length, [UNKNOWN_ID] * length)
+        self._layers = []
+        return made
 
     def __getitem__(self, index: Any) -> Any:
         return self._layers[index] if self._cache is None else self._cache[index]
-
-    def __len__(self) -> int:
-        return len(self._layers if self._cache is None else self._cache)

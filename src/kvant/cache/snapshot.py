@@ -14,7 +14,6 @@ from typing import BinaryIO
 import mlx.core as mx
 
 from kvant.atomic import atomic_file
-from kvant.cache.identity import Identity
 from kvant.cache.layer_format import Stored, array_bytes, as_array, difference, stored_bytes
 from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pool_sequence import PoolSequence
@@ -28,13 +27,7 @@ DIGEST_BYTES = 32
 
 
 def save(path: Path, sequence: PoolSequence, *, metadata: Mapping[str, str]) -> None:
-    """Write what a sequence holds, in place of what is at ``path``.
-
-    Args:
-        path: its folder is there.
-        sequence: a step that is not committed is left out.
-        metadata: text by its name.
-    """
+    """Write what a sequence holds, a step that is not committed left out; see :meth:`kvant.cache.ModelCache.save`."""
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise ValueError("metadata has a key or a value that is no text; expected a dict of str to str")
     header = describe(sequence, metadata)
@@ -92,7 +85,11 @@ def _check_fits(header: SnapshotHeader, sequence: PoolSequence) -> None:
 
 def _check_model(given: SnapshotHeader, own: SnapshotHeader) -> None:
     """Refuse another model's. What one of them does not know is not compared."""
-    _check_identity(given.identity, own.identity)
+    if given.identity is not None and own.identity is not None:
+        for what in ("model", "tokenizer"):
+            one, other = getattr(given.identity, what), getattr(own.identity, what)
+            if one != other:
+                raise ValueError(f"of another model: the {what}'s digest is {one}; expected {other}")
     if len(given.layers) != len(own.layers):
         raise ValueError(f"of another model: it has {len(given.layers)} layers; expected {len(own.layers)}")
     if given.layout != own.layout:
@@ -102,15 +99,6 @@ def _check_model(given: SnapshotHeader, own: SnapshotHeader) -> None:
         raise ValueError(f"of another model: its layout has {one!r}; expected {other!r}")
     if given.rope is not None and own.rope is not None and given.rope != own.rope:
         raise ValueError(f"of another model: {_rope_difference(given.rope, own.rope)}")
-
-
-def _check_identity(given: Identity | None, own: Identity | None) -> None:
-    if given is None or own is None:
-        return
-    for what in ("model", "tokenizer"):
-        one, other = getattr(given, what), getattr(own, what)
-        if one != other:
-            raise ValueError(f"of another model: the {what}'s digest is {one}; expected {other}")
 
 
 def _rope_difference(given: RopeFacts, own: RopeFacts) -> str:
@@ -147,15 +135,7 @@ def _contents(header: SnapshotHeader, sequence: PoolSequence) -> Iterator[bytes 
 
 
 def _fill(header: SnapshotHeader, sequence: PoolSequence, reader: "_Reader") -> list[int]:
-    """Write every layer's tokens into a sequence, without counting them.
-
-    Args:
-        header: fits the sequence, which is empty.
-        reader: gives the arrays in the order of a snapshot.
-
-    Returns:
-        the ids of the tokens.
-    """
+    """Write every layer's tokens into an empty sequence, without counting them. Returns their ids."""
     length, written = header.length, header.written
     ids: list[int] = reader.take(("U32", (length,))).tolist()  # type: ignore[assignment]
     layers = list(zip(header.layers, sequence.saved_layers, strict=True))
@@ -164,20 +144,15 @@ def _fill(header: SnapshotHeader, sequence: PoolSequence, reader: "_Reader") -> 
     states = []
     for number, (given, own) in enumerate(layers):
         if isinstance(own, PoolLayer):
-            _check_tables(number, {name: reader.take(stored) for name, stored in given.tables().items()}, own.tables())
+            for name, stored in given.tables().items():
+                if not mx.array_equal(reader.take(stored), own.tables()[name]):
+                    raise ValueError(f"of another model: {name} of layer {number} has other numbers")
             tokens = [reader.take(stored) for stored in given.arrays(given.rows(length, written)).values()]
             sequence.put(own, tokens, length)
         else:
             states.append([None if stored is None else reader.take(stored) for stored in given.state])
     sequence.restore_states(length, states)
     return ids
-
-
-def _check_tables(number: int, given: Mapping[str, mx.array], own: Mapping[str, mx.array]) -> None:
-    """Raise a ValueError unless the biases of a layer's tokens are the same."""
-    for name, array in given.items():
-        if not mx.array_equal(array, own[name]):
-            raise ValueError(f"of another model: {name} of layer {number} has other numbers")
 
 
 class _Reader:
@@ -188,17 +163,11 @@ class _Reader:
 
     def take(self, stored: Stored) -> mx.array:
         """The next array."""
-        data = _read_exactly(self._file, stored_bytes(stored))
+        data = bytearray(stored_bytes(stored))
+        if self._file.readinto(data) != len(data):  # type: ignore[attr-defined]
+            raise ValueError("truncated while it was read")
         self._whole.update(data)
         return as_array(data, stored)
-
-
-def _read_exactly(file: BinaryIO, count: int) -> bytearray:
-    """So many bytes, or a ValueError."""
-    data = bytearray(count)
-    if file.readinto(data) != count:  # type: ignore[attr-defined]
-        raise ValueError("truncated while it was read")
-    return data
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvant.cache.identity import Identity
-from kvant.cache.layer_format import LayerFormat, Stored, check_number, check_numbers, state_format
+from kvant.cache.layer_format import LayerFormat, Stored, check_number, check_numbers, stored_of
 from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.files import unique_keys
@@ -93,7 +93,10 @@ def describe(sequence: PoolSequence, metadata: Mapping[str, str]) -> SnapshotHea
     from importlib.metadata import version  # not at every start: it takes milliseconds
 
     pool, rotary = sequence.pool, sequence.pool.rotary
-    layers = [layer.format if isinstance(layer, PoolLayer) else state_format(layer) for layer in sequence.saved_layers]
+    layers = [
+        layer.format if isinstance(layer, PoolLayer) else LayerFormat("state", state=stored_of(layer))
+        for layer in sequence.saved_layers
+    ]
     return SnapshotHeader(
         identity=pool.identity,
         rope=None if rotary is None else RopeFacts(tuple(map(float, rotary.frequencies)), float(rotary.factor)),

@@ -16,7 +16,7 @@ from support.operator_cases import OUTPUT_TOLERANCE
 
 from kvant.cache import QuantizedKVCache
 from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, stored_dtype
-from kvant.cache.paged_layers import backend_of, kernel_use
+from kvant.cache.paged_layers import kernel_of
 from kvant.models.checkpoint import load_decoder
 from kvant.operators import dispatch, probe
 from kvant.operators.bias_split import BiasSplit
@@ -67,7 +67,7 @@ def _backend(
     """What runs the kernel for a layer of 2 kv heads."""
     stored = stored_dtype(bits) if bits else DTYPE_NAMES[dtype]
     own = LayerFormat(kind, 2, dim, dim, bits, group if bits else 0, stored, scale if bits else "", window=window)
-    return backend_of(kernel_use(own, dtype, heads, sinks), kernels)
+    return kernel_of(own, kernels, dtype, heads, sinks)[1]
 
 
 @pytest.fixture

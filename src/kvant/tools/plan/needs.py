@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from kvant.cache.layer_format import DTYPES
+from kvant.cache.layer_format import DTYPES, State
 from kvant.cache.pool import rows_alone, sizes_alone
 from kvant.errors import ModelError
 from kvant.models.caches import pool_size
@@ -211,7 +211,7 @@ def _float_weights(config: ModelConfig) -> int:
 def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu: bool) -> Needs:
     """Of a model that mlx-lm's class computes: cache and state are exact, scratch is an estimate."""
     from kvant.bridge.pool import CacheBytes, check_entries, pool_needs
-    from kvant.bridge.probe import Attention, Leaf, State, leaves_of
+    from kvant.bridge.probe import Attention, Leaf, leaves_of
 
     config, part, sequences = checkpoint.config, checkpoint.part, settings.sequences
     module, entries = checkpoint.module(on_cpu), checkpoint.held_entries(on_cpu)
