@@ -18,8 +18,8 @@ import mlx.core as mx
 from compile_cuda import compile_cuda, recording
 
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels import attend, launch
+from kvant.operators.paged_kernel import attend_fused
 
 TOKENS, GROUP = 32768, 32
 
@@ -79,7 +79,6 @@ def run(shape: Shape, backend: launch.Backend, tokens: int = TOKENS) -> list[mx.
         mx.array([0]),
         quant_bit=shape.bits,
         quant_group=group,
-        value_dim=shape.Dv or None,
         bias_split=split if pairs else None,
         pages=mx.zeros((1, tokens // 128), mx.int32) if shape.paged else None,
         first=mx.array([0]) if shape.paged else None,

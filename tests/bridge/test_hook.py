@@ -18,7 +18,7 @@ from kvant.bridge.cache import make_model_cache
 from kvant.bridge.layers import BridgedLayer
 from kvant.bridge.probe import Attention, leaves_of, probe
 from kvant.cache import CacheOptions
-from kvant.operators import dispatch, fused_attention
+from kvant.operators import dispatch, paged_kernel
 from kvant.operators.kernels import attend, launch
 
 
@@ -165,7 +165,7 @@ def test_which_masks_reach_the_kernel(name: str, gpu: None, monkeypatch: pytest.
         masks.append(options.get("mask"))
         return attend_stand_in.attend(*arrays, **options)
 
-    monkeypatch.setattr(fused_attention, "attend", attend_anything)
+    monkeypatch.setattr(paged_kernel, "attend", attend_anything)
     monkeypatch.setattr(attend, "HEAD_DIMS", range(1, 1025))
     monkeypatch.setattr(dispatch, "probe_failure", lambda *_: None)
     model, _ = build(name)

@@ -11,7 +11,7 @@ from support.fused_path import begin_process, unfused_append
 from support.metal_host import host_pytest_skip
 from support.server import served
 
-from kvant.operators import dispatch, fused_attention, probe
+from kvant.operators import dispatch, paged_kernel, probe
 from kvant.operators.kernels import attend
 
 pytestmark = host_pytest_skip
@@ -26,7 +26,7 @@ TRIED = [("append", None), ("attend", 2), ("attend", 4), ("combine", None)]
 def instances(fused_calls: Any, monkeypatch: pytest.MonkeyPatch) -> set[Any]:
     """All that makes each instance that is launched. The stand-in computes the numbers."""
     made: set[Any] = set()
-    stand_in = fused_attention.attend
+    stand_in = paged_kernel.attend
 
     def launched(
         name: str, backend: str, inputs: Any, *, template: dict[str, Any], outputs: Any, **sizes: Any
@@ -41,7 +41,7 @@ def instances(fused_calls: Any, monkeypatch: pytest.MonkeyPatch) -> set[Any]:
         return stand_in(*arguments, **options)
 
     monkeypatch.setattr(attend, "launch", launched)
-    monkeypatch.setattr(fused_attention, "attend", attended)
+    monkeypatch.setattr(paged_kernel, "attend", attended)
     monkeypatch.setattr(dispatch, "probe_failure", probe.probe_failure)
     return made
 

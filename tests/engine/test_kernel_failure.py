@@ -14,7 +14,7 @@ from support.runs import Run
 from kvant import batch_generate, generate
 from kvant.errors import KernelError
 from kvant.models import Decoder
-from kvant.operators import fused_attention
+from kvant.operators import paged_kernel
 
 pytestmark = host_pytest_skip
 
@@ -27,7 +27,7 @@ LAYERS = 4
 def kernel(request: pytest.FixtureRequest, fused_calls: Any, monkeypatch: pytest.MonkeyPatch) -> FailingKernel:
     """It fails in the third step after a prompt, in its third layer."""
     made = FailingKernel(request.param, 2 * LAYERS + 3)
-    monkeypatch.setattr(fused_attention, "attend", made)
+    monkeypatch.setattr(paged_kernel, "attend", made)
     return made
 
 

@@ -26,7 +26,6 @@ def exact(
     *,
     quant_bit: int,
     quant_group: int,
-    value_dim: int | None = None,
     pages: mx.array | None = None,
     first: mx.array | None = None,
     rows: int | None = None,
@@ -55,7 +54,6 @@ def exact(
         with np.errstate(invalid="ignore"):  # rows that no query sees may be NaN
             both = oracle.floats(*(None if x is None else x[:, :, at] for x in arrays), quant_bit, quant_group)
         key, value = both.swapaxes(1, 2) if len(both) == 2 else np.split(both[0].swapaxes(0, 1), [D], axis=-1)
-        assert value.shape[-1] == (value_dim or D)
         if pairs:
             cosine, sine = np.array(rotation)[..., start:end].swapaxes(1, 2)
             key += oracle.turned_bias(np.array(key_bias), pairs, cosine, sine, D)

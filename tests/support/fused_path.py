@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvant.operators import dispatch, fused_attention, kernel_record
+from kvant.operators import dispatch, kernel_record, paged_kernel
 from kvant.operators.kernels import attend, launch
 from kvant.operators.quantization import quantize, quantize_fitted
 from support import attend_stand_in
@@ -82,7 +82,7 @@ def fused_calls(gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
             assert pages.dtype == first.dtype == offset.dtype == mx.int32
         return attend_stand_in.attend(query, *arguments, **options)
 
-    monkeypatch.setattr(fused_attention, "attend", recorded)
+    monkeypatch.setattr(paged_kernel, "attend", recorded)
     monkeypatch.setattr(attend, "launch", unfused_append)
     return seen
 

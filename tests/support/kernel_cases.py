@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvant.operators import fused_attention
+from kvant.operators import paged_kernel
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels import attend as attend_module
 from kvant.operators.kernels import launch as launch_module
@@ -210,7 +210,7 @@ def draw_mask(case: KernelCase, rng: np.random.Generator) -> Array | None:
 def expected(case: KernelCase, drawn: Drawn) -> Array:
     """(B, H, S, Dv) in float64. The kernel multiplies by scales in float32 and rounds no key or value to the dtype."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_attention, "attend", attend_stand_in.exact)
+        patch.setattr(paged_kernel, "attend", attend_stand_in.exact)
         return attended(case, drawn)
 
 
@@ -251,12 +251,11 @@ def run(case: KernelCase, drawn: Drawn, **how: Any) -> mx.array:
 def attended(case: KernelCase, drawn: Drawn) -> Any:
     names = ("quant_bit", "quant_group", "is_causal", "is_alibi", "window", "softcap", "score_scale", "backend")
     given = {name: getattr(drawn, name) for name in ("mask", "sinks", "pages")}
-    return fused_attention.attend_fused(
+    return paged_kernel.attend_fused(
         to_mx(drawn.query, case.dtype),
         to_mx(drawn.cache, case.spec.cache_dtype),
         None if drawn.scale is None else mx.array(drawn.scale),
         mx.array(case.offsets) if case.shorter else mx.array(case.offset),
-        value_dim=case.value_dim or None,
         first=None if drawn.pages is None else mx.array(case.firsts, mx.int32),
         rows=max(len(case.positions(b)) for b in range(case.batch)) if case.knows_rows else None,
         bias_split=drawn.split,

@@ -328,5 +328,5 @@ class BridgedLayer:
                 mask = mx.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(before, 0)], constant_values=hidden)
             options |= {"mask": mask, "is_causal": False}
         own = self.layer.format
-        options |= {"quant_bit": own.kv_bits, "quant_group": own.kv_group_size, "value_head_dim": own.value_head_dim}
+        options |= {"quant_bit": own.kv_bits, "quant_group": own.kv_group_size}
         return attend_pages(query, self.layer.arrays, pages, **options, backend=backend)

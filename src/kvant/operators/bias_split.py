@@ -37,11 +37,6 @@ class BiasSplit:
     rotation: mx.array
     value_bias: mx.array
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays."""
-        return self.key_bias.nbytes + self.rotation.nbytes + self.value_bias.nbytes
-
 
 def rotation_table(rotary: Rotary, pairs: Sequence[int], end: int) -> mx.array:
     """Cosine and sine of each position's angle times the factor, computed in float64: (2, P, end) float32."""

@@ -8,6 +8,7 @@ import mlx.core as mx
 from kvant.operators.bias_split import BiasSplit, bias_weights
 from kvant.operators.exponential import exponentials, softmax_parts
 from kvant.operators.masks import mask_by_kv_head
+from kvant.operators.score_blocks import in_blocks
 
 # Bytes of scores that one block of queries may make on a CPU, whose attention makes a score matrix. MLX queues ahead:
 # what 7 blocks take was alive at once, 10 MiB in all; blocks of half the size take longer. (Both measured.)
@@ -95,21 +96,16 @@ def attend_few(
     (B, H, S, _), T = query.shape, key.shape[2]
     dtype = query.dtype
     query, key, value = (x.astype(mx.float32) for x in (query, key, value))
-    queries = query.transpose(2, 0, 1, 3)
-    block = queries_at_once(B, H, S, T)
-    outputs: list[mx.array] = []
-    for start in range(0, S, block):
-        own = queries[start : start + block]
-        if outputs:  # as in attend_tokens
-            own = mx.depends([own], outputs[-1:])[0]
-        seen = [T - S + 1 + i if is_causal else T for i in range(start, start + len(own))]
+
+    def attend_some(own: mx.array, first: int, _: int) -> mx.array:
+        seen = [T - S + 1 + i if is_causal else T for i in range(first, first + own.shape[2])]
         tokens = [(key[:, :, :end], value[:, :, :end]) for end in seen]
-        masks = None
-        if mask is not None:
-            masks = [mask[..., i : i + 1, :end] for i, end in enumerate(seen, start)]
-        outputs.append(attend_singly(own, tokens, masks=masks, bias_split=bias_split, sinks=sinks))
-    joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    return joined.transpose(1, 2, 0, 3).astype(dtype)
+        masks = None if mask is None else [mask[..., i : i + 1, :end] for i, end in enumerate(seen, first)]
+        singles = own.transpose(2, 0, 1, 3)
+        return attend_singly(singles, tokens, masks=masks, bias_split=bias_split, sinks=sinks).transpose(1, 2, 0, 3)
+
+    block = queries_at_once(B, H, S, T)
+    return in_blocks(attend_some, query, T, block=block, causal=is_causal).astype(dtype)
 
 
 def attend_singly(

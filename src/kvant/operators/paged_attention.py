@@ -81,18 +81,18 @@ def append_and_attend_paged(
     Returns:
         (R, H, S, Dv) in the query's dtype, and what waits to be written, as it is stored.
     """
-    B, pages = len(rows.runs), rows.pages
-    own = None if pages is None or mask is not None else backend
-    options: dict[str, Any] = {"quant_bit": quant_bit, "bias_split": bias_split, "sinks": sinks}
+    B, pages = len(rows.runs), rows.pages if mask is None and backend is not None else None
+    form: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group}
+    waiting: list[mx.array] | None = None
     if rows.new is None:
-        new = fitted_tokens(key, value, arrays, quant_bit=quant_bit, quant_group=quant_group, alone=True)
-        return attend_rows(query, arrays, rows, mask=mask, waiting=new, **options), new
-    write_rows(key[:B], value[:B], arrays, rows.new, quant_bit=quant_bit, quant_group=quant_group, backend=own)
-    if own is None or pages is None:
-        return attend_rows(query, arrays, rows, mask=mask, **options), None
-    width = value.shape[3]
-    options |= {"quant_group": quant_group, "value_head_dim": width, "backend": own}
-    return attend_pages(query, arrays, pages, **options), None
+        waiting = fitted_tokens(key, value, arrays, **form, alone=True)
+    else:
+        write_rows(key[:B], value[:B], arrays, rows.new, **form, backend=None if pages is None else backend)
+    options: dict[str, Any] = {"bias_split": bias_split, "sinks": sinks}
+    if pages is not None:
+        return attend_pages(query, arrays, pages, **form, **options, backend=backend), None
+    own = attend_rows(query, arrays, rows, quant_bit=quant_bit, mask=mask, waiting=waiting or (), **options)
+    return own, waiting
 
 
 def attend_rows(
@@ -116,13 +116,7 @@ def attend_rows(
     in_parts = None
     if on_cpu and mask is None and rows.window is None and max(counts) > size:
         in_parts = partial(_attend_in_parts, quant_bit=quant_bit, size=size, bias_split=bias_split, sinks=sinks)
-    if R == 1 and in_parts is None:
-        one = few and S == 1 and quant_bit > 0
-        keys, values = read_rows(arrays, rows.runs[0], waiting, quant_bit=quant_bit, dtype=dtype, key_dim=D, copy=one)
-        first, T = rows.first[0], keys.shape[2]
-        if few and mask is None and rows.window is not None and queries_at_once(1, H, S, T) == S:
-            return _attend_few_of_each(query, [(keys, values, first)], rows.window, bias_split, sinks)
-        return _attend_one(query, keys, values, first, rows.window, bias_split, sinks, mask)
+    form: dict[str, Any] = {"quant_bit": quant_bit, "dtype": dtype, "key_dim": D, "copy": few and quant_bit > 0}
     outputs: list[mx.array] = []
     for share in _shares(counts, size):
         # The bytes of several sequences are put side by side and made floats in one multiplication: on a CPU twice as
@@ -133,14 +127,14 @@ def attend_rows(
         if in_parts is not None and counts[share.start] > size:
             outputs.append(in_parts(query[share], readable, rows.runs[share.start]))
             continue
-        keys, values = read_rows(readable, joined, quant_bit=quant_bit, dtype=dtype, key_dim=D, copy=few)
+        keys, values = read_rows(readable, joined, waiting, **form)
         ends = list(accumulate(counts[share]))[:-1]
         tokens = list(zip(mx.split(keys, ends, axis=2), mx.split(values, ends, axis=2), rows.first[share], strict=True))
-        if few and queries_at_once(1, H, S, sum(counts[share])) == S:
+        if few and mask is None and queries_at_once(1, H, S, keys.shape[2]) == S:
             outputs.append(_attend_few_of_each(query[share], tokens, rows.window, bias_split, sinks))
             continue
         for b, own in zip(range(R)[share], tokens, strict=True):
-            outputs.append(_attend_one(query[b : b + 1], *own, rows.window, bias_split, sinks))
+            outputs.append(_attend_one(query[b : b + 1], *own, rows.window, bias_split, sinks, mask))
     if (padding := R - len(counts)) > 0:
         outputs.append(mx.zeros((padding, *outputs[0].shape[1:]), query.dtype))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
@@ -171,12 +165,10 @@ def read_rows(
     rows that are apart to float three times as slowly on a CPU (1,500 rows of 8 heads of 64: 225 us; a copy and the
     conversion of it 70 and 76).
     """
-    if len(runs) == 1:
-        ((first, end),) = runs
-        stored = [stored_rows(arrays[0], runs) if copy else arrays[0][:, :, first:end]]
-        stored += [array[:, :, first:end] for array in arrays[1:]]
-    else:
-        stored = [stored_rows(array, runs) for array in arrays]
+    stored = [
+        stored_rows(array, runs) if len(runs) != 1 or (copy and array is arrays[0]) else array[:, :, slice(*runs[0])]
+        for array in arrays
+    ]
     if waiting:
         stored = [mx.concatenate([held, more], axis=2) for held, more in zip(stored, waiting, strict=True)]
     return float_tokens(stored, quant_bit=quant_bit, dtype=dtype, key_dim=key_dim)
@@ -245,7 +237,7 @@ def _attend_one(
     window: int | None,
     split: BiasSplit | None,
     sinks: mx.array | None,
-    mask: mx.array | None = None,
+    mask: mx.array | None,
 ) -> mx.array:
     """Attention (1, H, S, Dv) of a sequence whose first token here is at position ``first``."""
     if split is not None and first:

@@ -1,16 +1,15 @@
-"""The fused kernel on the pages of several sequences, all in one call. Unchecked."""
+"""The fused kernel with the options of the unfused operator, and on the pages of several sequences. Unchecked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.fused_attention import attend_fused
-from kvant.operators.kernels.launch import Backend
-
-# MLX puts an input of fewer numbers into Metal's constant memory, which is another kernel to compile.
-LEAST = 8
+from kvant.operators.kernels.attend import attend
+from kvant.operators.kernels.launch import SMALL
+from kvant.operators.masks import alibi_slopes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,63 +37,45 @@ def step_pages(
     pages: Sequence[Sequence[int]], first: Sequence[int], offset: Sequence[int], rows: int, window: int | None
 ) -> StepPages:
     """:class:`StepPages` of lists; ``pages`` has those of each sequence that the step reads or writes."""
-    B, N = len(pages), max(LEAST, *map(len, pages))
+    B, N = len(pages), max(SMALL, *map(len, pages))
     table = [[*own, *[0] * (N - len(own))] for own in pages]
-    more = [0] * (LEAST - B)
+    more = [0] * (SMALL - B)
     firsts, offsets = mx.array([*first, *more], mx.int32), mx.array([*offset, *more], mx.int32)
     return StepPages(mx.array(table, mx.int32), firsts, offsets, B, rows, window)
 
 
-def attend_pages(
+def attend_fused(
     query: mx.array,
-    arrays: Sequence[mx.array],
-    pages: StepPages,
+    cache: mx.array,
+    scale: mx.array | None,
+    offset: mx.array,
     *,
-    quant_bit: int,
-    quant_group: int,
-    value_head_dim: int,
-    score_scale: float | None = None,
-    is_causal: bool = True,
-    mask: mx.array | None = None,
+    is_alibi: bool = False,
     bias_split: BiasSplit | None = None,
-    sinks: mx.array | None = None,
-    backend: Backend,
+    **options: Any,
 ) -> mx.array:
+    """:func:`kvant.operators.kernels.attend.attend` with ALiBi and the bias split as the other functions take them."""
+    if bias_split is not None:
+        names = ("key_bias", "pairs", "rotation", "value_bias")
+        options |= {name: getattr(bias_split, name) for name in names}
+    slopes = tuple(alibi_slopes(query.shape[1])) if is_alibi else ()
+    return attend(query, cache, scale, offset, slopes=slopes, **options)
+
+
+def attend_pages(query: mx.array, arrays: Sequence[mx.array], pages: StepPages, **options: Any) -> mx.array:
     """Causal attention of S new tokens of each sequence to its pages, which hold them already.
 
     Args:
         query: (R, H, S, D), R >= B. Sequences past the B of ``pages`` are padding: their attention is 0.
         arrays: values (2, K, T, D'), and if they are quantized scales (2, K, T, D/G).
-        value_head_dim: Dv. If it is not D, both lie side by side: (1, K, T, D + Dv).
-        score_scale: the scores are multiplied by it; None: 1/sqrt(D).
-        mask: broadcastable to (B, H, S, rows), with a column for each row of a sequence's pages.
-        bias_split: position j is at column j of its rotation.
-        sinks: (H,).
+        options: of :func:`attend_fused`.
 
     Returns:
         (R, H, S, Dv) in the query's dtype.
     """
-    R, _, _, D = query.shape
-    B = pages.sequences
-    output = attend_fused(
-        query[:B],
-        arrays[0],
-        arrays[1] if quant_bit else None,
-        pages.offset,
-        quant_bit=quant_bit,
-        quant_group=quant_group,
-        value_dim=None if value_head_dim == D else value_head_dim,
-        score_scale=score_scale,
-        is_causal=is_causal,
-        mask=mask,
-        sinks=sinks,
-        window=pages.window,
-        pages=pages.table,
-        first=pages.first,
-        rows=pages.rows,
-        bias_split=bias_split,
-        backend=backend,
-    )
-    if R == B:
-        return output
-    return mx.concatenate([output, mx.zeros((R - B, *output.shape[1:]), output.dtype)])
+    options |= {"pages": pages.table, "first": pages.first, "rows": pages.rows, "window": pages.window}
+    scale = arrays[1] if len(arrays) > 1 else None
+    output = attend_fused(query[: pages.sequences], arrays[0], scale, pages.offset, **options)
+    if (padding := len(query) - pages.sequences) > 0:
+        output = mx.concatenate([output, mx.zeros((padding, *output.shape[1:]), output.dtype)])
+    return output

@@ -16,11 +16,10 @@ import mlx.core as mx
 
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS, PAGE_SIZE, threadgroup_shape
 from kvant.operators.kernels.launch import Backend
-from kvant.operators.masks import alibi_slopes
-from kvant.operators.paged_kernel import step_pages
+from kvant.operators.masks import window_mask
+from kvant.operators.paged_kernel import attend_fused, attend_pages, step_pages
 from kvant.operators.quantization import multiply_scale, quantized_dtype
 from kvant.operators.stored_tokens import fitted_tokens, float_tokens, stored_tokens
 
@@ -215,48 +214,28 @@ class Trial:
         return arrays, new, output
 
     def _attend(self, arrays: list[mx.array], S: int, sinks: mx.array | None, backend: Backend) -> mx.array:
-        use, options = self.use, dict[str, Any]()
+        query, mask = self.query[:, :, :S], None if self.mask is None else self.mask[:S]
+        options = self.form | {"mask": mask, "sinks": sinks, "bias_split": self.split, "backend": backend}
+        options["is_alibi"] = self.use.is_alibi
         starts, offsets = zip(*self.spans, strict=True)
-        if use.paged:
+        if self.use.paged:
             rows = max(len(self._places(b, S)) for b in range(len(self.spans)))
-            pages = step_pages(self.pages, starts, offsets, rows, None)
-            offset, options = pages.offset, {"pages": pages.table, "first": pages.first, "rows": rows}
-        else:
-            offset, arrays = mx.array(offsets), [array[None, None] for array in arrays]
-        return attend_fused(
-            self.query[:, :, :S],
-            arrays[0],
-            arrays[1] if use.quant_bit else None,
-            offset,
-            value_dim=None if use.value_dim == use.head_dim else use.value_dim,
-            mask=None if self.mask is None else self.mask[:S],
-            sinks=sinks,
-            window=self.window,
-            is_alibi=use.is_alibi,
-            bias_split=self.split,
-            backend=backend,
-            **self.form,
-            **options,
-        )
+            return attend_pages(query, arrays, step_pages(self.pages, starts, offsets, rows, self.window), **options)
+        cache, *scales = (array[None, None] for array in arrays)
+        scale = scales[0] if scales else None
+        return attend_fused(query, cache, scale, mx.array(offsets), window=self.window, **options)
 
     def _unfused(self, arrays: list[mx.array], b: int, S: int, sinks: bool) -> mx.array:
-        use, H, places, (first, offset) = self.use, self.query.shape[1], self._places(b, S), self.spans[b]
+        use, (_, H, _, D), places, first = self.use, self.query.shape, self._places(b, S), self.spans[b][0]
         stored = [array[:, :, mx.array(places)][None] for array in arrays]
-        tokens = float_tokens(stored, quant_bit=use.quant_bit, dtype=mx.float32, key_dim=use.head_dim)
-        position, at = mx.arange(first, offset + S), offset + mx.arange(S)[:, None]
-        seen = position <= at
-        if self.window is not None:
-            seen = seen & (position > at - self.window)
+        tokens = float_tokens(stored, quant_bit=use.quant_bit, dtype=mx.float32, key_dim=D)
+        T = len(places)
+        mask = window_mask(S, T, self.window or T)
         if self.mask is not None:
-            seen = seen & self.mask[:S, : len(places)]
-        mask = mx.where(seen, 0.0, -math.inf)
-        if use.is_alibi:
-            mask = mask + mx.array(alibi_slopes(H))[:, None, None] * (position - at)
+            mask = mask & self.mask[:S, :T]
         split = None if self.split is None else replace(self.split, rotation=self.split.rotation[..., first:])
-        query = self.query[b : b + 1, :, :S].astype(mx.float32)
-        return attend_tokens(
-            query, *tokens, is_causal=False, mask=mask, bias_split=split, sinks=self.sinks[:H] if sinks else None
-        )
+        query, own = self.query[b : b + 1, :, :S].astype(mx.float32), self.sinks[:H] if sinks else None
+        return attend_tokens(query, *tokens, is_alibi=use.is_alibi, mask=mask, bias_split=split, sinks=own)
 
     def _stored_problem(self, new: Sequence[mx.array], expected: Sequence[mx.array]) -> str | None:
         """The difference in the new tokens as the kernel stored them; None: there is none."""

@@ -32,7 +32,6 @@ def attend(
     *,
     quant_bit: int,
     quant_group: int,
-    value_dim: int | None = None,
     is_causal: bool = True,
     score_scale: float | None = None,
     softcap: float = 0.0,
@@ -55,10 +54,9 @@ def attend(
         query: (B, H, S, D).
         cache: (1, B, 2, K, MaxS, D') quantized values, or floats at 0 bits; with ``pages`` a pool's (2, K, rows, D').
             Rows that hold no token of a sequence are not read. Keys and values of different widths lie side by side:
-            1 in place of 2, and D' for both.
+            1 in place of 2, and D' for both, D + Dv.
         scale: with D/G in place of D', or None at 0 bits.
         offset: integers, the tokens before the new ones: () or (1,) for all sequences, or (B,), one each.
-        value_dim: Dv; None: D.
         score_scale: of the scores; None: 1 / sqrt(D).
         softcap: scores become softcap * tanh(score / softcap); 0: they stay.
         slopes: (H,) of ALiBi, which is causal. Empty: no ALiBi.
@@ -76,8 +74,8 @@ def attend(
         depend on the others.
     """
     B, H, S, D = query.shape
-    Dv = value_dim or D
-    K = cache.shape[-3]
+    sides, K = cache.shape[-4:-2]
+    Dv = D if sides == 2 else cache.shape[-1] * (2 if quant_bit == 4 else 1) - D
     most = cache.shape[-2] if pages is None else pages.shape[1] * PAGE_SIZE
     query_tiles, query_groups, simdgroups, queries = threadgroup_shape(H // K * S, len(pairs), backend, max(D, Dv))
     wanted = num_splits(K * query_tiles)
