@@ -31,7 +31,7 @@ COMMANDS = {
     "rm": "Remove a model that was pulled.",
     "models": "List the models known by name, and those that were pulled.",
     "doctor": "Describe this machine, and check the fused kernel on a GPU.",
-    "evidence": "Measure this machine and a model into one file, or check such a file.",
+    "evidence": "Measure this machine into one file, or check such a file.",
     "bench": "Measure every token's latency, engines side by side.",
     "launch": "Run a command on several machines at once.",
     "config": "Show the config file, and what it sets.",
