@@ -103,8 +103,8 @@ def remove_partials(repository: str) -> None:
 def _checked(repository: str, revision: str | None, found: "ModelInfo") -> Listing:
     """The listing. Nothing in it is believed before it is checked: names become parts of paths."""
     commit, files = found.sha, dict[str, Listed]()
-    is_commit = isinstance(commit, str) and COMMIT.fullmatch(commit)
-    if commit is None or not is_commit or (revision and COMMIT.fullmatch(revision) and revision != commit):
+    wanted = revision if revision and COMMIT.fullmatch(revision) else commit
+    if not isinstance(commit, str) or not COMMIT.fullmatch(commit) or commit != wanted:
         asked = revision or "main"
         raise WeightsError(f"{repository}: the hub answers for commit {shown(commit)}; asked for {asked}")
     for entry in found.siblings or ():
