@@ -85,9 +85,8 @@ def check_call(
 
     Args:
         lead: the axes of the new tokens before heads and head_dim.
-        sizes: what is known of the sizes of axes.
+        sizes: what is known of the sizes of axes. Without Hq there is no query.
         form: num_layer, layer_idx, quant_bit, quant_group and cache_layout.
-        query: not looked at if there are no query heads, Hq.
     """
     num_layer, layer_idx, quant_bit, quant_group, cache_layout = form
     tokens = (*lead, "H", "Dh")

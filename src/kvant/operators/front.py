@@ -60,7 +60,9 @@ class Front:
         """(R, H + K, S, D) of H query heads and K kv heads, in their dtype: on a GPU two launches at most."""
         heads = num_heads, both.shape[1] - num_heads
         if self.center is not None and self.balance is not None:
-            both = _scaled(both, *(self._constants(name, both.dtype, *heads) for name in ("center", "factor")))
+            center, factor = (self._constants(name, both.dtype, *heads) for name in ("center", "factor"))
+            on_gpu = mx.default_device().type == mx.gpu
+            both = _compiled(both, center, factor) if on_gpu else (both - center) * factor
         elif self.center is not None and heads[1]:
             both = both - self._constants("center", both.dtype, *heads)
         elif self.balance is not None:
@@ -100,10 +102,6 @@ class Front:
 
 
 PLAIN = Front()
-
-
-def _scaled(x: mx.array, center: mx.array, factor: mx.array) -> mx.array:
-    return _compiled(x, center, factor) if mx.default_device().type == mx.gpu else (x - center) * factor
 
 
 @partial(mx.compile, shapeless=True)
