@@ -20,19 +20,12 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine's memory.
+    """A machine's memory."""
 
-    Attributes:
-        device: what computes.
-        memory_bytes: all of the device's memory; in a container, that of the machine around it.
-        limit_bytes: what a plan may use of it.
-        limit_source: what sets that limit, for people.
-    """
-
-    device: Device
-    memory_bytes: int
-    limit_bytes: int
-    limit_source: str
+    device: Device  # what computes
+    memory_bytes: int  # all of the device's; in a container, that of the machine around it
+    limit_bytes: int  # what a plan may use of it
+    limit_source: str  # what sets that limit, for people
 
 
 @dataclass(frozen=True, slots=True)

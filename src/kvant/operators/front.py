@@ -89,12 +89,9 @@ class Front:
         """(H + K, 1, D), made once. Any constant can be taken out, a rounded one too."""
         if (found := self._made.get((name, dtype, H, K))) is not None:
             return found
-        if name == "center":
-            assert self.center is not None
-            of_queries, of_keys = mx.zeros_like(self.center), self.center
-        else:
-            assert self.balance is not None
-            of_queries, of_keys = self.balance, 1 / self.balance
+        own = self.center if name == "center" else self.balance
+        assert own is not None
+        of_queries, of_keys = (mx.zeros_like(own), own) if name == "center" else (own, 1 / own)
         of_queries = mx.repeat(of_queries, H // of_keys.shape[0], axis=0)
         made = mx.concatenate([of_queries, of_keys[:K]]).astype(dtype)
         mx.eval(made)  # here: other threads read it

@@ -36,16 +36,11 @@ class UnreachableError(WeightsError):
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A file as the hub describes it.
-
-    Attributes:
-        sha256: of a large file's content; None: of any other, or the hub states none.
-        git_blob: git's id of any other file's content; None: of a large one, or the hub states none.
-    """
+    """A file as the hub describes it. It states no digest of some."""
 
     bytes: int
-    sha256: str | None = None
-    git_blob: str | None = None
+    sha256: str | None = None  # of a large file's content
+    git_blob: str | None = None  # git's id of any other file's content
 
 
 @dataclass(frozen=True, slots=True)
