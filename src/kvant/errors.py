@@ -132,11 +132,9 @@ def did_you_mean(text: str, names: Iterable[str]) -> str:
     from difflib import get_close_matches
 
     by_lower = {name.lower(): name for name in names}
-    exact = by_lower.get(text.lower())
-    near = (
-        [exact] if exact else [by_lower[found] for found in get_close_matches(text[:100].lower(), by_lower, cutoff=0.7)]
-    )
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    lower = text[:100].lower()
+    near = [lower] if lower in by_lower else get_close_matches(lower, by_lower, cutoff=0.7)
+    return f"; did you mean {' or '.join(repr(by_lower[name]) for name in near)}?" if near else ""
 
 
 def printable(text: str, columns: int = MAX_COLUMNS) -> str:

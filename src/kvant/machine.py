@@ -20,19 +20,12 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine's memory.
+    """A machine's memory."""
 
-    Attributes:
-        device: what computes.
-        memory_bytes: all of the device's memory; in a container, that of the machine around it.
-        limit_bytes: what a plan may use of it.
-        limit_source: what sets that limit, for people.
-    """
-
-    device: Device
-    memory_bytes: int
-    limit_bytes: int
-    limit_source: str
+    device: Device  # what computes
+    memory_bytes: int  # all of the device's; in a container, that of the machine around it
+    limit_bytes: int  # what a plan may use of it
+    limit_source: str  # what sets that limit, for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +46,15 @@ class Environment:
 
 def environment() -> Environment:
     """This process's."""
+    kind = "cpu" if default_device() == "cpu" else gpu_backend() or "gpu"
     installed = {name: version(name.replace("_", "-")) for name in ("mlx", "mlx_lm", "transformers")}
     return Environment(
-        device=device_name(),
+        device=f"{mx.device_info().get('device_name', 'unknown')} ({kind})",
         cores=os.cpu_count() or 1,
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         blas=blas.loaded(),
         versions={"kvant": __version__, **installed, "python": platform.python_version()},
     )
-
-
-def device_name() -> str:
-    """MLX's default device, as in :class:`Environment`."""
-    kind = "cpu" if default_device() == "cpu" else gpu_backend() or "gpu"
-    return f"{mx.device_info().get('device_name', 'unknown')} ({kind})"
 
 
 def default_device() -> Device:
@@ -84,7 +72,11 @@ def this_machine(device: Device | None = None) -> Machine:
     if device == "gpu":
         if not mx.is_available(mx.gpu):
             raise ValueError("MLX has no GPU here")
-        return _gpu()
+        info = mx.device_info(mx.gpu)
+        name, limit = str(info["device_name"]), info.get("max_recommended_working_set_size")
+        if limit is not None:
+            return Machine("gpu", int(info["memory_size"]), int(limit), f"what Metal recommends on {name}")
+        return Machine("gpu", int(info["total_memory"]), int(info["free_memory"]), f"free on {name}")
     physical = physical_memory()
     limit = cgroup_limit()
     if limit is not None and limit < physical:
@@ -106,15 +98,6 @@ def machine_with(memory_bytes: int, device: Device) -> Machine:
     if memory_bytes <= 32 * GIB:
         return Machine(device, memory_bytes, memory_bytes * 2 // 3, "about 2/3 of the memory, as on Macs")
     return Machine(device, memory_bytes, memory_bytes * 3 // 4, "about 3/4 of the memory, as on Macs")
-
-
-def _gpu() -> Machine:
-    info = mx.device_info(mx.gpu)
-    name = str(info["device_name"])
-    if "max_recommended_working_set_size" in info:
-        limit = int(info["max_recommended_working_set_size"])
-        return Machine("gpu", int(info["memory_size"]), limit, f"what Metal recommends on {name}")
-    return Machine("gpu", int(info["total_memory"]), int(info["free_memory"]), f"free on {name}")
 
 
 def cgroup_limit(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> int | None:

@@ -28,15 +28,9 @@ BITS = {
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of a file.
+    """A tensor of a file. Its bytes are those from first to last - 1 behind the header."""
 
-    Attributes:
-        dtype: as safetensors writes it, such as BF16.
-        shape: its shape.
-        first, last: where its bytes begin and end, behind the header.
-    """
-
-    dtype: str
+    dtype: str  # as safetensors writes it, such as BF16
     shape: tuple[int, ...]
     first: int
     last: int
@@ -44,17 +38,11 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """A file's header.
-
-    Attributes:
-        metadata: text by its name.
-        tensors: they fill the file without a gap.
-        data: its bytes as they are in the file, the eight of its length first.
-    """
+    """A file's header."""
 
     metadata: Mapping[str, str]
-    tensors: Mapping[str, Tensor]
-    data: bytes
+    tensors: Mapping[str, Tensor]  # they fill the file without a gap
+    data: bytes  # the header as it is in the file, the eight bytes of its length first
 
 
 def read_header(path: Path, stream: BinaryIO, size: int, error: type[KvantError]) -> TensorHeader:

@@ -48,14 +48,7 @@ def rotation_table(rotary: Rotary, pairs: Sequence[int], end: int) -> mx.array:
 
 
 def score_bias(query: mx.array, split: BiasSplit, tokens: int) -> mx.array:
-    """q . R_j b / sqrt(D) of every query and cached token; token j is at position j.
-
-    Args:
-        query: (B, H, S, D), rotated.
-
-    Returns:
-        (B, H, S, tokens) float32.
-    """
+    """q . R_j b / sqrt(D), (B, H, S, tokens) float32, of rotated queries (B, H, S, D) and positions j."""
     B, H, S, _ = query.shape
     table = split.rotation[..., :tokens].reshape(2 * len(split.pairs), tokens)
     return (bias_weights(query, split) @ table).reshape(B, H, S, tokens)

@@ -28,17 +28,10 @@ At = dict[str, slice | mx.array]  # an axis, and the part of it that a call is a
 
 @dataclass(frozen=True, slots=True)
 class CacheCall:
-    """One checked call.
+    """One checked call."""
 
-    Attributes:
-        arrays: the caller's cache, and scale if there is one.
-        axes: the axes of both, by name, but the last.
-        sizes: the sizes of all axes, by name.
-    """
-
-    arrays: list[mx.array]
-    axes: tuple[str, ...]
-    sizes: dict[str, int]
+    arrays: list[mx.array]  # the caller's cache, and scale if there is one
+    axes: tuple[str, ...]  # of both, by name, but the last
     layer_idx: int
     quant_bit: int
     quant_group: int
@@ -85,9 +78,8 @@ def check_call(
 
     Args:
         lead: the axes of the new tokens before heads and head_dim.
-        sizes: what is known of the sizes of axes.
+        sizes: what is known of the sizes of axes. Without Hq there is no query.
         form: num_layer, layer_idx, quant_bit, quant_group and cache_layout.
-        query: not looked at if there are no query heads, Hq.
     """
     num_layer, layer_idx, quant_bit, quant_group, cache_layout = form
     tokens = (*lead, "H", "Dh")
@@ -115,4 +107,4 @@ def check_call(
     check_arrays([("current_key", current_key, tokens, FLOAT_DTYPES if quant_bit else dtypes), *arrays], sizes)
     L = sizes["L"]
     check_numbers([("num_layer", num_layer, L, L), ("layer_idx", layer_idx, 0, L - 1)])
-    return CacheCall([cache] if scale is None else [cache, scale], axes, sizes, int(layer_idx), quant_bit, quant_group)
+    return CacheCall([cache] if scale is None else [cache, scale], axes, int(layer_idx), quant_bit, quant_group)

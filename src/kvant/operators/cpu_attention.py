@@ -128,9 +128,8 @@ def attend_singly(
         query: (N, B, H, D).
         tokens: key and value, (B, K, T, D) and (B, K, T, Dv), of each query; T may differ.
         masks: of each query, broadcastable to (B, H, 1, T).
-        bias_split: as in :func:`kvant.operators.attention.attend_tokens`.
-        first: the column of its rotation for each query's first token; None: 0.
-        sinks: as in ``attend_tokens``.
+        bias_split, sinks: as in :func:`kvant.operators.attention.attend_tokens`.
+        first: the column of the rotation for each query's first token; None: 0.
         is_part: these are some of the tokens. Values are whole, and there are no masks and sinks.
 
     Returns:

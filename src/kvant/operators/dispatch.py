@@ -23,17 +23,11 @@ _warned = False
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The path taken, and why.
+    """The path taken, and why."""
 
-    Attributes:
-        backend: runs the fused kernel. None: the unfused operator is used.
-        reason: for people.
-        forced: "fused" was asked for.
-    """
-
-    backend: Backend | None
-    reason: str
-    forced: bool = False
+    backend: Backend | None  # runs the fused kernel. None: the unfused operator is used
+    reason: str  # for people
+    forced: bool = False  # "fused" was asked for
 
 
 def resolve(

@@ -54,13 +54,9 @@ def key_value_cache(
             which each page begins; no page number. Only the first ceil(tokens / page_size) entries count.
         start_pos: (B,): tokens that each sequence has in the cache.
         max_seqlen, max_kvlen: the new tokens, and all tokens, of the sequence that has most.
-        cache: layout 0 (MaxT, L, 2, K, D), 1 (L, MaxT, 2, K, D), 2 (L, 2, MaxT, K, D), 3 (L, 2, K, MaxT, D); keys at
-            index 0 of the axis of 2. int8 at 8 bits, uint8 with a last dimension of D/2 at 4 bits, a float dtype at 0.
-        scale: as ``cache`` with a last dimension of D/quant_group, float32 or float16; None at 0 bits.
-        num_layer, layer_idx: the cache's L, and the layer to write.
-        quant_bit: 0, 8 or 4.
-        quant_group: elements of D that share one scale.
-        num_repeat: repeat each head this many times, interleaved.
+        cache: layout 0 (MaxT, L, 2, K, D), 1 (L, MaxT, 2, K, D), 2 (L, 2, MaxT, K, D), 3 (L, 2, K, MaxT, D);
+            otherwise as in :func:`kvant.operators.static_batching.key_value_cache`.
+        scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat: as there.
         cache_mode: 0: a sequence's rows lie side by side. 1: its pages do not.
         cache_layout: 0 to 3.
         page_size: rows of a page, in cache_mode 1.
@@ -129,11 +125,9 @@ def multi_head_cache_attention(
         attn_mask: added to the scores: (N, >=T) or (H, N, >=T). Sequence b uses rows seqstarts[b] : seqstarts[b + 1]
             and columns kvstarts[b] : kvstarts[b + 1]; nothing else of it is read. A boolean mask keeps True. An
             empty array means no mask. A query with every key masked gives zeros.
-        num_heads: H.
-        head_dim: D. Scores are divided by its square root; softmax is in float32.
+        num_heads, head_dim, num_kv_heads: as in :func:`kvant.operators.static_batching.multi_head_cache_attention`.
         is_causal: query i of a sequence sees its token j only if j <= start_pos + i.
         is_alibi: add ALiBi biases. The call is then causal whatever ``is_causal`` and ``decoding_batches`` are.
-        num_kv_heads: K; 0 means H.
         cache_mode, cache_layout, page_size: as in ``key_value_cache``.
 
     Returns:

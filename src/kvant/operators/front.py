@@ -60,7 +60,9 @@ class Front:
         """(R, H + K, S, D) of H query heads and K kv heads, in their dtype: on a GPU two launches at most."""
         heads = num_heads, both.shape[1] - num_heads
         if self.center is not None and self.balance is not None:
-            both = _scaled(both, *(self._constants(name, both.dtype, *heads) for name in ("center", "factor")))
+            center, factor = (self._constants(name, both.dtype, *heads) for name in ("center", "factor"))
+            on_gpu = mx.default_device().type == mx.gpu
+            both = _compiled(both, center, factor) if on_gpu else (both - center) * factor
         elif self.center is not None and heads[1]:
             both = both - self._constants("center", both.dtype, *heads)
         elif self.balance is not None:
@@ -87,12 +89,9 @@ class Front:
         """(H + K, 1, D), made once. Any constant can be taken out, a rounded one too."""
         if (found := self._made.get((name, dtype, H, K))) is not None:
             return found
-        if name == "center":
-            assert self.center is not None
-            of_queries, of_keys = mx.zeros_like(self.center), self.center
-        else:
-            assert self.balance is not None
-            of_queries, of_keys = self.balance, 1 / self.balance
+        own = self.center if name == "center" else self.balance
+        assert own is not None
+        of_queries, of_keys = (mx.zeros_like(own), own) if name == "center" else (own, 1 / own)
         of_queries = mx.repeat(of_queries, H // of_keys.shape[0], axis=0)
         made = mx.concatenate([of_queries, of_keys[:K]]).astype(dtype)
         mx.eval(made)  # here: other threads read it
@@ -100,10 +99,6 @@ class Front:
 
 
 PLAIN = Front()
-
-
-def _scaled(x: mx.array, center: mx.array, factor: mx.array) -> mx.array:
-    return _compiled(x, center, factor) if mx.default_device().type == mx.gpu else (x - center) * factor
 
 
 @partial(mx.compile, shapeless=True)

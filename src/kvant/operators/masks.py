@@ -5,9 +5,6 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-# (first query, last query + 1, keys) -> what is added to their scores: float32, broadcast to (B, H, queries, keys)
-ScoreTerms = Callable[[int, int, int], mx.array]
-
 
 def window_mask(new_tokens: int, tokens: int, window: int) -> mx.array:
     """Which of T tokens the last S of them see if each sees the last ``window``, its own included: (S, T)."""
@@ -30,12 +27,11 @@ def mask_by_kv_head(mask: mx.array, num_kv_heads: int) -> mx.array:
 
 def score_terms(
     H: int, S: int, T: int, causal: bool, is_alibi: bool, mask: mx.array | None, scores: mx.array | None
-) -> ScoreTerms | None:
-    """A function that makes the sum of all terms for one block of queries. None: nothing but causal is needed.
+) -> Callable[[int, int, int], mx.array] | None:
+    """What is added to scores, by first query, last query + 1 and keys. None: nothing but causal is needed.
 
-    Args:
-        mask: broadcastable to (B, H, S, T), boolean (True keeps) or added.
-        scores: (B, H, S, T) float32 that are added too.
+    It is float32, broadcast to (B, H, queries, keys).
+    ``mask`` is as attention takes it; ``scores``, (B, H, S, T) float32, are added too.
     """
     if mask is None and scores is None and not is_alibi:
         return None

@@ -17,19 +17,12 @@ Run = tuple[int, int]  # first row and last row + 1 of the cache
 
 @dataclass(frozen=True, slots=True)
 class PackedSequence:
-    """One of the sequences of a call.
+    """One of the sequences of a call."""
 
-    Attributes:
-        queries: its new tokens among the N.
-        keys: all its tokens among the T.
-        runs: the rows that hold its tokens, in order; rows side by side are one run.
-        new_runs: those of them that the call writes.
-    """
-
-    queries: slice
-    keys: slice
-    runs: list[Run]
-    new_runs: list[Run]
+    queries: slice  # its new tokens among the N
+    keys: slice  # all its tokens among the T
+    runs: list[Run]  # the rows that hold its tokens, in order; rows side by side are one run
+    new_runs: list[Run]  # those of them that the call writes
 
 
 def check_sequences(

@@ -7,7 +7,6 @@ batching with cache_mode 1, cache_layout 3 and one layer. Keys and values of dif
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -112,10 +111,9 @@ def attend_rows(
     few = S <= FEW_ROWS and on_cpu
     dtype = mx.float32 if few or bias_split is not None else query.dtype  # as attention takes them
     counts = [sum(end - first for first, end in own) for own in rows.runs]
-    size = tokens_at_once(_row_bytes(arrays[0], quant_bit), S, quant_bit)
-    in_parts = None
-    if on_cpu and mask is None and rows.window is None and max(counts) > size:
-        in_parts = partial(_attend_in_parts, quant_bit=quant_bit, size=size, bias_split=bias_split, sinks=sinks)
+    sides, K, _, width = arrays[0].shape
+    row_bytes = 4 * sides * K * width * (2 if quant_bit == 4 else 1)  # as float32
+    size = tokens_at_once(row_bytes, S, quant_bit)
     form: dict[str, Any] = {"quant_bit": quant_bit, "dtype": dtype, "key_dim": D, "copy": few and quant_bit > 0}
     outputs: list[mx.array] = []
     for share in _shares(counts, size):
@@ -124,8 +122,8 @@ def attend_rows(
         joined = [run for own in rows.runs[share] for run in own]
         # Without this dependency MLX reads the tokens of every share before it uses the first.
         readable = mx.depends(arrays, outputs[-1:]) if outputs else arrays
-        if in_parts is not None and counts[share.start] > size:
-            outputs.append(in_parts(query[share], readable, rows.runs[share.start]))
+        if counts[share.start] > size and on_cpu and mask is None and rows.window is None:
+            outputs.append(_attend_in_parts(query[share], readable, joined, quant_bit, size, bias_split, sinks))
             continue
         keys, values = read_rows(readable, joined, waiting, **form)
         ends = list(accumulate(counts[share]))[:-1]
@@ -133,8 +131,14 @@ def attend_rows(
         if few and mask is None and queries_at_once(1, H, S, keys.shape[2]) == S:
             outputs.append(_attend_few_of_each(query[share], tokens, rows.window, bias_split, sinks))
             continue
-        for b, own in zip(range(R)[share], tokens, strict=True):
-            outputs.append(_attend_one(query[b : b + 1], *own, rows.window, bias_split, sinks, mask))
+        for b, (key, value, first) in zip(range(R)[share], tokens, strict=True):
+            split = bias_split and replace(bias_split, rotation=bias_split.rotation[..., first:])
+            own_mask, T = None if mask is None else mask[..., first:], key.shape[2]
+            if rows.window is not None and rows.window < T:
+                seen = window_mask(S, T, rows.window)
+                own_mask = seen if own_mask is None else both_masks(seen, own_mask)
+            alone = query[b : b + 1]
+            outputs.append(attend_tokens(alone, key, value, mask=own_mask, bias_split=split, sinks=sinks))
     if (padding := R - len(counts)) > 0:
         outputs.append(mx.zeros((padding, *outputs[0].shape[1:]), query.dtype))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
@@ -229,27 +233,6 @@ def stored_rows(array: mx.array, runs: Sequence[Run]) -> mx.array:
     return mx.view(joined, array.dtype)
 
 
-def _attend_one(
-    query: mx.array,
-    key: mx.array,
-    value: mx.array,
-    first: int,
-    window: int | None,
-    split: BiasSplit | None,
-    sinks: mx.array | None,
-    mask: mx.array | None,
-) -> mx.array:
-    """Attention (1, H, S, Dv) of a sequence whose first token here is at position ``first``."""
-    if split is not None and first:
-        split = replace(split, rotation=split.rotation[..., first:])
-    T = key.shape[2]
-    mask = None if mask is None else mask[..., first:]
-    if window is not None and window < T:
-        seen = window_mask(query.shape[2], T, window)
-        mask = seen if mask is None else both_masks(seen, mask)
-    return attend_tokens(query, key, value, mask=mask, bias_split=split, sinks=sinks)
-
-
 def _attend_few_of_each(
     query: mx.array,
     sequences: Sequence[tuple[mx.array, mx.array, int]],
@@ -257,7 +240,10 @@ def _attend_few_of_each(
     split: BiasSplit | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """:func:`_attend_one` of several sequences with a few new tokens each, on a CPU: all of them together."""
+    """Attention of sequences with a few new tokens each, on a CPU: all of them together.
+
+    Of each there are keys, values and the position of the first.
+    """
     B, H, S, D = query.shape
     tokens, places = [], []
     for key, value, first in sequences:
@@ -276,7 +262,6 @@ def _attend_in_parts(
     query: mx.array,
     arrays: Sequence[mx.array],
     runs: Sequence[Run],
-    *,
     quant_bit: int,
     size: int,
     bias_split: BiasSplit | None,
@@ -327,12 +312,6 @@ def _cut(runs: Sequence[Run], start: int, end: int) -> list[Run]:
         found += [own] if own[0] < own[1] else []
         before += last - first
     return found
-
-
-def _row_bytes(array: mx.array, quant_bit: int) -> int:
-    """Bytes of a row as float32."""
-    sides, heads, _, width = array.shape
-    return 4 * sides * heads * width * (2 if quant_bit == 4 else 1)
 
 
 def _shares(counts: list[int], most: int) -> Iterator[slice]:

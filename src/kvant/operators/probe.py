@@ -129,17 +129,11 @@ def _shape(use: KernelUse, backend: Backend, queries: int) -> tuple[int, int, in
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The result of a comparison.
+    """The result of a comparison."""
 
-    Attributes:
-        error: the output's largest, relative to 1 + the expected magnitude. NaN if either is NaN.
-        tolerance: for this dtype.
-        problem: the difference that is too large. None: there is none.
-    """
-
-    error: float
-    tolerance: float
-    problem: str | None
+    error: float  # the output's largest, relative to 1 + the expected magnitude. NaN if either is NaN
+    tolerance: float  # for this dtype
+    problem: str | None  # the difference that is too large. None: there is none
 
 
 class Trial:
@@ -177,8 +171,7 @@ class Trial:
             past_key, past_value = (normal(B, K, R, width, dtype=use.dtype) for width in (D, Dv))
             self.past = self._empty(R)
             stored = self.stores(past_key, past_value, self.past, **self.form)
-            for b in range(B):
-                self._write(self.past, [part[b] for part in stored], self._places(b, 0))
+            self._write(self.past, stored, 0)
             mx.eval(self.query, self.key, self.value, self.past, self.sinks, self.mask)
 
     def agreement(self, backend: Backend, new_tokens: int, *, sinks: bool = False) -> Agreement:
@@ -206,8 +199,7 @@ class Trial:
             arrays = [mx.array(array) for array in self.past]
             key, value = (x[:, :, :new_tokens] for x in (self.key, self.value))
             new = self.stores(key, value, arrays, **self.form, backend=backend)
-            for b in range(len(self.spans)):
-                self._write(arrays, [part[b] for part in new], self._places(b, new_tokens)[-new_tokens:])
+            self._write(arrays, new, new_tokens)
             output = self._attend(arrays, new_tokens, self.sinks if sinks else None, backend)
             mx.eval(new, output)
         mx.synchronize()  # a failure is raised here, or when it was queued
@@ -267,10 +259,12 @@ class Trial:
         rows = range(offset + S - first)
         return [self.pages[b][row // PAGE_SIZE] * PAGE_SIZE + row % PAGE_SIZE for row in rows]
 
-    def _write(self, arrays: Sequence[mx.array], parts: Sequence[mx.array], places: list[int]) -> None:
-        """Write the first tokens of parts (2, K, tokens, last) there."""
-        for array, part in zip(arrays, parts, strict=True):
-            array[:, :, mx.array(places)] = part[:, :, : len(places)]
+    def _write(self, arrays: Sequence[mx.array], parts: Sequence[mx.array], S: int) -> None:
+        """Write parts (B, 2, K, tokens, last) as the S new tokens; 0: as those before."""
+        for b in range(len(self.spans)):
+            places = self._places(b, S)[-S:]
+            for array, part in zip(arrays, parts, strict=True):
+                array[:, :, mx.array(places)] = part[b, :, :, : len(places)]
 
 
 def _number(x: mx.array) -> float:

@@ -36,16 +36,11 @@ class UnreachableError(WeightsError):
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A file as the hub describes it.
-
-    Attributes:
-        sha256: of a large file's content; None: of any other, or the hub states none.
-        git_blob: git's id of any other file's content; None: of a large one, or the hub states none.
-    """
+    """A file as the hub describes it. It states no digest of some."""
 
     bytes: int
-    sha256: str | None = None
-    git_blob: str | None = None
+    sha256: str | None = None  # of a large file's content
+    git_blob: str | None = None  # git's id of any other file's content
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +98,8 @@ def remove_partials(repository: str) -> None:
 def _checked(repository: str, revision: str | None, found: "ModelInfo") -> Listing:
     """The listing. Nothing in it is believed before it is checked: names become parts of paths."""
     commit, files = found.sha, dict[str, Listed]()
-    is_commit = isinstance(commit, str) and COMMIT.fullmatch(commit)
-    if commit is None or not is_commit or (revision and COMMIT.fullmatch(revision) and revision != commit):
+    wanted = revision if revision and COMMIT.fullmatch(revision) else commit
+    if not isinstance(commit, str) or not COMMIT.fullmatch(commit) or commit != wanted:
         asked = revision or "main"
         raise WeightsError(f"{repository}: the hub answers for commit {shown(commit)}; asked for {asked}")
     for entry in found.siblings or ():

@@ -15,15 +15,11 @@ PLACES = (Path(__file__).parent / FILE, Path(__file__).parents[3] / FILE)
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a repository. None stands for an unknown value.
-
-    Attributes:
-        sha256: of its content, 64 hexadecimal digits.
-    """
+    """A file of a repository. None stands for an unknown value."""
 
     name: str
     bytes: int | None
-    sha256: str | None
+    sha256: str | None  # of its content, 64 hexadecimal digits
 
 
 @dataclass(frozen=True, slots=True)

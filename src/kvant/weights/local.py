@@ -21,6 +21,8 @@ from kvant.weights.snapshot import (
     snapshot_folder,
 )
 
+HUB = "as the hub states"
+
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
@@ -104,21 +106,18 @@ def verify(text: str | None = None, progress: Callable[[str], None] = print) -> 
 
 def pulled() -> list[Pulled]:
     """Everything that was pulled; sizes and times are compared, nothing is hashed."""
-    found = []
-    for lock in read_locks():
-        for commit, files in lock.snapshots.items():
-            folder = snapshot_folder(lock.repository, commit)
-            found.append(
-                Pulled(
-                    references=references(lock, commit),
-                    repository=lock.repository,
-                    revision=commit,
-                    folder=folder,
-                    files=files,
-                    problem=_problem(_glance, folder, files),
-                )
-            )
-    return found
+    return [
+        Pulled(
+            references=references(lock, commit),
+            repository=lock.repository,
+            revision=commit,
+            folder=(folder := snapshot_folder(lock.repository, commit)),
+            files=files,
+            problem=_problem(_glance, folder, files),
+        )
+        for lock in read_locks()
+        for commit, files in lock.snapshots.items()
+    ]
 
 
 def removal(text: str) -> Removal:
@@ -147,19 +146,13 @@ def pinned_commit(reference: Reference, lock: Lock) -> str | None:
     return reference.commit or lock.pins.get(reference.revision or DEFAULT_BRANCH)
 
 
-def compare(folder: Path, name: str, measured: Verified, recorded: Verified | None, known: File | None) -> None:
-    """Compare a file with its record and with weights.toml."""
-    for stated, source in ((recorded, "as when it was pulled"), (known, "as weights.toml says")):
-        if stated is not None:
-            expect(folder, name, measured, stated, source)
-
-
-def expect(folder: Path, name: str, measured: Verified, stated: Verified | File | Listed, source: str) -> None:
-    """Compare a file with one source's size and digest."""
-    if stated.bytes not in (None, measured.bytes):
-        raise differs(folder, name, f"{measured.bytes} bytes", stated.bytes, source)
-    if stated.sha256 not in (None, measured.sha256):
-        raise differs(folder, name, f"sha256 {measured.sha256}", stated.sha256, source)
+def compare(folder: Path, name: str, measured: Verified, *stated: Verified | File | Listed | None) -> None:
+    """Compare a file with its record, with weights.toml and, while it is pulled, with the hub."""
+    for own, source in zip(stated, ("as when it was pulled", "as weights.toml says", HUB), strict=False):
+        if own is not None and own.bytes not in (None, measured.bytes):
+            raise differs(folder, name, f"{measured.bytes} bytes", own.bytes, source)
+        if own is not None and own.sha256 not in (None, measured.sha256):
+            raise differs(folder, name, f"sha256 {measured.sha256}", own.sha256, source)
 
 
 def differs(folder: Path, name: str, given: str, expected: object, source: str) -> WeightsError:

@@ -11,7 +11,7 @@ from kvant.files import MAX_CONFIG_BYTES, read_json
 from kvant.sizes import format_bytes
 from kvant.weights.hub import Listing, UnreachableError, download, list_files, note_branch, remove_partials
 from kvant.weights.known import File, known_files
-from kvant.weights.local import compare, differs, expect, find, pinned_commit
+from kvant.weights.local import HUB, compare, differs, find, pinned_commit
 from kvant.weights.lock import DEFAULT_BRANCH, Lock, check_writable, locked, read_lock, write_lock
 from kvant.weights.reference import Reference, parse_reference
 from kvant.weights.snapshot import Verified, git_blob_id, measure, repository_folder, snapshot_folder
@@ -157,9 +157,8 @@ def _verified(repository: str, listing: Listing, name: str, lock: Lock, folder: 
     """A file's digest, compared with weights.toml, an earlier pull, and the hub."""
     measured = measure(folder, name)
     recorded = lock.snapshots.get(listing.commit, {}).get(name)
-    compare(folder, name, measured, recorded, known_files(repository, listing.commit).get(name))
     listed = listing.files[name]
-    expect(folder, name, measured, listed, "as the hub states")
+    compare(folder, name, measured, recorded, known_files(repository, listing.commit).get(name), listed)
     if listed.git_blob is not None and (given := git_blob_id(folder, name)) != listed.git_blob:
-        raise differs(folder, name, f"git blob id {given}", listed.git_blob, "as the hub states")
+        raise differs(folder, name, f"git blob id {given}", listed.git_blob, HUB)
     return measured

@@ -34,13 +34,10 @@ def launch(
     """Run a kernel on the GPU.
 
     Args:
-        name: attend, combine or append. The head of each file describes its inputs and outputs.
-        backend: metal or cuda.
-        inputs: in the order of ``INPUTS``.
+        name: attend, combine or append. The head of each file describes its inputs, in ``INPUTS``' order, and outputs.
         template: the compile-time constants. Another value is another compilation.
         grid: threadgroups in each direction.
-        threads: threads of a threadgroup.
-        outputs: shape and dtype of each output.
+        threads: of a threadgroup.
     """
     return _kernel(name, backend)(
         inputs=list(inputs),
