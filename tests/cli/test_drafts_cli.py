@@ -132,7 +132,7 @@ def test_what_is_planned_is_reserved(small: str) -> None:
     assert session.draft_model is not None
     assert isinstance(drafts, PooledDrafts)
     assert (made.draft_weights, made.draft_cache) == (session.draft_model.nbytes, drafts.pool.nbytes)
-    assert {(layer.format.kv_bits, layer.format.kv_group_size) for layer in drafts.pool.layers} == {(4, 16)}
+    assert {(own.kv_bits, own.kv_group_size) for own in drafts.pool.formats} == {(4, 16)}
     ids = [n % 900 + 30 for n in range(190)]
     list(Run(session.model, ids, session.cache, drafts=drafts, max_tokens=12))
     assert mx.get_peak_memory() - base <= made.arrays

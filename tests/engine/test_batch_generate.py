@@ -74,7 +74,7 @@ def test_tokens_are_mlx_lms(
     # Prompts with their answers, in whole pages, and tables of the bias split.
     pages = sorted(-(-(len(p) + n) // 128) for p, n in zip(prompts, given["max_tokens"], strict=True))[-at_once:]
     layers = pocket[0].make_cache(128, kv_bits=0, bias_split=False)
-    page = sum(array.nbytes for layer in layers for array in layer.arrays)
+    page = sum(array.nbytes for layer in layers for array in layer.layer.arrays)
     assert 0 <= ours.stats.reserved_bytes - page * sum(pages) < 20_000
 
 
