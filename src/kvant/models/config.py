@@ -1,6 +1,5 @@
 """config.json as a frozen, validated dataclass."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from kvant.errors import ModelError
 from kvant.fields import flag, number, shown, size, strings, token_ids
-from kvant.files import read_json, refuse_code
+from kvant.files import read_json, read_optional, refuse_code
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.architectures.table import Architecture, ExpertSettings, Parameter
 from kvant.models.quantization import Quantization, read_quantization
@@ -63,10 +62,7 @@ class ModelConfig:
             config = cls.from_dict(raw)
         except ModelError as error:
             raise ModelError(f"{folder / str(error)}") from error
-        generation_file = folder / "generation_config.json"
-        if not os.path.lexists(generation_file):
-            return config
-        eos = token_ids(read_json(generation_file), generation_file.name)
+        eos = token_ids(read_optional(folder / "generation_config.json"), "generation_config.json")
         return replace(config, eos_token_ids=eos) if eos else config
 
     @classmethod

@@ -1,6 +1,6 @@
 """Matrices as the device likes to multiply them: dense ones transposed, quantized ones as MLX packs them.
 
-A layer's experts have a matrix for each: then every array has an axis of experts first (:mod:`kvant.models.experts`).
+A layer's experts have a matrix for each: then every array has an axis of experts first (:mod:`kvant.models.mlp`).
 """
 
 from collections.abc import Callable, Sequence
@@ -50,9 +50,9 @@ class DenseMatrix:
         if self.by_rows and rows <= FEW_ROWS:
             return few_rows_product(x, [self.weight.T], None, cpu_streams())
         if self.by_rows:
-            return _in_parallel(lambda part: x @ part.T, [self.weight.T], -1)
+            return in_parallel(lambda part: x @ part.T, [self.weight.T], -1)
         if rows > FEW_ROWS and rows * self.weight.size >= PARALLEL_PRODUCT:
-            joined = _in_parallel(lambda part: part @ self.weight, [x.reshape(rows, -1)], 0)
+            joined = in_parallel(lambda part: part @ self.weight, [x.reshape(rows, -1)], 0)
         elif 2 <= in_one < rows <= FEW_ROWS and len(self.weight) > SUMMED_COLUMNS:
             parts = mx.split(x.reshape(rows, -1), list(range(in_one, rows, in_one)))
             joined = mx.concatenate([part @ self.weight for part in parts])
@@ -102,7 +102,7 @@ class QuantizedMatrix:
             elif rows >= DEQUANTIZE_FROM_ROWS:
                 return self._project_dequantized(x)
             if elements >= PARALLEL_ELEMENTS:
-                return _in_parallel(partial(self._product, x), self.arrays, -1)
+                return in_parallel(partial(self._product, x), self.arrays, -1)
         return self._product(x, *self.arrays)
 
     def _product(self, x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array | None = None) -> mx.array:
@@ -301,7 +301,7 @@ def _side_by_side(parts: Sequence[mx.array]) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=-1)
 
 
-def _in_parallel(product: Callable[..., mx.array], arrays: Sequence[mx.array], axis: int) -> mx.array:
+def in_parallel(product: Callable[..., mx.array], arrays: Sequence[mx.array], axis: int) -> mx.array:
     """The products with shares of the arrays' rows, side by side: one from each core, MLX's streams having one each."""
     rows = len(arrays[0])
     streams = cpu_streams()[:rows]  # MLX dies of a division by zero in a product with no outputs
