@@ -42,7 +42,6 @@ def load_decoder(folder: Path, progress: Progress | None = None, adapter: Path |
     times slower. Quantized weights keep their bits; their scales and biases get the dtype of the activations.
 
     Args:
-        folder: the model folder.
         progress: called with (layers loaded, layers in all).
         adapter: the folder of a LoRA or DoRA adapter in mlx-lm's format. It is added to floating-point matrices as they
             are loaded. Quantized matrices keep their bits, and its low rank stays beside them.

@@ -65,11 +65,9 @@ class DenseMatrix:
         return mx.moveaxis(mx.take(self.weight, ids, axis=1), 0, -1)  # (in, ...) -> (..., in)
 
     def gather(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
-        """As :meth:`Linear.gather`."""
         return mx.gather_mm(x, self.weight, rhs_indices=experts, sorted_indices=in_order)
 
     def of_expert(self, number: int) -> "DenseMatrix":
-        """The matrix of one expert."""
         return DenseMatrix(self.weight[number], self.by_rows)
 
     @property
@@ -79,7 +77,6 @@ class DenseMatrix:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every array of the matrix."""
         return [self.weight]
 
 
@@ -135,7 +132,6 @@ class QuantizedMatrix:
         return self._dequantize([array[ids] for array in self.arrays], None)
 
     def gather(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
-        """As :meth:`Linear.gather`."""
         return mx.gather_qmm(
             x,
             self.weight,
@@ -148,7 +144,6 @@ class QuantizedMatrix:
         )
 
     def of_expert(self, number: int) -> "QuantizedMatrix":
-        """The matrix of one expert."""
         return QuantizedMatrix(self.quantization, *(array[number] for array in self.arrays))
 
     def _dequantize(self, packed: Sequence[mx.array], dtype: mx.Dtype | None) -> mx.array:
@@ -158,12 +153,10 @@ class QuantizedMatrix:
 
     @property
     def num_rows(self) -> int:
-        """Outputs."""
         return self.weight.shape[-2]
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every array of the matrix."""
         return [self.weight, self.scales, *([] if self.biases is None else [self.biases])]
 
 
@@ -189,22 +182,18 @@ class AdaptedMatrix:
         return self.base.rows(ids) + up @ self.down.T
 
     def gather(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
-        """As :meth:`Linear.gather`."""
         low = DenseMatrix(self.down).gather(x, experts, in_order)
         return self.base.gather(x, experts, in_order) + DenseMatrix(self.up).gather(low, experts, in_order)
 
     def of_expert(self, number: int) -> "AdaptedMatrix":
-        """The matrix of one expert."""
         return AdaptedMatrix(self.base.of_expert(number), self.down[number], self.up[number])
 
     @property
     def num_rows(self) -> int:
-        """Outputs."""
         return self.base.num_rows
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every array of the matrix."""
         return [*self.base.arrays, self.down, self.up]
 
 
@@ -241,7 +230,6 @@ class Linear:
 
     @property
     def num_rows(self) -> int:
-        """Outputs."""
         return sum(matrix.num_rows for matrix in self.matrices)
 
     def rows(self, first: int, last: int) -> mx.array:
@@ -256,7 +244,6 @@ class Linear:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every array of the projection."""
         return [*(a for matrix in self.matrices for a in matrix.arrays), *([] if self.bias is None else [self.bias])]
 
 

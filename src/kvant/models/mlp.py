@@ -31,7 +31,6 @@ class MLP:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every array of the MLP."""
         return [*self.gate_up_proj.arrays, *self.down_proj.arrays]
 
 
@@ -127,7 +126,6 @@ class Experts:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every array of the router and the experts."""
         return [*self.router.arrays, *self._stacked]
 
     @property

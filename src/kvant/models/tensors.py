@@ -25,15 +25,10 @@ Identity = tuple[int, int, int, int]  # of a file: device, inode, bytes, time of
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a tensor: some ranges along one axis, one after the other, and all of the other axes.
-
-    Attributes:
-        axis: from 0.
-        ranges: (first, last) of each: ascending, none empty, all in the tensor.
-    """
+    """A part of a tensor: some ranges along one axis, one after the other, and all of the other axes."""
 
     axis: int
-    ranges: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[int, int], ...]  # (first, last) of each: ascending, none empty, all in the tensor
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """The part's shape, of a tensor of this shape."""

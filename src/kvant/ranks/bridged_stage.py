@@ -43,9 +43,7 @@ def load_bridged_stage(
     """Load a rank's layers of a bridged model; rank 0 has the embedding, the final norm and the head too.
 
     Args:
-        folder: the model folder.
-        ranks: this process among the others. Each of them calls this with its own layers.
-        layers: the numbers of this rank's layers, at least one. They follow those of the rank before.
+        layers: their numbers. They follow those of the rank before.
         progress: called with (layers loaded, this rank's layers).
     """
     check_process()
@@ -115,12 +113,10 @@ class BridgedStageModel(BridgedModel):
 
     @property
     def nbytes_read(self) -> int:
-        """Bytes of the weights that a step of one token reads on this rank."""
         return bytes_read(self.module, self.config.experts_used, self.held)
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every weight array that this rank holds."""
         return [array for name, array in parameters(self.module).items() if name in self.held]
 
     def _checked(self, cache: Any) -> BridgedCache:

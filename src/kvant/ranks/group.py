@@ -10,7 +10,7 @@ from kvant.errors import RanksError, one_line
 
 @dataclass(slots=True)
 class Traffic:
-    """What a rank has sent or summed since it began.
+    """What a rank has sent or summed in a step.
 
     Attributes:
         sums: collectives that add or gather.
@@ -22,10 +22,6 @@ class Traffic:
     messages: int = 0
     bytes: int = 0
 
-    def since(self, before: "Traffic") -> "Traffic":
-        """Subtract what was counted before."""
-        return Traffic(self.sums - before.sums, self.messages - before.messages, self.bytes - before.bytes)
-
 
 @dataclass(slots=True)
 class Ranks:
@@ -36,7 +32,7 @@ class Ranks:
 
     Attributes:
         group: MLX's.
-        traffic: counted when a step is built.
+        traffic: counted when a step is built, from the moment on that it was set to nothing.
     """
 
     group: mx.distributed.Group
@@ -44,12 +40,10 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """Of this process, from 0."""
         return self.group.rank()
 
     @property
     def size(self) -> int:
-        """Processes in all."""
         return self.group.size()
 
     def all_sum(self, x: mx.array) -> mx.array:
@@ -85,11 +79,7 @@ class Ranks:
 
 
 def connect(backend: str) -> Ranks:
-    """Join MLX's group, which waits for all ranks.
-
-    Args:
-        backend: "ring", "jaccl", "nccl" or "mpi".
-    """
+    """Join MLX's group, which waits for all ranks."""
     try:
         return Ranks(mx.distributed.init(strict=True, backend=backend))
     except (RuntimeError, ValueError) as error:
