@@ -19,22 +19,9 @@ _EXPERTS = {"num_experts": True, "num_local_experts": True, "num_experts_per_tok
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder's config.json. Sizes count elements.
+    """A decoder's config.json. Sizes count elements."""
 
-    Attributes:
-        architecture: its table of parameters, and the defaults of this config.
-        max_position_embeddings: the context limit in tokens; None: config.json has none, and a cache's reservation is
-            the only one.
-        tie_word_embeddings: None: not said; then the head is tied if no lm_head is stored.
-        biases: the flags of parameters, such as ``attention_bias``, that are on.
-        rotates: whether each layer turns its queries and keys to their positions.
-        windows: of each layer, the last tokens that a query sees, its own included; None: it sees all.
-        quantization: of every matrix; None: floating point.
-        quantization_overrides: module path -> its own quantization, or None if it was left in floating point.
-        experts: of its layers; None: the model is dense.
-    """
-
-    architecture: Architecture
+    architecture: Architecture  # its table of parameters, and the defaults of this config
     hidden_size: int
     num_hidden_layers: int
     intermediate_size: int
@@ -42,17 +29,18 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     vocab_size: int
-    max_position_embeddings: int | None
+    max_position_embeddings: int | None  # the context limit in tokens; None: a cache's reservation is the only one
     rms_norm_eps: float
     rope: Rope
-    tie_word_embeddings: bool | None
-    biases: frozenset[str]
-    rotates: tuple[bool, ...]
-    windows: tuple[int | None, ...]
+    tie_word_embeddings: bool | None  # None: not said; then the head is tied if no lm_head is stored
+    biases: frozenset[str]  # the flags of parameters, such as "attention_bias", that are on
+    rotates: tuple[bool, ...]  # whether each layer turns its queries and keys to their positions
+    windows: tuple[int | None, ...]  # of each layer, the last tokens that a query sees, its own included; None: all
     eos_token_ids: tuple[int, ...] = ()
-    quantization: Quantization | None = None
+    quantization: Quantization | None = None  # of every matrix; None: floating point
+    # module path -> its own quantization, or None if it was left in floating point
     quantization_overrides: Mapping[str, Quantization | None] = field(default_factory=dict)
-    experts: ExpertSettings | None = None
+    experts: ExpertSettings | None = None  # of its layers; None: the model is dense
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
@@ -114,7 +102,6 @@ class ModelConfig:
 
     @property
     def model_type(self) -> str:
-        """The architecture's name in config.json."""
         return self.architecture.model_type
 
     @property

@@ -42,25 +42,17 @@ Caches = Iterable[AttentionCache | None]  # what each layer attends through
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Grouped-query attention with rotary positions, through a cache.
-
-    Attributes:
-        head_norm: (H + K, 1, D) weights of an RMSNorm of each query and key head by itself.
-        projection_norms: (H D,) and (K D,) weights of an RMSNorm of a token's queries together, and of its keys.
-        rotates: queries and keys turn to their positions.
-        window: the last tokens that a query sees, its own included; None: it sees all.
-        is_balanced: the norms are :func:`kvant.models.key_norms.balance_norms`'.
-    """
+    """Grouped-query attention with rotary positions, through a cache."""
 
     config: ModelConfig
     qkv_proj: Linear
     qkv_bias: ProjectionBias | None
-    head_norm: mx.array | None
-    projection_norms: Pair | None
+    head_norm: mx.array | None  # (H + K, 1, D) weights of an RMSNorm of each query and key head by itself
+    projection_norms: Pair | None  # (H D,) and (K D,), of an RMSNorm of a token's queries together, and of its keys
     o_proj: Linear
-    rotates: bool
-    window: int | None
-    is_balanced: bool
+    rotates: bool  # queries and keys turn to their positions
+    window: int | None  # the last tokens that a query sees, its own included; None: it sees all
+    is_balanced: bool  # the norms are :func:`kvant.models.key_norms.balance_norms`'
 
     def __call__(self, x: mx.array, rotate: Rotate, cache: AttentionCache | None) -> mx.array:
         """(B, S, hidden) -> (B, S, hidden); ``rotate`` turns heads to their positions."""

@@ -41,20 +41,13 @@ def gated(gate_up: mx.array) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a layer and their router.
+    """The experts of a layer and their router."""
 
-    Attributes:
-        router: (hidden) -> (E).
-        gate_up_proj, down_proj: of every expert; their arrays have an axis of experts first.
-        per_token: k.
-        normalized: a token's shares of its experts add up to 1.
-    """
-
-    router: Linear
-    gate_up_proj: Linear
+    router: Linear  # (hidden) -> (E)
+    gate_up_proj: Linear  # of every expert, as the next: arrays have an axis of experts first
     down_proj: Linear
-    per_token: int
-    normalized: bool
+    per_token: int  # k
+    normalized: bool  # a token's shares of its experts add up to 1
 
     def __call__(self, x: mx.array) -> mx.array:
         """(B, S, hidden) -> (B, S, hidden)."""

@@ -10,17 +10,11 @@ from kvant.errors import RanksError, one_line
 
 @dataclass(slots=True)
 class Traffic:
-    """What a rank has sent or summed in a step.
+    """What a rank has sent or summed in a step."""
 
-    Attributes:
-        sums: collectives that add or gather.
-        messages: arrays sent to, or received from, one other rank.
-        bytes: of the arrays in both.
-    """
-
-    sums: int = 0
-    messages: int = 0
-    bytes: int = 0
+    sums: int = 0  # collectives that add or gather
+    messages: int = 0  # arrays sent to, or received from, one other rank
+    bytes: int = 0  # of the arrays in both
 
 
 @dataclass(slots=True)
@@ -29,14 +23,10 @@ class Ranks:
 
     MLX matches collectives by their order alone: every rank calls the same ones, and evaluates each step before the
     next one begins.
-
-    Attributes:
-        group: MLX's.
-        traffic: counted when a step is built, from the moment on that it was set to nothing.
     """
 
     group: mx.distributed.Group
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: Traffic = field(default_factory=Traffic)  # counted when a step is built, since it was set to nothing
 
     @property
     def rank(self) -> int:

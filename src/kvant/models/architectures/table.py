@@ -64,21 +64,13 @@ def sliding(window: int, types: Sequence[str]) -> tuple[int | None, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSettings:
-    """The experts of a model: MLPs of which each token takes a few.
+    """The experts of a model: MLPs of which each token takes a few."""
 
-    Attributes:
-        count: of the experts in a layer.
-        per_token: the experts that a token takes.
-        inner_size: of one expert's MLP.
-        normalized: a token's shares of its experts add up to 1; otherwise they are parts of a softmax over all.
-        layers: whether each layer has experts. The others have one MLP.
-    """
-
-    count: int
+    count: int  # in a layer
     per_token: int
-    inner_size: int
-    normalized: bool
-    layers: tuple[bool, ...]
+    inner_size: int  # of one expert's MLP
+    normalized: bool  # a token's shares of its experts add up to 1; otherwise they are parts of a softmax over all
+    layers: tuple[bool, ...]  # whether each layer has experts; the others have one MLP
 
     def as_config(self) -> dict[str, Any]:
         """The keys of config.json that say so, each of which mlx-lm asks for."""
