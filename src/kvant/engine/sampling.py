@@ -16,15 +16,7 @@ from kvant.text.tokenizer import Tokenizer
 
 XTC_THRESHOLD, CONTEXT_SIZE = 0.1, 20  # mlx-lm's defaults
 MIN_TEMP = 1e-3  # logits divided by less leave float32
-
 FILE = "generation_config.json"
-KEYS = {  # in the file, and of SamplingOptions
-    "temperature": "temp",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "top_k": "top_k",
-    "repetition_penalty": "repetition_penalty",
-}
 
 Range = tuple[str, Callable[[Any], bool]]  # in words, and as a test
 
@@ -251,7 +243,8 @@ def read_model_sampling(folder: Path, given: Collection[str] = (), vocab_size: i
     if do_sample is not None and not isinstance(do_sample, bool):
         raise ModelError(f"{path}: do_sample is {shown(do_sample)}; expected true or false")
     found: dict[str, float] = {}
-    for key, name in KEYS.items():
+    for name in NEUTRAL:
+        key = "temperature" if name == "temp" else name
         value = raw.get(key)
         if value is None or name in given:
             continue

@@ -65,10 +65,9 @@ def load_part(
     Args:
         share: of :func:`kvant.models.share.shares`; None: all of each layer.
         layers: numbers of the rank's layers; None: all.
-        embedding: it embeds tokens.
-        head: it has the output head and the norm before it.
+        embedding, head: it embeds tokens; it has the output head and the norm before it.
         all_sum: the sum of an array over all ranks. Every rank calls it as often, and only if there is an adapter.
-        progress, adapter: as there; progress counts the rank's layers.
+        progress: counts the rank's layers.
     """
     check_process()
     config, tensors = check_folder(folder, whole=False)

@@ -178,8 +178,7 @@ class AdaptedMatrix:
 
     def rows(self, ids: mx.array) -> mx.array:
         """Rows of the sum, as an embedding reads them: (...) -> (..., in)."""
-        up = mx.moveaxis(mx.take(self.up, ids, axis=1), 0, -1)  # (R, ...) -> (..., R)
-        return self.base.rows(ids) + up @ self.down.T
+        return self.base.rows(ids) + DenseMatrix(self.up).rows(ids) @ self.down.T  # (..., R) @ (R, in)
 
     def gather(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
         low = DenseMatrix(self.down).gather(x, experts, in_order)
