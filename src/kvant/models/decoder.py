@@ -104,9 +104,14 @@ class Block:
 
     def __call__(self, x: mx.array, rotate: Rotate, cache: AttentionCache | None) -> mx.array:
         """(B, S, hidden) -> (B, S, hidden)."""
-        attended = self.self_attn(self._norm(x, "before_attention"), rotate, cache)
+        attended = self._summed(self.self_attn(self._norm(x, "before_attention"), rotate, cache))
         x = x + self._norm(attended, "after_attention")
-        return x + self._norm(self.mlp(self._norm(x, "before_mlp")), "after_mlp")
+        fed = self._summed(self.mlp(self._norm(x, "before_mlp")))
+        return x + self._norm(fed, "after_mlp")
+
+    def _summed(self, part: mx.array) -> mx.array:
+        """What is added to the stream, of attention or MLP; a rank's part of a layer gives an addend of it."""
+        return part
 
     def _norm(self, x: mx.array, role: str) -> mx.array:
         weight = self.norms.get(role)

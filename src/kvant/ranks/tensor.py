@@ -14,13 +14,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.cache import AttentionCache
 from kvant.models.bias import ProjectionBias, split_pairs
 from kvant.models.checkpoint import Progress, load_part
 from kvant.models.config import ModelConfig
 from kvant.models.decoder import Attention, Block, Decoder, DecoderParts, Pair
 from kvant.models.share import Share, shares
-from kvant.operators.rotary import Rotate
 from kvant.ranks.group import Ranks
 
 
@@ -46,16 +44,12 @@ class TensorAttention(Attention):
 
 @dataclass(frozen=True, slots=True)
 class TensorBlock(Block):
-    """A rank's part of a layer, with the sums."""
+    """A rank's part of a layer. The stream is the same on every rank."""
 
     ranks: Ranks
 
-    def __call__(self, x: mx.array, rotate: Rotate, cache: AttentionCache | None) -> mx.array:
-        """(B, S, hidden) -> (B, S, hidden), the same on every rank."""
-        attended = self.ranks.all_sum(self.self_attn(self._norm(x, "before_attention"), rotate, cache))
-        x = x + self._norm(attended, "after_attention")
-        fed = self.ranks.all_sum(self.mlp(self._norm(x, "before_mlp")))
-        return x + self._norm(fed, "after_mlp")
+    def _summed(self, part: mx.array) -> mx.array:
+        return self.ranks.all_sum(part)
 
 
 class TensorDecoder(Decoder):
