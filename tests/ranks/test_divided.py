@@ -45,10 +45,10 @@ Change = Callable[[dict[str, mx.array]], dict[str, mx.array]]
 SCRIPT = """
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from kvant.ranks.group import Ranks, connect
+from kvant.ranks.group import Ranks, Traffic, connect
 from kvant.models import checkpoint
 from kvant.ranks.stage import load_stage
 from kvant.ranks.tensor import load_tensor
@@ -71,9 +71,9 @@ for case in json.loads(sys.argv[2]):
         model = load_tensor(folder, group, adapter=folder / "adapter" if case["adapter"] else None)
     found = every_run(model, case["bits"], case["pools"], folder / "tuned.json" if case["fronts"] else None)
     cache = model.make_cache(8, kv_bits=0)
-    before = replace(ranks.traffic)
+    ranks.traffic = Traffic()
     mx.eval(model.next_logits(mx.array([[3]]), cache))
-    said = {**asdict(ranks.traffic.since(before)), "nbytes": model.nbytes}
+    said = {**asdict(ranks.traffic), "nbytes": model.nbytes}
     biases = [layer.self_attn.qkv_bias for layer in model.layers]
     said["pairs"] = [bias and bias.pairs for bias in biases]
     said["cache"] = sum(a.nbytes for layer in cache for a in layer.layer.arrays)

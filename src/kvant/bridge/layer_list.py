@@ -37,7 +37,7 @@ class LayerList:
 
 
 def list_layers(model: Module, model_type: str) -> LayerList:
-    """The layers of a model whose weights were not put in yet."""
+    """The layers of a model whose weights were not computed yet."""
     refused = f"config.json: {model_type} cannot be dealt to several machines by layers"
     layers = getattr(model, "layers", None)
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, Module) for layer in layers):

@@ -29,13 +29,10 @@ class DraftChoice:
     arXiv:2411.04975); a model drafts as many as it was asked for. Gains and losses are counted in the time of a plain
     step. Once drafts cost two of these, a match has to be twice as long; a model drafts no more. After 128 steps times
     the length of that match the shorter one is tried again. So drafts are never slower for long.
-
-    Attributes:
-        counts: of all answers.
     """
 
     def __init__(self) -> None:
-        self.counts = DraftCounts()
+        self.counts = DraftCounts()  # of all answers
         self._level, self._balance, self._steps = START, 0.0, 0
         # Seconds of steps: of one token begun while the one before ran, of one token not so begun, with drafts.
         self._plain, self._alone, self._drafted = (deque[float](maxlen=SAMPLES) for _ in range(3))
@@ -90,11 +87,7 @@ def _quartile(times: Collection[float]) -> float:
 
 
 class BatchDrafter:
-    """Begins steps with drafts where they pay, and reads what came of them.
-
-    Attributes:
-        counts: what drafts did. A step counts once for every answer.
-    """
+    """Begins steps with drafts where they pay, and reads what came of them."""
 
     def __init__(self, decoder: BatchDecoder, pool: Pool | ModelCache, vocab_size: int) -> None:
         self._decoder, self._pool, self._vocab_size = decoder, pool, vocab_size

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
 
 import mlx.core as mx
 
@@ -137,9 +136,7 @@ class BatchEngine:
     def __enter__(self) -> "BatchEngine":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close(drain=False)
 
     def _run(self) -> None:

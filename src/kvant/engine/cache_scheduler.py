@@ -22,9 +22,6 @@ class CacheScheduler(Scheduler):
     that cannot go back, because a window or a state has moved on, is emptied instead.
 
     A cache serves one request at a time: once it was used otherwise, a step is a RuntimeError.
-
-    Attributes:
-        cache: of the conversation.
     """
 
     def __init__(

@@ -308,14 +308,10 @@ class Conversation:
         """Record a turn with its answer."""
         has_end = tokens[-1] in self._tokenizer.eos_token_ids
         self._known.answered(prompt.text, prompt.ids, tokens[:-1] if has_end else tokens)
-        said: Message = {"role": "assistant", "content": answer}
         splitter = Thinking.of(self._tokenizer, prompt.text)
-        if splitter is not None:
-            thought, content = splitter.split(answer)
-            said = {"role": "assistant", "content": content}
-            if thought:
-                said = {**said, "reasoning_content": thought}
-        self.messages = [*prompt.messages, said]
+        thought, content = ("", answer) if splitter is None else splitter.split(answer)
+        reasoning = {"reasoning_content": thought} if thought else {}
+        self.messages = [*prompt.messages, {"role": "assistant", "content": content, **reasoning}]
 
     def _end_turn(self) -> None:
         """Record the turn that was left suspended, if any."""

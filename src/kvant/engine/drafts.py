@@ -40,17 +40,11 @@ class DraftCounts:
 
 
 class Drafter:
-    """What an answer drafts with.
+    """What an answer drafts with."""
 
-    Attributes:
-        is_free: a proposal takes next to no time.
-        match: tokens that the next proposal rests on; a model's drafter: 0.
-        ended: why it proposes nothing any more; None: it may.
-    """
-
-    is_free: bool = True
-    match: int = 0
-    ended: str | None = None
+    is_free: bool = True  # a proposal takes next to no time
+    match: int = 0  # tokens that the next proposal rests on; a model's drafter: 0
+    ended: str | None = None  # why it proposes nothing any more; None: it may
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take tokens of the sequence that are sure: first the prompt's, then the answer's."""
@@ -138,15 +132,10 @@ class SuffixDrafter(Drafter):
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Where drafts come from: what the sequence holds so far.
+    """Where drafts come from: what the sequence holds so far."""
 
-    Attributes:
-        asked: the argument that asks for them, and its value in words; for a refusal.
-        side_by_side: whether answers can draft; else :meth:`beside` makes what can.
-    """
-
-    asked: ClassVar[tuple[str, str]] = "draft", "is 'prompt'"
-    side_by_side: ClassVar[bool] = True
+    asked: ClassVar[tuple[str, str]] = "draft", "is 'prompt'"  # by which argument, and its value; for a refusal
+    side_by_side: ClassVar[bool] = True  # answers can draft; else :meth:`beside` makes what can
 
     @property
     def most(self) -> int:

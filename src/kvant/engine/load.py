@@ -151,8 +151,6 @@ def load_folder(
     """Load from a folder, the tokenizer beside the weights.
 
     Args:
-        progress: as in :func:`load_model`.
-        adapter_path: as in :func:`load`.
         process: for the tokenizer, where one was started already.
         load_weights: in place of :func:`load_model`.
     """
@@ -172,10 +170,7 @@ def load_folder(
 def load_model(folder: Path, progress: Progress | None = None, adapter: Path | None = None) -> LanguageModel:
     """Load a folder's model: by kvant's decoder where that has the architecture, else by mlx-lm's class.
 
-    Args:
-        folder: the model folder.
-        progress: called with (layers loaded, layers in all).
-        adapter: the folder of a LoRA or DoRA adapter; a bridged model takes none.
+    Arguments are those of :func:`kvant.models.load_decoder`. A bridged model takes no adapter.
     """
     if not is_bridged_folder(folder):
         return load_decoder(folder, progress, adapter)

@@ -43,7 +43,6 @@ class ModelDrafts(Drafts):
 
     @property
     def most(self) -> int:
-        """Tokens that are drafted a step, at most."""
         return self.num_draft_tokens or DEFAULT_DRAFT_TOKENS
 
     def beside(self, pool: Pool | ModelCache) -> "PooledDrafts":
@@ -96,13 +95,12 @@ class PooledDrafts(ModelDrafts):
         return self
 
     def describe(self) -> str:
-        """The reservation of :attr:`pool` in a line."""
+        """The reservation in a line."""
         pool = self.pool
         tokens = pool.max_seq_len if isinstance(pool, ModelCache) else pool.num_pages * pool.page_size
         return f"{tokens} tokens reserved, {format_bytes(pool.nbytes)}"
 
     def for_answer(self, salt: bytes, tokens: int) -> "ModelDrafter":
-        """A drafter for an answer, of so many tokens at most, to a request of this salt. It must be released."""
         made = ModelDrafter(self, salt, min(tokens, self.pool.max_seq_len))
         self.drafters.append(made)
         return made
@@ -170,11 +168,6 @@ class ModelDrafter(Drafter):
 
     Nothing is computed, and no page taken, before a draft is asked for. What was drafted and is not in the text is
     taken back.
-
-    Attributes:
-        drafts: that it is of.
-        tokens: of its answer.
-        held: of these, the first that its sequence has.
     """
 
     is_free = False
@@ -182,8 +175,8 @@ class ModelDrafter(Drafter):
     def __init__(self, drafts: PooledDrafts, salt: bytes, reserved: int) -> None:
         """``salt``: prompts are shared with sequences of the same one. ``reserved``: tokens that it can have."""
         self.drafts, self._salt, self._reserved = drafts, salt, reserved
-        self.tokens: list[int] = []
-        self.held = 0
+        self.tokens: list[int] = []  # of its answer
+        self.held = 0  # of these, the first that its sequence has
         self._drafted: Sequence[int] = ()  # what its sequence has behind them
         self._sequence: PoolSequence | None = None
 
@@ -261,14 +254,7 @@ def asked_drafts(
     model: LanguageModel,
     tokenizer: Tokenizer,
 ) -> Drafts | None:
-    """What a request asks for; None: no drafts.
-
-    Args:
-        draft: "prompt" or "none"; or drafts that were made before.
-        draft_model: another model; None: none drafts.
-        num_draft_tokens: that it drafts a step; None: 3.
-        model, tokenizer: that it drafts for.
-    """
+    """What a request of this model asks for, by its arguments or by ``draft`` as made before; None: no drafts."""
     if isinstance(draft, Drafts):
         return draft
     found = drafts_of(draft)

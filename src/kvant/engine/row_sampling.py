@@ -94,11 +94,7 @@ def pick_rows(logits: mx.array, rows: Sequence[Row]) -> Sampled:
 
 
 def read_tokens(logits: mx.array, tokens: Sequence[int], top: int) -> list[Picked]:
-    """Tokens that follow one another in a text, each with its log-probability by the logits (T, vocab) before it.
-
-    Args:
-        top: as many of the most probable tokens at each place.
-    """
+    """Tokens of a text, each with its log-probability and the ``top`` most probable ones by its logits (T, vocab)."""
     logits = logits[: len(tokens)].astype(mx.float32)
     logprobs = logits - logsumexp(logits)
     ids = mx.array(list(tokens))

@@ -16,15 +16,7 @@ from kvant.text.tokenizer import Tokenizer
 
 XTC_THRESHOLD, CONTEXT_SIZE = 0.1, 20  # mlx-lm's defaults
 MIN_TEMP = 1e-3  # logits divided by less leave float32
-
 FILE = "generation_config.json"
-KEYS = {  # in the file, and of SamplingOptions
-    "temperature": "temp",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "top_k": "top_k",
-    "repetition_penalty": "repetition_penalty",
-}
 
 Range = tuple[str, Callable[[Any], bool]]  # in words, and as a test
 
@@ -125,10 +117,8 @@ class SamplingOptions:
         """What is in force: these options and, where one was not given, the model's, else the neutral value.
 
         Without a temperature, an option of sampling such as a top-p or a seed asks for one: the model's, or 1 where
-        the model has none or 0. At temperature 0 the model's options of sampling count for nothing.
-
-        Args:
-            of_the_model: options by name, of :func:`read_model_sampling`.
+        the model has none or 0. At temperature 0 the model's options of sampling count for nothing. The model's are
+        those of :func:`read_model_sampling`.
         """
         model = of_the_model or {}
         temp = model.get("temp", 0.0) if self.temp is None else self.temp
@@ -143,9 +133,7 @@ class SamplingOptions:
     def build(self, vocab_size: int, special_tokens: Sequence[int] = ()) -> tuple[Sampler, list[LogitsProcessor]]:
         """The sampler and processors for these options, which are :meth:`filled`.
 
-        Args:
-            vocab_size: the model's.
-            special_tokens: token ids that XTC never leaves out; those the model does not have need no care.
+        ``special_tokens``: ids that XTC never leaves out; those the model does not have need no care.
         """
         assert self.temp is not None and self.top_p is not None and self.min_p is not None  # noqa: PT018
         assert self.top_k is not None
@@ -246,7 +234,6 @@ def read_model_sampling(folder: Path, given: Collection[str] = (), vocab_size: i
     temperature is 1, as in transformers. A file without either, and without a temperature, asks for no sampling.
 
     Args:
-        folder: the model folder.
         given: names that the user gives a value. The file's is not looked at.
         vocab_size: of the model, where it is known. A top-k of so many tokens leaves nothing out, and becomes 0.
     """
@@ -256,7 +243,8 @@ def read_model_sampling(folder: Path, given: Collection[str] = (), vocab_size: i
     if do_sample is not None and not isinstance(do_sample, bool):
         raise ModelError(f"{path}: do_sample is {shown(do_sample)}; expected true or false")
     found: dict[str, float] = {}
-    for key, name in KEYS.items():
+    for name in NEUTRAL:
+        key = "temperature" if name == "temp" else name
         value = raw.get(key)
         if value is None or name in given:
             continue

@@ -135,10 +135,7 @@ def responses(
     """Answer requests, as many at once as the scheduler has room for. The next one is submitted when none waits.
 
     The first is submitted now, so that what is refused is refused now. A stream that is left before its end, or fails,
-    leaves nothing under way.
-
-    Args:
-        started: the ``time.perf_counter()`` of the call; None: now.
+    leaves nothing under way. ``started``: the ``time.perf_counter()`` of the call; None: now.
     """
     began = time.perf_counter() if started is None else started
     pending = deque(enumerate(wanted))

@@ -322,13 +322,10 @@ def check_request(
 
 
 def _places(ids: Sequence[int], stop_tokens: Collection[int], checkpoints: int, unit: int) -> list[int]:
-    """The places of a prompt that later ones are likely to go on from.
+    """The places of a prompt, each a multiple of ``unit``, that later ones are likely to go on from.
 
     The end of its first turn, in which system prompt and tools are, and of its last two: an answer before may be
     written in another way the next time. And some between, for a quarter of the checkpoints.
-
-    Args:
-        unit: each is a multiple of it.
     """
     if not checkpoints:
         return []

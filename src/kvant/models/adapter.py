@@ -25,18 +25,12 @@ class LowRank:
     """An adapter's part of an (out, in) matrix: it adds ``(down @ up)^T``, and may then give each row another norm.
 
     If a layer has a matrix for each expert, arrays have an axis of experts first; LoRA alone has such.
-
-    Attributes:
-        down: (in, r) float32.
-        up: (r, out) float32, times the adapter's scale.
-        magnitude: (out,) float32, DoRA's norm of each row; None: LoRA, rows stay as they are.
-        sums_squares: other ranks have other inputs of the same rows.
     """
 
-    down: mx.array
-    up: mx.array
-    magnitude: mx.array | None
-    sums_squares: bool = False
+    down: mx.array  # (in, r) float32
+    up: mx.array  # (r, out) float32, times the adapter's scale
+    magnitude: mx.array | None  # (out,) float32, DoRA's norm of each row; None: LoRA, rows stay as they are
+    sums_squares: bool  # other ranks have other inputs of the same rows
 
 
 class Adapter:
@@ -46,13 +40,7 @@ class Adapter:
     """
 
     def __init__(self, folder: Path, config: ModelConfig, wanted: Wanted) -> None:
-        """Read ``adapter_config.json`` and ``adapters.safetensors``.
-
-        Args:
-            folder: as ``mlx_lm.lora`` writes it.
-            config: of the whole model the adapter is for.
-            wanted: what is loaded of it.
-        """
+        """``folder``: as ``mlx_lm.lora`` writes it. ``config``: of the whole model, of which ``wanted`` is loaded."""
         settings = _read_settings(folder, config.hidden_size, len(matrices(config)))
         tensors = TensorFiles(folder, [tensors_file(folder)])
         self._all_sum = wanted.all_sum

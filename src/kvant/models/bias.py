@@ -17,21 +17,14 @@ SPLIT_FROM = 3.0
 
 @dataclass(frozen=True, slots=True)
 class ProjectionBias:
-    """The bias of a layer's q, k and v, and how it divides when a cache stores keys and values without theirs.
+    """The bias of a layer's q, k and v, and how it divides when a cache stores keys and values without theirs."""
 
-    Attributes:
-        whole: (H D + 2 K D,), for caches that keep keys and values as they are.
-        stored: the same without the values' part and without the keys' part at ``pairs``.
-        pairs: the rotary pairs whose key bias stays out of the cache: those where it outweighs the keys without it.
-    """
-
-    whole: mx.array
-    stored: mx.array
-    pairs: tuple[int, ...]
+    whole: mx.array  # (H D + 2 K D,), for caches that keep keys and values as they are
+    stored: mx.array  # the same without the values' part and without the keys' part at ``pairs``
+    pairs: tuple[int, ...]  # rotary pairs whose key bias stays out of the cache: it outweighs the keys without it
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Both biases."""
         return [self.whole, self.stored]
 
     def split(self, config: ModelConfig, max_seq_len: int) -> BiasSplit:
@@ -51,12 +44,7 @@ def divide_bias(config: ModelConfig, qkv_proj: Linear, bias: mx.array, norm: mx.
     """Divide a layer's bias: all of the values' is split off, and the keys' if it outweighs the keys without it.
 
     After RMSNorm the input of the projection has unit mean square. So the spread of an output is about the length of
-    its row of weights, each times the RMSNorm's weight.
-
-    Args:
-        qkv_proj: (hidden) -> (H D + 2 K D).
-        bias: (H D + 2 K D,).
-        norm: (hidden,) weight of the RMSNorm before the projection.
+    its row of weights, each times the RMSNorm's weight: ``norm``, (hidden,).
     """
     H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     keys = slice(H * D, (H + K) * D)

@@ -83,11 +83,10 @@ def pool_format(
     """How a layer of a pool stores tokens. A window that no sequence outgrows is none.
 
     Args:
+        dtype: of keys and values at 0 bits.
+        pairs: the rotary pairs of its bias split; None: there is none.
         layer: its number in the whole model.
         balanced: its norms of queries and keys are :func:`kvant.models.key_norms.balance_norms`'.
-        dtype: of keys and values at 0 bits.
-        window: of the layer.
-        pairs: the rotary pairs of its bias split; None: there is none.
     """
     options.check_head(config.head_dim)
     choice = options.layer(layer)

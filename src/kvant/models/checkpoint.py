@@ -42,7 +42,6 @@ def load_decoder(folder: Path, progress: Progress | None = None, adapter: Path |
     times slower. Quantized weights keep their bits; their scales and biases get the dtype of the activations.
 
     Args:
-        folder: the model folder.
         progress: called with (layers loaded, layers in all).
         adapter: the folder of a LoRA or DoRA adapter in mlx-lm's format. It is added to floating-point matrices as they
             are loaded. Quantized matrices keep their bits, and its low rank stays beside them.
@@ -66,10 +65,9 @@ def load_part(
     Args:
         share: of :func:`kvant.models.share.shares`; None: all of each layer.
         layers: numbers of the rank's layers; None: all.
-        embedding: it embeds tokens.
-        head: it has the output head and the norm before it.
+        embedding, head: it embeds tokens; it has the output head and the norm before it.
         all_sum: the sum of an array over all ranks. Every rank calls it as often, and only if there is an adapter.
-        progress, adapter: as there; progress counts the rank's layers.
+        progress: counts the rank's layers.
     """
     check_process()
     config, tensors = check_folder(folder, whole=False)

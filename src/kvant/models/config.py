@@ -1,6 +1,5 @@
 """config.json as a frozen, validated dataclass."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from kvant.errors import ModelError
 from kvant.fields import flag, number, shown, size, strings, token_ids
-from kvant.files import read_json, refuse_code
+from kvant.files import read_json, read_optional, refuse_code
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.architectures.table import Architecture, ExpertSettings, Parameter
 from kvant.models.quantization import Quantization, read_quantization
@@ -20,22 +19,9 @@ _EXPERTS = {"num_experts": True, "num_local_experts": True, "num_experts_per_tok
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder's config.json. Sizes count elements.
+    """A decoder's config.json. Sizes count elements."""
 
-    Attributes:
-        architecture: its table of parameters, and the defaults of this config.
-        max_position_embeddings: the context limit in tokens; None: config.json has none, and a cache's reservation is
-            the only one.
-        tie_word_embeddings: None: not said; then the head is tied if no lm_head is stored.
-        biases: the flags of parameters, such as ``attention_bias``, that are on.
-        rotates: whether each layer turns its queries and keys to their positions.
-        windows: of each layer, the last tokens that a query sees, its own included; None: it sees all.
-        quantization: of every matrix; None: floating point.
-        quantization_overrides: module path -> its own quantization, or None if it was left in floating point.
-        experts: of its layers; None: the model is dense.
-    """
-
-    architecture: Architecture
+    architecture: Architecture  # its table of parameters, and the defaults of this config
     hidden_size: int
     num_hidden_layers: int
     intermediate_size: int
@@ -43,17 +29,18 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     vocab_size: int
-    max_position_embeddings: int | None
+    max_position_embeddings: int | None  # the context limit in tokens; None: a cache's reservation is the only one
     rms_norm_eps: float
     rope: Rope
-    tie_word_embeddings: bool | None
-    biases: frozenset[str]
-    rotates: tuple[bool, ...]
-    windows: tuple[int | None, ...]
+    tie_word_embeddings: bool | None  # None: not said; then the head is tied if no lm_head is stored
+    biases: frozenset[str]  # the flags of parameters, such as "attention_bias", that are on
+    rotates: tuple[bool, ...]  # whether each layer turns its queries and keys to their positions
+    windows: tuple[int | None, ...]  # of each layer, the last tokens that a query sees, its own included; None: all
     eos_token_ids: tuple[int, ...] = ()
-    quantization: Quantization | None = None
+    quantization: Quantization | None = None  # of every matrix; None: floating point
+    # module path -> its own quantization, or None if it was left in floating point
     quantization_overrides: Mapping[str, Quantization | None] = field(default_factory=dict)
-    experts: ExpertSettings | None = None
+    experts: ExpertSettings | None = None  # of its layers; None: the model is dense
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
@@ -63,10 +50,7 @@ class ModelConfig:
             config = cls.from_dict(raw)
         except ModelError as error:
             raise ModelError(f"{folder / str(error)}") from error
-        generation_file = folder / "generation_config.json"
-        if not os.path.lexists(generation_file):
-            return config
-        eos = token_ids(read_json(generation_file), generation_file.name)
+        eos = token_ids(read_optional(folder / "generation_config.json"), "generation_config.json")
         return replace(config, eos_token_ids=eos) if eos else config
 
     @classmethod
@@ -118,7 +102,6 @@ class ModelConfig:
 
     @property
     def model_type(self) -> str:
-        """The architecture's name in config.json."""
         return self.architecture.model_type
 
     @property

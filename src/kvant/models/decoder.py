@@ -42,25 +42,17 @@ Caches = Iterable[AttentionCache | None]  # what each layer attends through
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Grouped-query attention with rotary positions, through a cache.
-
-    Attributes:
-        head_norm: (H + K, 1, D) weights of an RMSNorm of each query and key head by itself.
-        projection_norms: (H D,) and (K D,) weights of an RMSNorm of a token's queries together, and of its keys.
-        rotates: queries and keys turn to their positions.
-        window: the last tokens that a query sees, its own included; None: it sees all.
-        is_balanced: the norms are :func:`kvant.models.key_norms.balance_norms`'.
-    """
+    """Grouped-query attention with rotary positions, through a cache."""
 
     config: ModelConfig
     qkv_proj: Linear
     qkv_bias: ProjectionBias | None
-    head_norm: mx.array | None
-    projection_norms: Pair | None
+    head_norm: mx.array | None  # (H + K, 1, D) weights of an RMSNorm of each query and key head by itself
+    projection_norms: Pair | None  # (H D,) and (K D,), of an RMSNorm of a token's queries together, and of its keys
     o_proj: Linear
-    rotates: bool
-    window: int | None
-    is_balanced: bool
+    rotates: bool  # queries and keys turn to their positions
+    window: int | None  # the last tokens that a query sees, its own included; None: it sees all
+    is_balanced: bool  # the norms are :func:`kvant.models.key_norms.balance_norms`'
 
     def __call__(self, x: mx.array, rotate: Rotate, cache: AttentionCache | None) -> mx.array:
         """(B, S, hidden) -> (B, S, hidden); ``rotate`` turns heads to their positions."""
@@ -112,9 +104,14 @@ class Block:
 
     def __call__(self, x: mx.array, rotate: Rotate, cache: AttentionCache | None) -> mx.array:
         """(B, S, hidden) -> (B, S, hidden)."""
-        attended = self.self_attn(self._norm(x, "before_attention"), rotate, cache)
+        attended = self._summed(self.self_attn(self._norm(x, "before_attention"), rotate, cache))
         x = x + self._norm(attended, "after_attention")
-        return x + self._norm(self.mlp(self._norm(x, "before_mlp")), "after_mlp")
+        fed = self._summed(self.mlp(self._norm(x, "before_mlp")))
+        return x + self._norm(fed, "after_mlp")
+
+    def _summed(self, part: mx.array) -> mx.array:
+        """What is added to the stream, of attention or MLP; a rank's part of a layer gives an addend of it."""
+        return part
 
     def _norm(self, x: mx.array, role: str) -> mx.array:
         weight = self.norms.get(role)
@@ -122,7 +119,6 @@ class Block:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every array the layer holds."""
         attention = self.self_attn
         return [
             *(a for part in (attention.qkv_proj, attention.o_proj, self.mlp) for a in part.arrays),
@@ -135,41 +131,27 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderParts:
-    """What a decoder is made of; a rank's may lack some.
+    """What a decoder is made of; a rank's may lack some."""
 
-    Attributes:
-        config: of the rank's model: its layers, heads and features.
-        dtype: of activations.
-        embed_tokens: None: the rank neither embeds tokens nor has an output head that is tied to the embedding.
-        layers: its own.
-        norm: the one before the output head; None: another rank has both.
-        lm_head: None: tied to the embedding, or another rank's.
-        bytes_read: of the model's tensors.
-        held: numbers of the layers and of the key and value heads in the whole model.
-    """
-
-    config: ModelConfig
-    dtype: mx.Dtype
-    embed_tokens: Matrix | None
+    config: ModelConfig  # of the rank's model: its layers, heads and features
+    dtype: mx.Dtype  # of activations
+    embed_tokens: Matrix | None  # None: the rank neither embeds tokens nor has a head that is tied to the embedding
     layers: tuple[Block, ...]
-    norm: mx.array | None
-    lm_head: Matrix | None
-    bytes_read: int
-    held: tuple[range, range]
+    norm: mx.array | None  # before the output head; None: another rank has both
+    lm_head: Matrix | None  # None: tied to the embedding, or another rank's
+    bytes_read: int  # of the model's tensors
+    held: tuple[range, range]  # numbers of the layers and of the key and value heads in the whole model
 
 
 class Decoder:
-    """A language model, of one of :data:`kvant.models.architectures.ARCHITECTURES`.
+    """A :class:`kvant.models.LanguageModel` of one of :data:`kvant.models.architectures.ARCHITECTURES`.
 
     Attributes:
-        config: its config.json.
-        dtype: the dtype activations are computed in.
-        identity: digests of the files it was loaded from, for the snapshots of its caches; None: not known.
         all_windows: of the whole model's layers, if these are a rank's alone; else nothing.
     """
 
     all_windows: Sequence[int | None] = ()
-    last_token_alone = False  # the logits of a prompt's last token are computed alone
+    last_token_alone = False
 
     def __init__(self, parts: DecoderParts) -> None:
         """``parts``: with both ends of the model."""
@@ -274,8 +256,7 @@ class Decoder:
         prefill_step_size: int = 512,
         **fields: Unpack[CacheFields],
     ) -> Pool:
-        chosen = CacheOptions.of(**fields)
-        return self._pool(chosen, tokens, sequences, max_seq_len, prefill_step_size)
+        return self._pool(CacheOptions.of(**fields), tokens, sequences, max_seq_len, prefill_step_size)
 
     def _pool(
         self,
@@ -290,8 +271,7 @@ class Decoder:
         given = {"max_seq_len": max_seq_len or 1} if prefill_step_size is None else {"tokens": tokens}
         check_sizes(**given, sequences=sequences, prefill_step_size=prefill_step_size or 1)
         max_seq_len = longest_sequence(self.config, tokens, max_seq_len)
-        biases = [layer.self_attn.qkv_bias for layer in self.layers] if chosen.bias_split else []
-        split = [bias for bias in biases if bias is not None]
+        biases = [layer.self_attn.qkv_bias if chosen.bias_split else None for layer in self.layers]
         held_layers, held_heads = self._held
         if chosen.kv_format is not None:
             chosen.kv_format.check(self.identity, len(self.all_windows) or len(self.layers))
@@ -302,20 +282,19 @@ class Decoder:
                 dtype=self.dtype,
                 max_seq_len=max_seq_len,
                 window=window,
-                pairs=split[number].pairs if split else None,
-                layer=held_layers[number],
-                balanced=self.layers[number].self_attn.is_balanced,
+                pairs=None if bias is None else bias.pairs,
+                layer=number,
+                balanced=layer.self_attn.is_balanced,
             )
-            for number, window in enumerate(self.config.windows)
+            for number, layer, bias, window in zip(held_layers, self.layers, biases, self.config.windows, strict=True)
         ]
         sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
         sizes |= {"prefill_step_size": prefill_step_size, "checkpoints": chosen.checkpoints}
         check_memory(tokens, pool_bytes(formats, **sizes))
+        splits = [None if bias is None else bias.split(self.config, max_seq_len) for bias in biases]
         fronts = [
-            chosen.layer(layer).front(
-                held_heads, self.config.head_dim, split[number].split(self.config, max_seq_len) if split else None
-            )
-            for number, layer in enumerate(held_layers)
+            chosen.layer(number).front(held_heads, self.config.head_dim, split)
+            for number, split in zip(held_layers, splits, strict=True)
         ]
         pool = Pool(
             formats,
@@ -332,15 +311,12 @@ class Decoder:
         return pool
 
     def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
-        """Begin a step of (B, S) ids whose logits nobody reads; see :class:`kvant.models.LanguageModel`."""
         return [self.hidden_states(inputs, cache=cache)[:, -1]]
 
     def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
-        """Begin a step of (B, S) ids. Returns the logits (B, vocab) of the last position, not evaluated."""
         return self.logits(self.hidden_states(inputs, cache=cache)[:, -1])
 
     def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
-        """Begin a step of (B, S) ids. Returns the logits (B, S, vocab) of every position, not evaluated."""
         return self.logits(self.hidden_states(inputs, cache=cache))
 
     def logits(self, hidden_states: mx.array) -> mx.array:
@@ -349,23 +325,20 @@ class Decoder:
 
     @property
     def embedding_size(self) -> int:
-        """The width of embeddings that it takes in place of ids."""
         return self.config.hidden_size
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights as they are held."""
         return sum(a.nbytes for a in self.arrays)
 
     @property
     def nbytes_read(self) -> int:
-        """Bytes of the weights that a step of one token reads: not a table that only embeds, few of the experts."""
+        # Of a table that only embeds next to nothing is read, and few of the experts.
         embedding = 0 if self._lm_head is None else sum(a.nbytes for a in self._embed_tokens.arrays)
         idle = sum(layer.mlp.nbytes_idle for layer in self.layers if isinstance(layer.mlp, Experts))
         return self.nbytes - embedding - idle
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every weight array."""
         head = [] if self._lm_head is None else self._lm_head.arrays
         return [*self._embed_tokens.arrays, *(a for layer in self.layers for a in layer.arrays), self._norm, *head]

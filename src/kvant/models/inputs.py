@@ -25,17 +25,14 @@ def check_offset(offset: int | mx.array | None, lengths: tuple[int, ...]) -> Non
         return
     batch = len(lengths)
     if isinstance(offset, mx.array):
-        if offset.shape != (batch,) or not mx.issubdtype(offset.dtype, mx.integer):
-            raise ValueError(
-                f"offset is an array of {offset.dtype} {offset.shape}; "
-                f"expected an int or an array of integers ({batch},)"
-            )
-        given = tuple(offset.tolist())  # type: ignore[arg-type]
-    elif type(offset) is int:
-        given = (offset,) * batch
+        fits = offset.shape == (batch,) and mx.issubdtype(offset.dtype, mx.integer)
+        said: object = offset.tolist() if fits else f"an array of {offset.dtype} {offset.shape}"
+        agrees = said == list(lengths)
     else:
-        raise ValueError(f"offset is {offset!r}; expected an int or an array of integers ({batch},)")
-    if given != lengths:
-        said = list(given) if isinstance(offset, mx.array) else offset
+        fits, said = type(offset) is int, repr(offset)
+        agrees = all(offset == length for length in lengths)
+    if not fits:
+        raise ValueError(f"offset is {said}; expected an int or an array of integers ({batch},)")
+    if not agrees:
         held = lengths[0] if len(set(lengths)) == 1 else list(lengths)
         raise ValueError(f"offset is {said}; the cache holds {held} tokens")

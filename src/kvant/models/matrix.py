@@ -1,6 +1,6 @@
 """Matrices as the device likes to multiply them: dense ones transposed, quantized ones as MLX packs them.
 
-A layer's experts have a matrix for each: then every array has an axis of experts first (:mod:`kvant.models.experts`).
+A layer's experts have a matrix for each: then every array has an axis of experts first (:mod:`kvant.models.mlp`).
 """
 
 from collections.abc import Callable, Sequence
@@ -50,9 +50,9 @@ class DenseMatrix:
         if self.by_rows and rows <= FEW_ROWS:
             return few_rows_product(x, [self.weight.T], None, cpu_streams())
         if self.by_rows:
-            return _in_parallel(lambda part: x @ part.T, [self.weight.T], -1)
+            return in_parallel(lambda part: x @ part.T, [self.weight.T], -1)
         if rows > FEW_ROWS and rows * self.weight.size >= PARALLEL_PRODUCT:
-            joined = _in_parallel(lambda part: part @ self.weight, [x.reshape(rows, -1)], 0)
+            joined = in_parallel(lambda part: part @ self.weight, [x.reshape(rows, -1)], 0)
         elif 2 <= in_one < rows <= FEW_ROWS and len(self.weight) > SUMMED_COLUMNS:
             parts = mx.split(x.reshape(rows, -1), list(range(in_one, rows, in_one)))
             joined = mx.concatenate([part @ self.weight for part in parts])
@@ -65,11 +65,9 @@ class DenseMatrix:
         return mx.moveaxis(mx.take(self.weight, ids, axis=1), 0, -1)  # (in, ...) -> (..., in)
 
     def gather(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
-        """As :meth:`Linear.gather`."""
         return mx.gather_mm(x, self.weight, rhs_indices=experts, sorted_indices=in_order)
 
     def of_expert(self, number: int) -> "DenseMatrix":
-        """The matrix of one expert."""
         return DenseMatrix(self.weight[number], self.by_rows)
 
     @property
@@ -79,7 +77,6 @@ class DenseMatrix:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every array of the matrix."""
         return [self.weight]
 
 
@@ -102,7 +99,7 @@ class QuantizedMatrix:
             elif rows >= DEQUANTIZE_FROM_ROWS:
                 return self._project_dequantized(x)
             if elements >= PARALLEL_ELEMENTS:
-                return _in_parallel(partial(self._product, x), self.arrays, -1)
+                return in_parallel(partial(self._product, x), self.arrays, -1)
         return self._product(x, *self.arrays)
 
     def _product(self, x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array | None = None) -> mx.array:
@@ -135,7 +132,6 @@ class QuantizedMatrix:
         return self._dequantize([array[ids] for array in self.arrays], None)
 
     def gather(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
-        """As :meth:`Linear.gather`."""
         return mx.gather_qmm(
             x,
             self.weight,
@@ -148,7 +144,6 @@ class QuantizedMatrix:
         )
 
     def of_expert(self, number: int) -> "QuantizedMatrix":
-        """The matrix of one expert."""
         return QuantizedMatrix(self.quantization, *(array[number] for array in self.arrays))
 
     def _dequantize(self, packed: Sequence[mx.array], dtype: mx.Dtype | None) -> mx.array:
@@ -158,12 +153,10 @@ class QuantizedMatrix:
 
     @property
     def num_rows(self) -> int:
-        """Outputs."""
         return self.weight.shape[-2]
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every array of the matrix."""
         return [self.weight, self.scales, *([] if self.biases is None else [self.biases])]
 
 
@@ -185,26 +178,21 @@ class AdaptedMatrix:
 
     def rows(self, ids: mx.array) -> mx.array:
         """Rows of the sum, as an embedding reads them: (...) -> (..., in)."""
-        up = mx.moveaxis(mx.take(self.up, ids, axis=1), 0, -1)  # (R, ...) -> (..., R)
-        return self.base.rows(ids) + up @ self.down.T
+        return self.base.rows(ids) + DenseMatrix(self.up).rows(ids) @ self.down.T  # (..., R) @ (R, in)
 
     def gather(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
-        """As :meth:`Linear.gather`."""
         low = DenseMatrix(self.down).gather(x, experts, in_order)
         return self.base.gather(x, experts, in_order) + DenseMatrix(self.up).gather(low, experts, in_order)
 
     def of_expert(self, number: int) -> "AdaptedMatrix":
-        """The matrix of one expert."""
         return AdaptedMatrix(self.base.of_expert(number), self.down[number], self.up[number])
 
     @property
     def num_rows(self) -> int:
-        """Outputs."""
         return self.base.num_rows
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every array of the matrix."""
         return [*self.base.arrays, self.down, self.up]
 
 
@@ -241,7 +229,6 @@ class Linear:
 
     @property
     def num_rows(self) -> int:
-        """Outputs."""
         return sum(matrix.num_rows for matrix in self.matrices)
 
     def rows(self, first: int, last: int) -> mx.array:
@@ -256,7 +243,6 @@ class Linear:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every array of the projection."""
         return [*(a for matrix in self.matrices for a in matrix.arrays), *([] if self.bias is None else [self.bias])]
 
 
@@ -301,7 +287,7 @@ def _side_by_side(parts: Sequence[mx.array]) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=-1)
 
 
-def _in_parallel(product: Callable[..., mx.array], arrays: Sequence[mx.array], axis: int) -> mx.array:
+def in_parallel(product: Callable[..., mx.array], arrays: Sequence[mx.array], axis: int) -> mx.array:
     """The products with shares of the arrays' rows, side by side: one from each core, MLX's streams having one each."""
     rows = len(arrays[0])
     streams = cpu_streams()[:rows]  # MLX dies of a division by zero in a product with no outputs

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.models.matrix import PARALLEL_ELEMENTS, Linear
+from kvant.models.matrix import PARALLEL_ELEMENTS, Linear, in_parallel
 from kvant.operators.exponential import silu_times
 from kvant.operators.streams import cpu_streams
 
@@ -31,7 +31,6 @@ class MLP:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every array of the MLP."""
         return [*self.gate_up_proj.arrays, *self.down_proj.arrays]
 
 
@@ -42,20 +41,13 @@ def gated(gate_up: mx.array) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a layer and their router.
+    """The experts of a layer and their router."""
 
-    Attributes:
-        router: (hidden) -> (E).
-        gate_up_proj, down_proj: of every expert; their arrays have an axis of experts first.
-        per_token: k.
-        normalized: a token's shares of its experts add up to 1.
-    """
-
-    router: Linear
-    gate_up_proj: Linear
+    router: Linear  # (hidden) -> (E)
+    gate_up_proj: Linear  # of every expert, as the next: arrays have an axis of experts first
     down_proj: Linear
-    per_token: int
-    normalized: bool
+    per_token: int  # k
+    normalized: bool  # a token's shares of its experts add up to 1
 
     def __call__(self, x: mx.array) -> mx.array:
         """(B, S, hidden) -> (B, S, hidden)."""
@@ -66,7 +58,12 @@ class Experts:
             outputs = self._all_at_once(mx.repeat(tokens, self.per_token, axis=0), experts, in_order=False)
         else:  # the rows of an expert side by side
             order = mx.argsort(experts)
-            outputs = self._sorted(tokens[order // self.per_token], experts[order])[mx.argsort(order)]
+            rows, experts = tokens[order // self.per_token], experts[order]
+            if mx.default_device().type == mx.cpu and takes_turns(experts.size, self.num_experts):
+                outputs = self._in_turn(rows, experts)
+            else:
+                outputs = self._all_at_once(rows, experts, in_order=True)
+            outputs = outputs[mx.argsort(order)]
         outputs = outputs.reshape(*chosen.shape, -1)  # (N, hidden) -> (T, k, hidden)
         return (outputs * shares[..., None]).sum(axis=1).reshape(x.shape)
 
@@ -83,29 +80,17 @@ class Experts:
             shares /= shares.sum(axis=-1, keepdims=True)
         return chosen, shares.astype(tokens.dtype)
 
-    def _sorted(self, rows: mx.array, experts: mx.array) -> mx.array:
-        """Rows in the order of their experts: (N, hidden), (N,) -> (N, hidden)."""
-        if mx.default_device().type == mx.cpu and takes_turns(experts.size, self.num_experts):
-            return self._in_turn(rows, experts)
-        return self._all_at_once(rows, experts, in_order=True)
-
     def _all_at_once(self, rows: mx.array, experts: mx.array, *, in_order: bool) -> mx.array:
         """Through products that look up each row's expert. On a CPU each core takes a part of the rows."""
-        num_rows = experts.size
-        elements = num_rows * self.down_proj.num_rows * self.gate_up_proj.num_rows
-        if mx.default_device().type != mx.cpu or elements < PARALLEL_ELEMENTS:
-            return self._gathered(rows, experts, in_order)
-        cores = cpu_streams()[:num_rows]
-        bounds = [num_rows * i // len(cores) for i in range(len(cores) + 1)]
-        parts = []
-        for first, last, core in zip(bounds, bounds[1:], cores, strict=False):
-            with mx.stream(core):
-                parts.append(self._gathered(rows[first:last], experts[first:last], in_order))
-        return mx.concatenate(parts, axis=0)
 
-    def _gathered(self, rows: mx.array, experts: mx.array, in_order: bool) -> mx.array:
-        inner = gated(self.gate_up_proj.gather(rows[:, None], experts, in_order))  # (N, 1, hidden) to (N, 1, I)
-        return self.down_proj.gather(inner, experts, in_order)[:, 0]  # (N, 1, hidden) -> (N, hidden)
+        def gathered(rows: mx.array, experts: mx.array) -> mx.array:
+            inner = gated(self.gate_up_proj.gather(rows[:, None], experts, in_order))  # (N, 1, hidden) to (N, 1, I)
+            return self.down_proj.gather(inner, experts, in_order)[:, 0]  # (N, 1, hidden) -> (N, hidden)
+
+        elements = experts.size * self.down_proj.num_rows * self.gate_up_proj.num_rows
+        if mx.default_device().type != mx.cpu or elements < PARALLEL_ELEMENTS:
+            return gathered(rows, experts)
+        return in_parallel(gathered, [rows, experts], 0)
 
     def _in_turn(self, rows: mx.array, experts: mx.array) -> mx.array:
         """Each expert's rows through its own MLP, the cores taking turns.
@@ -134,7 +119,6 @@ class Experts:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every array of the router and the experts."""
         return [*self.router.arrays, *self._stacked]
 
     @property

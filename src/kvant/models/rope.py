@@ -32,17 +32,15 @@ class Rope:
     - llama3: slow pairs divided by ``factor``, fast ones kept, a ramp between (Llama 3.1);
     - yarn: the same by pair number, and all heads multiplied by ``attention_factor`` (arXiv 2309.00071).
 
-    Attributes:
-        original_context: tokens the model was trained on before its context was made longer.
-        low_freq_factor, high_freq_factor: of llama3: pairs that turn fewer times than the one in the original context
-            are slow, those that turn more often than the other are fast.
-        beta_fast, beta_slow: of yarn: the same, the ramp's ends rounded outward to whole pairs if ``truncate``.
+    Pairs that turn fewer times than ``low_freq_factor`` in the original context are slow, and those that turn more
+    often than ``high_freq_factor`` fast. So are ``beta_slow`` and ``beta_fast`` of yarn, the ramp's ends rounded
+    outward to whole pairs if ``truncate``.
     """
 
     kind: str = "default"
     theta: float = 10000.0
     factor: float = 1.0
-    original_context: int = 1
+    original_context: int = 1  # tokens the model was trained on before its context was made longer
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0

@@ -23,34 +23,21 @@ Range = tuple[int, int]  # first, last
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank has, each from first to last.
-
-    Attributes:
-        rank, ranks: its number, and how many there are.
-        queries: query heads.
-        keys: key and value heads.
-        counts_keys: no rank before it has the same key and value heads.
-        inner: features of an MLP.
-        expert_inner: features of each expert; (0, 0): the model is dense.
-        vocabulary: rows of an output head that is stored by itself.
-    """
+    """What a rank has, each from first to last."""
 
     rank: int
     ranks: int
-    queries: Range
-    keys: Range
-    counts_keys: bool
-    inner: Range
-    expert_inner: Range
-    vocabulary: Range
+    queries: Range  # query heads
+    keys: Range  # key and value heads
+    counts_keys: bool  # no rank before it has the same of these
+    inner: Range  # features of an MLP
+    expert_inner: Range  # features of each expert; (0, 0): the model is dense
+    vocabulary: Range  # rows of an output head that is stored by itself
 
     def part(self, config: ModelConfig, row: Parameter, shape: Sequence[int]) -> Part | None:
         """The rank's part of one of a parameter's tensors; None: all of it is.
 
-        Args:
-            config: of the whole model.
-            row: the parameter in the architecture's table.
-            shape: of the whole tensor as it is stored: a weight, packed or not, scales, one expert's matrix, a bias.
+        ``shape``: of the whole tensor as it is stored: a weight, packed or not, scales, one expert's matrix, a bias.
         """
         if row.shard is None:
             return None
@@ -82,15 +69,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a rank reads: the arguments of :func:`kvant.models.checkpoint.load_part`, each of them said.
-
-    Attributes:
-        embedding: it needs the embedding, for tokens or as a tied output head.
-    """
+    """What a rank reads: the arguments of :func:`kvant.models.checkpoint.load_part`, each of them said."""
 
     share: Share
     layers: range
-    embedding: bool
+    embedding: bool  # for tokens, or as a tied output head
     head: bool
     all_sum: Callable[[mx.array], mx.array]
 

@@ -16,12 +16,7 @@ from kvant.models.tensors import FLOATS, Expected, Part, TensorFiles
 
 
 def stored_otherwise(config: ModelConfig, tensors: TensorFiles, path: str, row: Parameter) -> Expected | None:
-    """The tensors of one projection of a layer's experts; None: it is stacked, as any matrix is stored.
-
-    Args:
-        path: the module path of the stack.
-        row: its row of the table.
-    """
+    """The tensors of one projection of a layer's experts; None: it is stacked at ``path``, as any matrix is stored."""
     prefix = path.removesuffix(row.path)
     if row.joined is not None and prefix + row.joined in tensors:
         return {prefix + row.joined: (_joined_shape(config, config.architecture.of_role(row.role)), FLOATS)}
@@ -37,13 +32,7 @@ def stored_otherwise(config: ModelConfig, tensors: TensorFiles, path: str, row: 
 def take_stacked(
     config: ModelConfig, tensors: TensorFiles, prefix: str, rows: Sequence[Parameter], share: Share
 ) -> list[mx.array]:
-    """The floating-point stacks (experts, out, in) of all projections of a role, however they are stored.
-
-    Args:
-        prefix: stands before the paths of the layer.
-        rows: of the role.
-        share: only this rank's part is read.
-    """
+    """The floating-point stacks (experts, out, in) of a role's projections, however they are stored; a rank's part."""
     joined = rows[0].joined
     if joined is not None and prefix + joined in tensors:
         part = joined_part(config, rows, share)

@@ -25,15 +25,10 @@ Identity = tuple[int, int, int, int]  # of a file: device, inode, bytes, time of
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a tensor: some ranges along one axis, one after the other, and all of the other axes.
-
-    Attributes:
-        axis: from 0.
-        ranges: (first, last) of each: ascending, none empty, all in the tensor.
-    """
+    """A part of a tensor: some ranges along one axis, one after the other, and all of the other axes."""
 
     axis: int
-    ranges: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[int, int], ...]  # (first, last) of each: ascending, none empty, all in the tensor
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """The part's shape, of a tensor of this shape."""
@@ -55,8 +50,7 @@ class TensorFiles:
     def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
         """Read the headers of ``files``; None: those of the folder's model."""
         self.nbytes = self.bytes_read = 0
-        self._file_of: dict[str, Path] = {}
-        self._tensor_of: dict[str, Tensor] = {}
+        self._tensors: dict[str, tuple[Path, Tensor]] = {}  # each with its file
         self._data_of: dict[Path, int] = {}  # where a file's tensors begin
         self._opened: dict[Path, Identity] = {}
         self._loaded: dict[Path, dict[str, mx.array]] = {}
@@ -64,7 +58,7 @@ class TensorFiles:
         for path in self.files:
             self._read_header(path)
         for name, owner in owners.items():
-            if name not in self._file_of or self._file_of[name].name != owner:
+            if name not in self._tensors or self._tensors[name][0].name != owner:
                 raise CheckpointError(f"{folder / owner}: tensor {name} is missing; the index says it is there")
 
     def _read_header(self, path: Path) -> None:
@@ -75,9 +69,9 @@ class TensorFiles:
                 header = read_header(path, stream, state.st_size, CheckpointError)
                 self._data_of[path] = len(header.data)
                 for name, tensor in header.tensors.items():
-                    if name in self._file_of:
-                        raise CheckpointError(f"{path.name}: tensor {name} is also in {self._file_of[name].name}")
-                    self._file_of[name], self._tensor_of[name] = path, tensor
+                    if name in self._tensors:
+                        raise CheckpointError(f"{path.name}: tensor {name} is also in {self._tensors[name][0].name}")
+                    self._tensors[name] = path, tensor
                 self._check_same(path, path.stat())
                 self.nbytes += state.st_size
         except (OSError, ValueError, RecursionError) as error:
@@ -89,15 +83,13 @@ class TensorFiles:
             raise CheckpointError(f"{path}: changed while it was read")
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._tensors
 
     @property
     def names(self) -> set[str]:
-        """Every tensor's name."""
-        return set(self._file_of)
+        return set(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The tensor's shape."""
         return self._tensor(name).shape
 
     def dtype(self, name: str) -> str:
@@ -131,9 +123,9 @@ class TensorFiles:
             part: read only this, and now. None: all of the tensor, which MLX reads when it is used.
         """
         self._check(name, shape, dtypes)
-        path = self._file_of[name]
         if part is not None:
             return self._read_part(name, part)
+        path, _ = self._tensors[name]
         self.bytes_read += self.part_bytes(name, None)
         try:
             if path not in self._loaded:
@@ -148,7 +140,7 @@ class TensorFiles:
 
     def _read_part(self, name: str, part: Part) -> mx.array:
         """Read the part's bytes, and no others. The file has to be the same before and after."""
-        path, tensor = self._file_of[name], self._tensor_of[name]
+        path, tensor = self._tensors[name]
         buffer = memoryview(bytearray(self.part_bytes(name, part)))
         start, done = self._data_of[path] + tensor.first, 0
         try:
@@ -173,9 +165,9 @@ class TensorFiles:
             raise CheckpointError(f"tensor {name} has dtype {tensor.dtype}; expected {' or '.join(dtypes)}")
 
     def _tensor(self, name: str) -> Tensor:
-        if name not in self._tensor_of:
+        if name not in self._tensors:
             raise CheckpointError(f"tensor {name} is missing")
-        return self._tensor_of[name]
+        return self._tensors[name][1]
 
 
 def tensor_files(folder: Path) -> list[Path]:

@@ -29,12 +29,8 @@ def few_rows_product(
     """The product of 1 to :data:`kvant.operators.streams.FEW_ROWS` rows of x with a matrix, the streams taking turns.
 
     Args:
-        x: (..., in) float32.
-        arrays: (out, in * bits / 32) uint32 weights, (out, in / group_size) float32 scales and biases.
-        quantization: None: the weights alone, (out, in) float32.
-
-    Returns:
-        (..., out).
+        x: (..., in) float32 -> (..., out).
+        arrays: as those of :func:`unpacked_product`; without a quantization the weights alone, (out, in) float32.
     """
     num_rows, num_columns, rows = len(arrays[0]), x.shape[-1], x.size // x.shape[-1]
     rounds = 1 if quantization is None else -(-num_rows * num_columns // (UNPACKED_ELEMENTS * len(streams)))
@@ -126,11 +122,8 @@ def unpacked_product(x: mx.array, quantization: Quantization) -> Callable[[Seque
     number after the other, 2.3 ns each. This takes 0.8 (measured); to put the places side by side for one product
     doubles it.
 
-    Args:
-        x: (..., in) float32.
-
-    Returns:
-        (out, in * bits / 32) uint32 weights, (out, in / group_size) float32 scales and biases -> (..., out).
+    Of x (..., in) float32; the function takes (out, in * bits / 32) uint32 weights, (out, in / group_size) float32
+    scales and biases, and gives (..., out).
     """
     bits, group_size = quantization.bits, quantization.group_size
     places = range(8 // bits)

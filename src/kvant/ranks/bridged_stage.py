@@ -22,8 +22,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from kvant.bridge.cache import BridgedCache
-from kvant.bridge.config import BridgedConfig, read_folder
-from kvant.bridge.folder import Progress, build, check_bridged, compute_in_float32, evaluate, main_dtype
+from kvant.bridge.config import BridgedConfig
+from kvant.bridge.folder import Progress, check_bridged, compute_in_float32, evaluate, main_dtype
 from kvant.bridge.layer_list import LayerList, Own, list_layers, redirect
 from kvant.bridge.layers import BridgedLayer
 from kvant.bridge.model import BridgedModel, bytes_read, parameters
@@ -43,16 +43,17 @@ def load_bridged_stage(
     """Load a rank's layers of a bridged model; rank 0 has the embedding, the final norm and the head too.
 
     Args:
-        folder: the model folder.
-        ranks: this process among the others. Each of them calls this with its own layers.
-        layers: the numbers of this rank's layers, at least one. They follow those of the rank before.
+        layers: their numbers. They follow those of the rank before.
         progress: called with (layers loaded, this rank's layers).
     """
     check_process()
-    found = _list_layers(folder)
-    _check_range(folder, ranks, layers, len(found.paths))
     on_cpu = mx.default_device().type == mx.cpu
     module, config = check_bridged(folder, in_float32=on_cpu, whole=False)
+    try:
+        found = list_layers(module, config.model_type)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from error
+    _check_range(folder, ranks, layers, len(found.paths))
     if on_cpu:
         compute_in_float32(module)
     model = BridgedStageModel(module, config, main_dtype(module), ranks, layers, found)
@@ -73,7 +74,6 @@ class BridgedStageModel(BridgedModel):
     returned before the next call. Rank 0 is returned logits; the others what they sent, which nobody reads.
 
     Attributes:
-        ranks: this process among the others.
         layers: the numbers of this rank's layers.
         held: the names of the weights that it has. No other is read.
     """
@@ -115,12 +115,10 @@ class BridgedStageModel(BridgedModel):
 
     @property
     def nbytes_read(self) -> int:
-        """Bytes of the weights that a step of one token reads on this rank."""
         return bytes_read(self.module, self.config.experts_used, self.held)
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every weight array that this rank holds."""
         return [array for name, array in parameters(self.module).items() if name in self.held]
 
     def _checked(self, cache: Any) -> BridgedCache:
@@ -177,14 +175,6 @@ class BridgedStageModel(BridgedModel):
         if rank == 0:  # MLX may begin with the receiving, which no array leads to, and wait for ever
             mx.eval(sent)
         return sent
-
-
-def _list_layers(folder: Path) -> LayerList:
-    raw = read_folder(folder)
-    try:
-        return list_layers(build(raw)[0], str(raw["model_type"]))
-    except ModelError as error:
-        raise ModelError(f"{folder}: {error}") from error
 
 
 def _check_range(folder: Path, ranks: Ranks, layers: range, total: int) -> None:

@@ -15,19 +15,11 @@ BACKENDS = {"MLX_HOSTFILE": "ring", "MLX_IBV_DEVICES": "jaccl", "MLX_WORLD_SIZE"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank, and the address at which the others find rank 0.
-
-    Attributes:
-        rank: of this process, from 0.
-        size: ranks in all, 2 or more.
-        backend: MLX's: "ring", "jaccl", "nccl" or "mpi".
-        host: the address or name at which rank 0's guard listens.
-        port: with it.
-    """
+    """A rank, and the address at which the others find rank 0's guard."""
 
     rank: int
-    size: int
-    backend: str
+    size: int  # 2 or more
+    backend: str  # MLX's: "ring", "jaccl", "nccl" or "mpi"
     host: str
     port: int
 

@@ -10,21 +10,11 @@ from kvant.errors import RanksError, one_line
 
 @dataclass(slots=True)
 class Traffic:
-    """What a rank has sent or summed since it began.
+    """What a rank has sent or summed in a step."""
 
-    Attributes:
-        sums: collectives that add or gather.
-        messages: arrays sent to, or received from, one other rank.
-        bytes: of the arrays in both.
-    """
-
-    sums: int = 0
-    messages: int = 0
-    bytes: int = 0
-
-    def since(self, before: "Traffic") -> "Traffic":
-        """Subtract what was counted before."""
-        return Traffic(self.sums - before.sums, self.messages - before.messages, self.bytes - before.bytes)
+    sums: int = 0  # collectives that add or gather
+    messages: int = 0  # arrays sent to, or received from, one other rank
+    bytes: int = 0  # of the arrays in both
 
 
 @dataclass(slots=True)
@@ -33,23 +23,17 @@ class Ranks:
 
     MLX matches collectives by their order alone: every rank calls the same ones, and evaluates each step before the
     next one begins.
-
-    Attributes:
-        group: MLX's.
-        traffic: counted when a step is built.
     """
 
     group: mx.distributed.Group
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: Traffic = field(default_factory=Traffic)  # counted when a step is built, since it was set to nothing
 
     @property
     def rank(self) -> int:
-        """Of this process, from 0."""
         return self.group.rank()
 
     @property
     def size(self) -> int:
-        """Processes in all."""
         return self.group.size()
 
     def all_sum(self, x: mx.array) -> mx.array:
@@ -85,11 +69,7 @@ class Ranks:
 
 
 def connect(backend: str) -> Ranks:
-    """Join MLX's group, which waits for all ranks.
-
-    Args:
-        backend: "ring", "jaccl", "nccl" or "mpi".
-    """
+    """Join MLX's group, which waits for all ranks."""
     try:
         return Ranks(mx.distributed.init(strict=True, backend=backend))
     except (RuntimeError, ValueError) as error:

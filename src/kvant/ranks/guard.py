@@ -69,10 +69,6 @@ class Guard:
 
     A rank that is killed, stopped or asleep, or failed ends the processes of all. One line on standard error says
     which: rank 0's, or rank 1's if rank 0 is the lost one. Ranks end with their launcher, too.
-
-    Attributes:
-        rank: of this process.
-        size: ranks in all.
     """
 
     def __init__(self, rank: int, size: int, launcher: int | None, silence_s: float) -> None:
@@ -97,8 +93,6 @@ class Guard:
         """Wait until all ranks are here and :meth:`agree` on ``facts``, such as versions.
 
         Args:
-            place: this process's.
-            facts: the same on all ranks.
             launcher: a process of this machine; the run ends with it.
             deadline_s: for all ranks to come; and of silence of a rank that has not begun.
             silence_s: after which a rank that has begun is lost.

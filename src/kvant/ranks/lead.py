@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
@@ -66,17 +65,14 @@ class Lead:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's weights."""
         return self.part.nbytes
 
     @property
     def nbytes_read(self) -> int:
-        """Bytes of this rank's weights that a step of one token reads."""
         return self.part.nbytes_read
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every weight array of this rank."""
         return self.part.arrays
 
     def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
@@ -133,7 +129,7 @@ class Lead:
         cache.begin(inputs)  # refuses what does not fit, before the others are told
         ids = inputs.tolist()
         plan = {"lengths": cache.lengths} if cache.pool.alone else _pool_plan(cache)
-        before = replace(self.ranks.traffic)
+        self.ranks.traffic = Traffic()
         with self._whole():
             self._tell({"call": call.__name__, "number": number, "ids": ids, **plan})
             try:
@@ -143,7 +139,7 @@ class Lead:
                 self._broken = True  # the others wait for what does not come
                 time.sleep(NOTICED_S)
                 raise RanksError(f"rank 0 failed in a step: {one_line(error)}") from error
-        self.step_traffic = self.ranks.traffic.since(before)
+        self.step_traffic = self.ranks.traffic
         return result
 
     def _tell(self, message: dict[str, Any]) -> None:

@@ -23,9 +23,6 @@ class StageDecoder(Decoder):
 
     The hidden states go from rank to rank and back to rank 0, which has the embedding, the last norm and the head:
     its logits are those of one process, bitwise. Elsewhere the result is what was sent, to be evaluated.
-
-    Attributes:
-        ranks: rank r has the r-th part of the layers.
     """
 
     def __init__(self, ranks: Ranks, parts: DecoderParts, all_windows: Sequence[int | None]) -> None:
@@ -59,14 +56,9 @@ class StageDecoder(Decoder):
         return passed if self.ranks.rank else self.logits(rms_norm(passed, self._norm, self.config.rms_norm_eps))
 
     def _passed(self, inputs: mx.array, offset: Offset, cache: Cached, *, wanted: int) -> mx.array:
-        """Take a step of (B, S) ids through this rank's layers.
+        """Take a step of (B, S) ids through this rank's layers; the last ``wanted`` positions go back to rank 0.
 
-        Args:
-            inputs, offset, cache: the step.
-            wanted: the last so many positions go back to rank 0.
-
-        Returns:
-            These on rank 0, and elsewhere what was sent; with none, what there is to evaluate.
+        Returns these on rank 0, and elsewhere what was sent; with none, what there is to evaluate.
         """
         ranks = self.ranks
         rank, last = ranks.rank, ranks.size - 1
@@ -90,11 +82,7 @@ class StageDecoder(Decoder):
 def load_stage(
     folder: Path, ranks: Ranks, layers: range, progress: Progress | None = None, adapter: Path | None = None
 ) -> StageDecoder:
-    """Load this rank's layers of a model folder; on rank 0 the embedding, the last norm and the head too.
-
-    Args:
-        layers: their numbers. Other arguments and errors as those of :func:`kvant.models.load_decoder`.
-    """
+    """As :func:`kvant.models.load_decoder`, this rank's layers; on rank 0 the embedding, last norm and head too."""
     first = ranks.rank == 0
     parts = load_part(
         folder, layers=layers, embedding=first, head=first, all_sum=ranks.all_sum, progress=progress, adapter=adapter

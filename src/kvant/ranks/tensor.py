@@ -14,29 +14,21 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.cache import AttentionCache
 from kvant.models.bias import ProjectionBias, split_pairs
 from kvant.models.checkpoint import Progress, load_part
 from kvant.models.config import ModelConfig
 from kvant.models.decoder import Attention, Block, Decoder, DecoderParts, Pair
 from kvant.models.share import Share, shares
-from kvant.operators.rotary import Rotate
 from kvant.ranks.group import Ranks
 
 
 @dataclass(frozen=True, slots=True)
 class TensorAttention(Attention):
-    """A rank's heads of a layer. Its output is one of the ranks' addends.
-
-    Attributes:
-        ranks: they have the other heads.
-        counts_keys: no rank before this one has the same key heads.
-        norm_sizes: elements of all queries of a token, and of all its keys.
-    """
+    """A rank's heads of a layer. Its output is one of the ranks' addends."""
 
     ranks: Ranks
-    counts_keys: bool
-    norm_sizes: tuple[int, int]
+    counts_keys: bool  # no rank before this one has the same key heads
+    norm_sizes: tuple[int, int]  # elements of all queries of a token, and of all its keys
 
     def _normalized(self, query: mx.array, key: mx.array, weights: Pair) -> Pair:
         """Norm by the mean square over the heads of all ranks, each key head counted once."""
@@ -52,27 +44,19 @@ class TensorAttention(Attention):
 
 @dataclass(frozen=True, slots=True)
 class TensorBlock(Block):
-    """A rank's part of a layer, with the sums."""
+    """A rank's part of a layer. The stream is the same on every rank."""
 
     ranks: Ranks
 
-    def __call__(self, x: mx.array, rotate: Rotate, cache: AttentionCache | None) -> mx.array:
-        """(B, S, hidden) -> (B, S, hidden), the same on every rank."""
-        attended = self.ranks.all_sum(self.self_attn(self._norm(x, "before_attention"), rotate, cache))
-        x = x + self._norm(attended, "after_attention")
-        fed = self.ranks.all_sum(self.mlp(self._norm(x, "before_mlp")))
-        return x + self._norm(fed, "after_mlp")
+    def _summed(self, part: mx.array) -> mx.array:
+        return self.ranks.all_sum(part)
 
 
 class TensorDecoder(Decoder):
-    """A rank's part of a decoder. Its config, caches and pools are of its own heads.
-
-    Attributes:
-        ranks: the group.
-    """
+    """A rank's part of a decoder. Its config, caches and pools are of its own heads."""
 
     def __init__(self, parts: DecoderParts, ranks: Ranks, dealt: Sequence[Share]) -> None:
-        """``parts``: with both ends of the model. ``dealt``: the share of each rank."""
+        """``dealt``: the share of each rank."""
         super().__init__(parts)
         self.ranks = ranks
         self._rows = [share.vocabulary[1] - share.vocabulary[0] for share in dealt]
@@ -91,11 +75,7 @@ class TensorDecoder(Decoder):
 def load_tensor(
     folder: Path, ranks: Ranks, progress: Progress | None = None, adapter: Path | None = None
 ) -> TensorDecoder:
-    """Load this rank's part of a model folder. All ranks call it together.
-
-    Args:
-        folder, progress, adapter: as in :func:`kvant.models.load_decoder`.
-    """
+    """Load this rank's part of a model folder, as :func:`kvant.models.load_decoder`. All ranks call it together."""
     config = ModelConfig.from_folder(folder)
     dealt = shares(config, ranks.size)
     share = dealt[ranks.rank]

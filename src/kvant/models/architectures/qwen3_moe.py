@@ -12,34 +12,20 @@ MAX_EXPERTS = 4096
 EXPERTS, PER_TOKEN, INNER_SIZE = 128, 8, 768  # if config.json says nothing
 WINDOW = 4096
 
+
 # Paths are those of mlx-lm's stacks. Published files have each expert by itself; transformers can write them joined.
-GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+def _experts(name: str, joined: str, shape: tuple[str, ...]) -> Parameter:
+    """A projection of all experts, of which ranks divide the inner features."""
+    each, inner = f"mlp.experts.{{}}.{name}", shape.index("expert_inner")
+    whole = f"mlp.experts.{joined}_proj"
+    return Parameter(f"mlp.switch_mlp.{name}", f"experts_{joined}", shape, shard=inner, each=each, joined=whole)
+
+
 ROUTER_AND_EXPERTS = (
     Parameter("mlp.gate", "router", ("experts", "hidden"), converted=(8, 64)),
-    Parameter(
-        "mlp.switch_mlp.gate_proj",
-        "experts_gate_up",
-        ("experts", "expert_inner", "hidden"),
-        shard=1,
-        each="mlp.experts.{}.gate_proj",
-        joined=GATE_UP,
-    ),
-    Parameter(
-        "mlp.switch_mlp.up_proj",
-        "experts_gate_up",
-        ("experts", "expert_inner", "hidden"),
-        shard=1,
-        each="mlp.experts.{}.up_proj",
-        joined=GATE_UP,
-    ),
-    Parameter(
-        "mlp.switch_mlp.down_proj",
-        "experts_down",
-        ("experts", "hidden", "expert_inner"),
-        shard=2,
-        each="mlp.experts.{}.down_proj",
-        joined=DOWN,
-    ),
+    _experts("gate_proj", "gate_up", ("experts", "expert_inner", "hidden")),
+    _experts("up_proj", "gate_up", ("experts", "expert_inner", "hidden")),
+    _experts("down_proj", "down", ("experts", "hidden", "expert_inner")),
 )
 
 

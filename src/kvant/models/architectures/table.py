@@ -14,29 +14,20 @@ from kvant.fields import size
 class Parameter:
     """A projection, with its bias if the model has one, or the weight of a norm.
 
-    Attributes:
-        path: its module in the checkpoint, or in each layer.
-        role: its place in the decoder. Projections of one role share their input. They are held as one matrix, their
-            outputs side by side in the order of the table.
-        shape: (outputs, inputs) of a projection, (experts, outputs, inputs) of one for each expert, (size,) of a norm,
-            by the names in :meth:`ModelConfig.shape`.
-        shard: the axis of the weight that ranks divide, whole heads to each; None: each holds all of it. The
-            bias goes with the outputs. Where ranks divide the inputs, one of them adds it.
-        bias: the flag under which a projection has a bias (outputs,), the same for all of a role; None: it has none.
-        each: of experts: the path of one expert's matrix, ``{}`` its number, in checkpoints that do not stack them.
-        joined: of experts: the tensor with all matrices of the role, outputs side by side, in checkpoints that join
-            them.
-        converted: (bits, group size) that mlx-lm's converter takes for it, whatever it takes for the others.
+    Projections of one role share their input. They are held as one matrix, their outputs side by side in the order of
+    the table. A bias goes with the outputs. Where ranks divide the inputs, one of them adds it.
     """
 
-    path: str
-    role: str
+    path: str  # its module in the checkpoint, or in each layer
+    role: str  # its place in the decoder
+    # (outputs, inputs) of a projection, (experts, outputs, inputs) of one for each expert, (size,) of a norm, by the
+    # names in :meth:`ModelConfig.shape`
     shape: tuple[str, ...]
-    shard: int | None = None
-    bias: str | None = None
-    each: str | None = None
-    joined: str | None = None
-    converted: tuple[int, int] | None = None
+    shard: int | None = None  # the axis of the weight that ranks divide, whole heads to each; None: each holds all
+    bias: str | None = None  # the flag under which it has a bias (outputs,), the same for all of a role; None: never
+    each: str | None = None  # the path of one expert's matrix, "{}" its number, in checkpoints that do not stack them
+    joined: str | None = None  # the tensor of all experts' matrices of the role, in checkpoints that join outputs
+    converted: tuple[int, int] | None = None  # (bits, group size) that mlx-lm's converter always takes for it
 
 
 QKV = (
@@ -64,21 +55,13 @@ def sliding(window: int, types: Sequence[str]) -> tuple[int | None, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSettings:
-    """The experts of a model: MLPs of which each token takes a few.
+    """The experts of a model: MLPs of which each token takes a few."""
 
-    Attributes:
-        count: of the experts in a layer.
-        per_token: the experts that a token takes.
-        inner_size: of one expert's MLP.
-        normalized: a token's shares of its experts add up to 1; otherwise they are parts of a softmax over all.
-        layers: whether each layer has experts. The others have one MLP.
-    """
-
-    count: int
+    count: int  # in a layer
     per_token: int
-    inner_size: int
-    normalized: bool
-    layers: tuple[bool, ...]
+    inner_size: int  # of one expert's MLP
+    normalized: bool  # a token's shares of its experts add up to 1; otherwise they are parts of a softmax over all
+    layers: tuple[bool, ...]  # whether each layer has experts; the others have one MLP
 
     def as_config(self) -> dict[str, Any]:
         """The keys of config.json that say so, each of which mlx-lm asks for."""
@@ -94,46 +77,32 @@ class ExpertSettings:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A decoder, dense or with experts. Defaults are those that transformers takes if config.json says nothing.
+    """A decoder, dense or with experts. Defaults are those that transformers takes if config.json says nothing."""
 
-    Attributes:
-        name: in config.json's ``architectures``.
-        model_type: in config.json; also the name of mlx-lm's module, if mlx-lm has no other for it.
-        layer: the parameters of one layer.
-        layers: stands before the path of each parameter of a layer; ``{}`` is the layer's number.
-        max_position_embeddings: what positions that depend on it take if config.json says nothing.
-        context_default: it is the context limit then, too. Where mlx-lm's class has no default, there is no limit.
-        head_dim: None: hidden_size / num_attention_heads.
-        num_key_value_heads: None: num_attention_heads.
-        biases: flags of parameters that are always on.
-        optional_biases: flags that config.json may set. Any other that it sets is refused. A bias of keys that are
-            normalized after it could not be split off: such an architecture does not list ``attention_bias``.
-        windows: of config.json, the number of layers and its checked ``layer_types``: of each layer, the number of last
-            tokens that a query sees, itself included; None: it sees all.
-        rotates: of config.json and the number of layers: whether each layer turns its queries and keys.
-        experts: the parameters of a layer with experts in place of those of :data:`MLP`; none: the model is dense.
-        expert_settings: of config.json and the number of layers; None: the model is dense.
-    """
-
-    name: str
-    model_type: str
-    layer: tuple[Parameter, ...]
-    max_position_embeddings: int
-    context_default: bool = False
-    head_dim: int | None = None
-    num_key_value_heads: int | None = None
+    name: str  # in config.json's ``architectures``
+    model_type: str  # in config.json; also the name of mlx-lm's module, if mlx-lm has no other for it
+    layer: tuple[Parameter, ...]  # the parameters of one layer
+    max_position_embeddings: int  # what positions that depend on it take if config.json says nothing
+    context_default: bool = False  # it is the context limit then, too: mlx-lm's class has it as its default
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    num_key_value_heads: int | None = None  # None: num_attention_heads
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    biases: tuple[str, ...] = ()
+    biases: tuple[str, ...] = ()  # flags of parameters that are always on
+    # Flags that config.json may set. Any other that it sets is refused. A bias of keys that are normalized after it
+    # could not be split off: such an architecture does not list ``attention_bias``.
     optional_biases: tuple[str, ...] = ()
+    # Of config.json, the number of layers and its checked ``layer_types``: of each layer, the number of last tokens
+    # that a query sees, itself included; None: it sees all.
     windows: Callable[[Mapping[str, Any], int, Sequence[str]], tuple[int | None, ...]] = lambda raw, layers, types: (
         sliding(size(raw, "sliding_window"), types) if "sliding_attention" in types else (None,) * layers
     )
+    # of config.json and the number of layers: whether each layer turns its queries and keys
     rotates: Callable[[Mapping[str, Any], int], tuple[bool, ...]] = lambda raw, layers: (True,) * layers
-    experts: tuple[Parameter, ...] = ()
+    experts: tuple[Parameter, ...] = ()  # of a layer with experts in place of those of :data:`MLP`; none: it is dense
     expert_settings: Callable[[Mapping[str, Any], int], ExpertSettings | None] = lambda raw, layers: None
     embedding: Parameter = Parameter("model.embed_tokens", "embedding", ("vocabulary", "hidden"))
-    layers: str = "model.layers.{}."
+    layers: str = "model.layers.{}."  # stands before the path of each parameter of a layer; "{}" is its number
     final_norm: Parameter = Parameter("model.norm", "final_norm", ("hidden",))
     head: Parameter = Parameter("lm_head", "head", ("vocabulary", "hidden"), shard=0)
 
