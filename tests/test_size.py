@@ -11,7 +11,7 @@ import kvant
 ROOT = Path(kvant.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
 BUDGET = {
-    "cli": 5829, "server": 4534, "tools": 5323, "engine": 4397, "ranks": 1270, "bridge": 2471, "models": 3575,
+    "cli": 5829, "server": 4534, "tools": 5323, "engine": 4328, "ranks": 1182, "bridge": 2471, "models": 3381,
     "text": 3421, "cache": 3837, "operators": 3257, "weights": 942,
 }  # fmt: skip
 TOP = 1529  # modules beside the rooms, kvant_command.py and kvant_llm.py among them
