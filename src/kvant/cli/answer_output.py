@@ -67,7 +67,6 @@ class AnswerOutput:
         self.finished = 0
 
     def write(self, number: int, response: GenerationResponse) -> None:
-        """The next token of an answer."""
         answer = self._answers[number]
         answer.statistics.add(response)
         self._drafts = response.drafts

@@ -38,7 +38,6 @@ class Source:
 
 
 def refuse(why: str, **given: object) -> None:
-    """Refuse flags that have a value."""
     for name, value in given.items():
         if value is not None:
             raise BadValueError(f"{flag(name)} is {value}; {why}")
@@ -47,7 +46,6 @@ def refuse(why: str, **given: object) -> None:
 def source(
     model: str | None, shape: str | None, weight_bits: int | None, weight_group_size: int | None, seed: int
 ) -> Source:
-    """The weights to measure with."""
     if shape is None:
         refuse("only --random makes weights", weight_bits=weight_bits, weight_group_size=weight_group_size)
         path = find_model(model or POCKET)

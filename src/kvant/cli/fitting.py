@@ -107,7 +107,6 @@ def tokens_asked(checkpoint: AnyCheckpoint, max_kv_size: KvSize) -> int | None:
 def longest_on(
     checkpoint: AnyCheckpoint, settings: Settings, machine: Machine, split_pairs: Pairs = None
 ) -> LongestContext:
-    """The longest context that fits into a machine."""
     limit, device = machine.limit_bytes, machine.device
     return longest_context(checkpoint, limit, settings=settings, device=device, split_pairs=split_pairs)
 
@@ -156,7 +155,6 @@ def describe(made: MemoryPlan, machine: Machine, on: str = "") -> str:
 
 
 def describe_layers(layers: range) -> str:
-    """First and last."""
     return f"{layers.start}" if len(layers) == 1 else f"{layers.start} to {layers.stop - 1}"
 
 

@@ -256,7 +256,6 @@ class Without(frozenset[str]):
 
 
 def flag(name: str) -> str:
-    """The flag of an argument."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -304,7 +303,6 @@ def flags(group: Any) -> list[Field[Any]]:
 
 
 def annotation(option: Field[Any]) -> Any:
-    """The annotation of a field's flag."""
     kind: Any = LogitBias if option.name == "logit_bias" else option.type
     return Annotated[kind, typer.Option(help=option.metadata["help"])] if "help" in option.metadata else kind
 
@@ -320,7 +318,6 @@ def choose_model(context: typer.Context, argument: str | None, option: Any) -> A
 
 
 def template_variables(text: str | None) -> dict[str, Any]:
-    """The variables of --chat-template-config."""
     if text is None:
         return {}
     try:
@@ -344,7 +341,6 @@ def _biases(texts: Sequence[str] | None) -> Mapping[int, float]:
 
 
 def whole_numbers(name: str, text: str) -> list[int]:
-    """Whole numbers between commas, each once."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:

@@ -179,7 +179,6 @@ def _count(ranks: int | None, names: Sequence[str], sizes: Sequence[int], parall
 
 
 def _machine(device: str | None, memory: int | None) -> Machine:
-    """The machine to plan for."""
     if device not in (None, "cpu", "gpu"):
         raise BadValueError(f"--device is {device!r}; expected cpu or gpu")
     chosen: Device = default_device() if device is None else "cpu" if device == "cpu" else "gpu"

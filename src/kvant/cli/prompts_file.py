@@ -74,7 +74,6 @@ def read_lines(path: str, sampling: SamplingOptions) -> list[Line]:
 
 
 def _read_line(raw: bytes, where: str, number: int, flags: SamplingOptions) -> Line:
-    """One line."""
     try:
         record = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:

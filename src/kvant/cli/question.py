@@ -15,8 +15,6 @@ from kvant.text.prompt import Message, encode_prompt, encode_rendered, render_ch
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt in tokens, and how it is answered."""
-
     line: Line
     ids: list[int]
     sampler: Sampler

@@ -234,7 +234,6 @@ def load_session(
 
 
 def _set_ends(tokenizer: Tokenizer, run: RunOptions, vocab_size: int) -> None:
-    """Let further tokens end a text, or none."""
     if run.ignore_eos:
         tokenizer.eos_token_ids = set()
     for text in run.extra_eos_token or ():

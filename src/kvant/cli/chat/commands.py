@@ -19,8 +19,6 @@ from kvant.sizes import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command."""
-
     names: tuple[str, ...]  # with the slash; the first is the one that is shown
     usage: str  # its argument, in words; empty: it takes none
     help: str

@@ -45,7 +45,6 @@ TRAILING = re.compile(r"(?: |m[0-9;]*\[\x1b)*")  # of a line read backwards, so 
 
 
 def highlighted(code: str, language: str) -> list[Text]:
-    """Lines of code in colours."""
     text = Syntax("", language or "text", theme="ansi_dark", background_color="default", tab_size=0).highlight(code)
     return list(text.split("\n", allow_blank=True))[: code.count("\n") + 1]
 

@@ -24,8 +24,6 @@ STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack", "bott
 
 
 class Prompt:
-    """Reads messages and commands."""
-
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
         is_hidden = sys.stdout.isatty() and not sys.stderr.isatty()

@@ -44,7 +44,6 @@ class Screen:
         self._next_at = drawn + max(EVERY_S, SHARE * (drawn - started))
 
     def close(self) -> None:
-        """Show what is left."""
         self._draw(ended=True)
 
     @property

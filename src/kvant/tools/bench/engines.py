@@ -18,8 +18,6 @@ DRAFTS, ONE_BY_ONE = ", drafts", ", one by one"  # end the labels of two ways of
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One engine as it is to run."""
-
     name: str  # one of SETTINGS, or "server"
     kv_bits: int | None = None  # of a cached key or value, 0 for no quantization; None: a server
     kv_group_size: int | None = None  # cached values that share a scale; None without quantization

@@ -99,7 +99,6 @@ def _percentiles(runs: Runs) -> dict[str, float]:
 
 
 def _bytes_read(runs: Runs, recording: Recording, label: str) -> dict[str, float]:
-    """The bytes of a decode step, and their speed."""
     weights = recording.engines[label].weight_bytes_read
     per_cached = _middle(run.cache_bytes_per_token for run in runs.values())
     middle = _middle(gap for run in runs.values() for gap in gaps_ms(run))
@@ -113,7 +112,6 @@ def _bytes_read(runs: Runs, recording: Recording, label: str) -> dict[str, float
 
 
 def _drafts(runs: Runs) -> dict[str, float | None]:
-    """Counts of drafts; none without them."""
     counts = [run.drafts for run in runs.values() if run.drafts]
     if not counts:
         return {}

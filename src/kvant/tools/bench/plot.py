@@ -139,7 +139,6 @@ def _curve(runs: Sequence[Run], quartiles: bool) -> tuple[Sequence[float], ...]:
 
 
 def _caption(counts: set[int], width: int) -> str:
-    """The meaning of lines and bands."""
     runs = "-".join(str(n) for n in sorted(counts)[:: max(1, len(counts) - 1)])
     band = "25th to 75th percentile" if min(counts) >= RUNS_FOR_QUARTILES else "lowest to highest"
     text = "one run" if max(counts) == 1 else f"line: median over {runs} runs; band: {band}"

@@ -81,7 +81,6 @@ class RankPlanner:
         self._stages = {device: _stage_bytes(checkpoint, settings, device) for device in devices}
 
     def plan(self, tokens: int) -> RankPlan:
-        """The plan of so many tokens reserved."""
         if self._shares:
             made = [planned(tokens) for planned in self._planners]
             return RankPlan("tensor", self._machines, self._shares, made, None)

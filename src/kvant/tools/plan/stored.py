@@ -50,7 +50,6 @@ class Loading:
 
     @property
     def held(self) -> int:
-        """The weights."""
         return self.kept + self.others
 
     @property
@@ -90,7 +89,6 @@ class Checkpoint:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Checkpoint":
-        """From a model folder."""
         raw, single = read_json(folder / "config.json"), folder / "model.safetensors"
         # If a whole file is there, it alone is read. Without files nothing can be learnt from them.
         files = [single] if single.is_file() else sorted(folder.glob("model*.safetensors"))

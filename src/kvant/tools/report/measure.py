@@ -20,8 +20,6 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class FormatResult:
-    """A cache format's figures."""
-
     format: CacheFormat
     bytes_per_token: int  # in all layers
     ms_per_token: float  # of a decode step with the first piece in the cache; infinite if no token can be drawn
@@ -35,8 +33,6 @@ class FormatResult:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A model's cache formats on a text."""
-
     model: str
     dtype: str  # of activations and of the reference's cache
     text: Text

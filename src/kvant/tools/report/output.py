@@ -40,7 +40,6 @@ def describe(report: Report) -> list[str]:
 
 
 def table(report: Report) -> Table:
-    """The figures of every format."""
     results = [report.reference, *(r for r in report.results if r.format != report.reference.format)]
     asked = len(report.reference.recalled)
     broken = [
@@ -80,7 +79,6 @@ def table(report: Report) -> Table:
 
 
 def tuning(tried: Sequence[Row]) -> Table:
-    """The formats that were tried in tuning."""
     made = Table(box=box.SIMPLE_HEAD, title=Line("Tried"), title_justify="left", collapse_padding=True, pad_edge=False)
     made.add_column("format", no_wrap=True)
     for name in ("mean\nKLD", "p99\nKLD", "top-1\n%", "bytes a\ntoken"):

@@ -35,8 +35,6 @@ Task = tuple[str, str, str, Sequence[str]]  # a text, a question, the answer's b
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A task as a prompt."""
-
     kind: str
     tokens: int  # that prompt and answer have at most
     ids: tuple[int, ...]  # of the prompt, with the answer's beginning
@@ -45,7 +43,6 @@ class Sample:
 
     @property
     def needed(self) -> int:
-        """Tokens of prompt and answer."""
         return len(self.ids) + self.max_tokens
 
 

@@ -29,7 +29,6 @@ class Text:
 
     @property
     def tokens(self) -> int:
-        """Tokens in all pieces."""
         return sum(len(piece) for piece in self.pieces)
 
 

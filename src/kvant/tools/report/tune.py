@@ -69,7 +69,6 @@ class Statistics:
 
     @classmethod
     def of(cls, watched: Watched) -> "Statistics":
-        """Of what was counted."""
         sums, split = watched.sums, watched.bias_split
         tokens, K = sums["tokens"], sums["base"].shape[0]
         mean = sums["keys"] / tokens
