@@ -37,11 +37,8 @@ def answer_together(
 ) -> Iterator[tuple[int, GenerationResponse]]:
     """The answers' tokens as they come, each with the number of its answer. All is reserved when it is called.
 
-    Args:
-        questions: each has ``n`` answers, numbered from 0 in their order. A prompt is read once.
-        at_once: answers that run together, at most.
-        deterministic: a step has as many rows, whoever runs.
-        file: a prompt cache, beside one question. The last answer brings what it is to hold.
+    Each question has ``n`` answers, numbered from 0 in their order, and is read once. ``file`` is a prompt cache,
+    beside one question; the last answer brings what it is to hold.
     """
     most, config = _most_tokens(session, run), session.checkpoint.config
     asked: list[tuple[Question, range]] = []

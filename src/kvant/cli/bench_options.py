@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from kvant import blas
 from kvant.cache.kv_format import KVFormat
-from kvant.cli.options import BadValueError, check_kernels, flag, named, whole_numbers
+from kvant.cli.options import BadValueError, check_kernels, named, refuse, whole_numbers
 from kvant.engine.load import POCKET, find_model
 from kvant.fields import MAX_SIZE
 from kvant.models.config import ModelConfig
@@ -35,12 +35,6 @@ class Source:
     name: str
     sizes: "ModelConfig | Shape | BridgedConfig"
     folder: AbstractContextManager[Path]
-
-
-def refuse(why: str, **given: object) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise BadValueError(f"{flag(name)} is {value}; {why}")
 
 
 def source(

@@ -103,6 +103,9 @@ KvFormat = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="Store each layer of the cache as `kvant report --tune` measured for the model."),
 ]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower.")
+]
 LogitBias = Annotated[
     list[str] | None,
     typer.Option(metavar="TOKEN:BIAS", help="Add BIAS to the logit of token id TOKEN; repeatable."),
@@ -349,6 +352,13 @@ def whole_numbers(name: str, text: str) -> list[int]:
         if found.count(number) > 1:
             raise BadValueError(f"{name} has {number} twice")
     return found
+
+
+def refuse(why: str, **given: object) -> None:
+    """Refuse flags that have a value."""
+    for name, value in given.items():
+        if value is not None:
+            raise BadValueError(f"{flag(name)} is {value}; {why}")
 
 
 def check_counts(**counts: int | None) -> None:

@@ -100,8 +100,10 @@ def report(
         raise BadValueError(f"--tokens is {tokens}; expected at least 2")
     options.check_text(adapter_path=adapter_path, text=None if text is None else str(text))
     options.check_kernels()
-    _check_goes_with("--tune", tune, kv_bits=kv_bits, max_kld=max_kld)
-    _check_goes_with("--tasks", tasks, samples=samples, seed=seed)
+    if tune is None:
+        options.refuse("it goes with --tune", kv_bits=kv_bits, max_kld=max_kld)
+    if tasks is None:
+        options.refuse("it goes with --tasks", samples=samples, seed=seed)
     _check_tuning(tune, kv_bits, max_kld, formats or kv_format)
     options.check_counts(samples=samples)
     lengths = [] if tasks is None else options.whole_numbers("--tasks", tasks)
@@ -208,13 +210,6 @@ def _first_token(tokenizer: Tokenizer) -> int | None:
     """The token that a text of this tokenizer begins with, whatever it is; None: there is none."""
     first: int = tokenizer.encode("a")[0]
     return first if first == tokenizer.bos_token_id else None
-
-
-def _check_goes_with(flag: str, given: object, **others: object) -> None:
-    """Refuse options that have no effect without a flag."""
-    for name, value in others.items():
-        if given is None and value is not None:
-            raise BadValueError(f"--{name.replace('_', '-')} is {value}; it goes with {flag}")
 
 
 def _check_tuning(tune: Path | None, kv_bits: int | None, max_kld: float | None, formats: str | None) -> None:

@@ -51,9 +51,7 @@ def serve(
             "--strict", help="Refuse a field that is not known or cannot be heeded. Else it is left out, and said."
         ),
     ] = False,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower.")
-    ] = False,
+    deterministic: options.Deterministic = False,
     disk_cache: options.DiskCacheFolder = None,
     disk_cache_size: options.DiskCacheSize = None,
     api_key_file: Annotated[

@@ -171,16 +171,13 @@ def load_session(
     talks: bool = False,
     tell: Callable[[MemoryPlan], None] = lambda planned: None,
 ) -> Session:
-    """Plan the memory and load a model; nothing is reserved yet.
+    """Plan the memory, ``tell`` it and load a model; nothing is reserved yet.
 
     Args:
         process: for the tokenizer, if one was started already.
         sampling: the flags of sampling, to be refused before the model is loaded.
         max_kv_size: tokens that are going to be reserved, as far as that is known yet.
-        sequences: of a pool; None: a conversation's cache.
         requests: bytes for a server's requests and for a disk, if they come out of the same memory.
-        talks: as :func:`open_session` has it.
-        tell: called with the plan, before anything is loaded.
     """
     started = time.perf_counter()
     folder = find_model(run.model)

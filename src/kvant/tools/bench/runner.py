@@ -113,8 +113,8 @@ def measure(plan: Plan, recording: Recording, progress: Progress) -> None:
             worker = workers[spec] = stack.enter_context(Worker(spec.label, environment))
             sizes = {"model": str(plan.model), "prefill_step_size": plan.prefill_step_size}
             known = worker.ask(command="load", engine=asdict(spec), **sizes)
-            stored = {"kv_bits": spec.kv_bits, "kv_group_size": spec.kv_group_size}
-            recording.add(Engine(engine=spec.label, name=spec.name, **stored, **known))
+            bits, group = spec.kv_bits, spec.kv_group_size
+            recording.add(Engine(engine=spec.label, name=spec.name, kv_bits=bits, kv_group_size=group, **known))
         for number in range(plan.repeats):
             for lengths in plan.cases():
                 if number == 0:

@@ -45,12 +45,7 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
     """Convert a model folder with floating-point weights.
 
     The new folder is written under another name beside ``dest`` and renamed at the end. It appears whole or not at all.
-
-    Args:
-        source: a folder kvant can load. Nothing in it is executed.
-        dest: does not exist, or is an empty folder; its parent exists.
-        to: the format of the new weights.
-        progress: called with (tensors checked, tensors in all) before anything is written.
+    Nothing in ``source`` is executed. ``progress`` is called with (tensors checked, in all) before anything is written.
     """
     dest = check_new(dest)
     raw = read_json(source / "config.json")

@@ -48,10 +48,8 @@ def carried_files(source: Path) -> list[Path]:
 def appearing(dest: Path) -> Iterator[Path]:
     """A folder to write into. It becomes ``dest`` when all went well, and is gone when not.
 
-    It is written inside a part folder of this process alone: ``.NAME.xxxxxxxx.part`` beside ``dest``.
-
-    Args:
-        dest: as :func:`check_new` returns it. An empty folder is replaced; anything else is left as it is.
+    It is written inside a part folder of this process alone: ``.NAME.xxxxxxxx.part`` beside ``dest``, which
+    :func:`check_new` has returned. An empty folder is replaced; anything else is left as it is.
     """
     try:
         made = TemporaryDirectory(".part", f".{dest.name}.", dest.parent, ignore_cleanup_errors=True)

@@ -55,11 +55,7 @@ Record = dict[str, Any]
 
 
 def measure_machine(model: str, progress: Progress) -> Record:
-    """Measure this machine with a model, at most ten minutes: every round's figures, and the parts that were left out.
-
-    Raises:
-        KvantError: there is no such model.
-    """
+    """Measure this machine with a model, at most ten minutes: every round's figures, and what was left out."""
     folder = find_model(model)
     latest = time.monotonic() + LATEST_S
 

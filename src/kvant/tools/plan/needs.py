@@ -127,11 +127,7 @@ def scratch_bytes(
     MLX's CPU back end queues about a layer ahead, and frees an array when its last reader has run. So the bound is one
     layer's activations, its keys and values as floats, its blocks of scores and parts of weights, and the logits.
 
-    Args:
-        new: tokens of each sequence that are read.
-        tokens: that each sequence has in the end.
-        sequences: of a pool; None: a cache of one sequence.
-        logits: rows of them.
+    Of each of ``sequences`` in a pool, or of a cache (None), ``new`` tokens are read and ``tokens`` there in the end.
     """
     config, part, bits = checkpoint.config, checkpoint.part, settings.cache.kv_bits
     itemsize, experts, paged, sequences = checkpoint.itemsize(on_cpu=on_cpu), config.experts, sequences, sequences or 1

@@ -51,13 +51,9 @@ class RankPlan:
 
 
 class RankPlanner:
-    """Plans one model on the same machines for any number of tokens.
+    """Plans one model on the same machines, rank 0's first, for any number of tokens.
 
-    Args:
-        checkpoint: of the whole model. A ModelError if it cannot be divided so.
-        machines: of the ranks, rank 0's first.
-        parallel: how the model is divided.
-        settings: of the run. A ValueError for a cache format that the model cannot have.
+    A ModelError if it cannot be divided so, a ValueError for a cache format that it cannot have.
     """
 
     def __init__(
@@ -140,11 +136,7 @@ def deal(layers: int, limits: Sequence[int], used: Callable[[int, int, int], int
 
     The largest part of a rank's limit that is used is the smallest of all such deals. Of equal ones the last rank has
     the most layers, and those before are dealt out by the same rule. Every deal is looked at, in exact numbers.
-
-    Args:
-        layers: in all. A ModelError for fewer than ranks.
-        limits: bytes that each rank may use.
-        used: (rank, first layer, last layer and 1) -> bytes that the rank uses with these layers.
+    ``limits`` and ``used``, of (rank, first layer, last layer and 1), are bytes.
     """
     if layers < len(limits):
         raise ModelError(f"{layers} layers cannot be dealt out to {len(limits)} ranks: each needs one")

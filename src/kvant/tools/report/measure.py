@@ -1,12 +1,13 @@
 """One run of the report: every format's figures."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvant.machine import Environment, environment
 from kvant.models import Decoder, LanguageModel
+from kvant.models.checkpoint import Progress
 from kvant.tools.report.divergence import Figures, Tally
 from kvant.tools.report.formats import REFERENCE, CacheFormat
 from kvant.tools.report.reference import Reference
@@ -14,8 +15,6 @@ from kvant.tools.report.runs import STEPS, answer, answer_after_hit, compare, la
 from kvant.tools.report.texts import Dialogue, Text
 
 LAYER_TOKENS = 1024  # of the first piece, for the layers' errors
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,6 @@ def measure(
     """Measure every format on the text, and on recall questions if there are any.
 
     Args:
-        name: the model's.
         others: predictions of another engine, which all formats are compared with, on its ``text``.
         formats: checked by ``check_formats``; the reference among them is not measured twice.
         progress: called with (tokens fed, tokens to be fed), through all caches.
