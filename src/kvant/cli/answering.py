@@ -99,11 +99,7 @@ def _reserve(
     caches: int,
     cached: int,
 ) -> Pool:
-    """Plan and reserve a pool, and print the reservation.
-
-    ``needs``: the tokens of each answer's sequence, without those that it shares with another answer's. Beside the pool
-    there are so many ``caches`` of conversations, of up to ``cached`` tokens.
-    """
+    """Plan, reserve and print a pool for ``needs``, tokens that are not shared, beside ``caches`` of ``cached`` ones."""
     rows = at_once if deterministic else min(at_once, len(needs))
     step_size = CHUNK if deterministic else run.prefill_step_size
     chosen = replace(session.settings, prefill_step_size=step_size, caches=caches)

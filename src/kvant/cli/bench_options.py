@@ -98,8 +98,7 @@ def specs(
 ) -> list[EngineSpec]:
     """The engines that compute on this machine, in processes of their own.
 
-    Several streams are by default served with 8 bits, and on a CPU mlx-lm then computes as kvant does, in float32 and
-    with the same BLAS.
+    With several streams mlx-lm by default computes as kvant does on a CPU: in float32, with the same BLAS.
     """
     lent = not blas.loaded().startswith(blas.OWN)
     fair = mx.default_device().type == mx.cpu and streams

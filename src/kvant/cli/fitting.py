@@ -74,10 +74,7 @@ def ranks_for(
     machines: Sequence[Machine],
     parallel: Parallel | None = None,
 ) -> RankPlan:
-    """The plan of a run on several machines, whether it fits or not; "auto" as in :func:`plan_for`.
-
-    The model is divided as ``parallel`` says; by default as a pipeline, unless only tensor parallel fits.
-    """
+    """The plan whether it fits or not, as :func:`plan_for`; by default a pipeline, unless only tensor parallel fits."""
     tokens = tokens_asked(checkpoint, max_kv_size)
     made: list[RankPlan] = []
     refused: list[ModelError] = []

@@ -111,10 +111,7 @@ def free_ports(count: int) -> int:
 
 
 def _run(arguments: Sequence[str], *, talks: bool) -> Mapping[int, int]:
-    """Run mlx.launch in this process. Returns the ranks' exit codes, which it keeps to itself.
-
-    If ``talks``, standard input goes to the ranks, of which rank 0 alone reads it.
-    """
+    """Run mlx.launch here; if it ``talks``, standard input goes to rank 0. Returns the ranks' exit codes."""
     from mlx._distributed_utils import launch as module
 
     mlx_launch: Any = module

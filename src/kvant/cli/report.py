@@ -1,7 +1,7 @@
 """``kvant report``: the cost in quality of a cache format, on a model and a text."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -117,7 +117,7 @@ def report(
     from kvant.tools.report.runs import timing_room
     from kvant.tools.report.tasks import answer_samples, haystack, make_samples, task_rows
     from kvant.tools.report.texts import built_in_text, halves, recall_dialogues, text_file
-    from kvant.tools.report.tune import Row, tried_json
+    from kvant.tools.report.tune import Row
     from kvant.tools.report.tune import tune as tune_format
 
     with options.named("--formats"):
@@ -179,7 +179,7 @@ def report(
     from kvant.tools.report.output import describe, table, tuning
 
     lines: list[Any] = [*describe(found), *([tuning(tried)] if tune is not None else []), table(found)]
-    record = figures_json(found) | tried_json(tried)
+    record = figures_json(found) | ({"tried": [asdict(row) for row in tried]} if tried else {})
     if rows:
         lines.append(_tasks_table(rows))
         record |= {"seed": seed or DEFAULT_SEED, "tasks": rows}

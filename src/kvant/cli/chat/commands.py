@@ -28,10 +28,7 @@ class Command:
 
 
 def find(line: str) -> Command | str | None:
-    """The command that a line begins with; None: it is for the model; or why it is neither, as a line for the user.
-
-    A path is for the model, and so is text after two slashes.
-    """
+    """The command of a line; None: it is for the model, as a path is, or text after //; or why it is neither."""
     if not line.startswith("/") or line.startswith("//"):
         return None
     name = line.split(maxsplit=1)[0]

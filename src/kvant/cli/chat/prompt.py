@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -95,10 +96,8 @@ class _History(FileHistory):
     """Of all sessions, in a file that only this user reads."""
 
     def store_string(self, string: str) -> None:
-        try:
+        with suppress(OSError, UnicodeError):  # a full disk, bytes that are no text: the conversation goes on
             super().store_string(string)
-        except (OSError, UnicodeError):  # a full disk, bytes that are no text: the conversation goes on
-            return
 
 
 def _history() -> History:

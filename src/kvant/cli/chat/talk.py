@@ -69,7 +69,7 @@ class Talk:
         parts = [
             self.session.name.rstrip("/").rsplit("/", 1)[-1],
             f"{f'{used}/{reserved}' if reserved else used} tokens",
-            f"cache {format_bytes(self.session.cache_bytes)}",
+            f"cache {format_bytes(self.session.cache.keys_values)}",
         ]
         last = self.statistics.last
         if last is not None and last.generation_tps:
@@ -79,10 +79,7 @@ class Talk:
         return " · ".join(parts)
 
     def answer(self, ask: Callable[..., Iterator[GenerationResponse]]) -> None:
-        """Show the answer as it comes: to ``ask`` of the conversation, such as its send with a text.
-
-        What the model cannot answer is one line, and the conversation goes on.
-        """
+        """Show the answer as it comes to ``ask``, such as the conversation's send with a text."""
         self.statistics = statistics = RunStatistics()
         sampler, processors = self._sampling
         self._answers += 1

@@ -121,12 +121,9 @@ def _width(runs: Sequence[Run]) -> int:
 
 
 def _curve(runs: Sequence[Run], quartiles: bool) -> tuple[Sequence[float], ...]:
-    """Places on the axis, and there the median over runs and the band's low and high.
-
-    Where positions are put together, each run is first reduced to its median among them.
-    """
+    """Places on the axis, and there the median over runs and the band's low and high."""
     width, context = _width(runs), runs[0].prompt_tokens[0]
-    bins: dict[int, list[float]] = {}
+    bins: dict[int, list[float]] = {}  # each run's median of the positions that are put together
     for run in runs:
         gaps = gaps_ms(run)
         for number in range(math.ceil(len(gaps) / width)):

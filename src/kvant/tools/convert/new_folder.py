@@ -68,10 +68,7 @@ def appearing(dest: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(dest: Path) -> list[Path]:
-    """Remove the part folders of ``dest`` left by killed processes; return their paths.
-
-    A part folder has kvant's marker. Its process lives while the marker is locked.
-    """
+    """Remove the part folders of ``dest`` left by killed processes, whose marker is not locked; return their paths."""
     with suppress(OSError, RuntimeError, ValueError):  # a path that check_new refuses
         dest = dest.expanduser().absolute()
         ours = re.compile(rf"\.{re.escape(dest.name)}\.[a-z0-9_]{{8}}\.part")  # the random part is mkdtemp's

@@ -211,7 +211,6 @@ def step_ms(model: LanguageModel, caches: Sequence[ModelCache]) -> list[float]:
     """Median milliseconds of a token through each cache; infinite if no token can be drawn.
 
     Caches take turns, forwards and backwards: a drift favors none. Each has the same tokens, at least ``STEPS`` + 1.
-    The last of them give way to those fed, or, if a state has moved on, stay before them: :func:`timing_room`.
     """
     times: list[list[float]] = [[] for _ in caches]
     order = list(range(len(caches)))

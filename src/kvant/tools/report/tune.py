@@ -1,7 +1,7 @@
 """Tuning a cache's format for a model: parts of the front, and the bits of each layer, chosen by divergence a byte."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -167,11 +167,6 @@ def measured(
         compare(model, piece, caches, tallies, fed=fed)
     found = zip(formats.items(), caches[1:], tallies[1:], strict=True)
     return [Row(name, own.bytes_per_token(model), cache.nbytes, tally.figures()) for (name, own), cache, tally in found]
-
-
-def tried_json(tried: Sequence[Row]) -> dict[str, Any]:
-    """What was tried, for the report's JSON; of no tuning nothing."""
-    return {"tried": [asdict(row) for row in tried]} if tried else {}
 
 
 def statistics(model: LanguageModel, text: Text) -> list[Statistics]:
