@@ -99,7 +99,7 @@ def _reserve(
     caches: int,
     cached: int,
 ) -> Pool:
-    """Plan, reserve and print a pool for ``needs``, tokens that are not shared, beside ``caches`` of ``cached`` ones."""
+    """Plan, reserve and print a pool for ``needs``, tokens not shared, beside ``caches`` of ``cached`` ones."""
     rows = at_once if deterministic else min(at_once, len(needs))
     step_size = CHUNK if deterministic else run.prefill_step_size
     chosen = replace(session.settings, prefill_step_size=step_size, caches=caches)

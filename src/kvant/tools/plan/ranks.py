@@ -45,7 +45,7 @@ class RankPlan:
     def longest(self) -> list[LongestContext]:
         """Of each rank, the longest context that fits into its machine with what it has of the model."""
         return [
-            longest_context(part, machine.limit_bytes, settings=made.settings, device=machine.device)
+            longest_context(part, machine, made.settings)
             for part, made, machine in zip(self.parts, self.plans, self.machines, strict=True)
         ]
 
