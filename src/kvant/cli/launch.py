@@ -88,7 +88,6 @@ def launch(
 
 
 def read_hosts(path: Path) -> list[str]:
-    """Give the names of the hosts in MLX's host file."""
     try:
         raw = json.loads(read_given(path, MAX_HOSTS_BYTES))
         names = [host["ssh"] for host in (raw["hosts"] if isinstance(raw, dict) else raw)]
@@ -171,7 +170,6 @@ def _hand_on(writing: int) -> None:
 
 
 def _text_waits() -> bool:
-    """Say whether somebody pipes text into this command."""
     waiting = array.array("i", [0])
     with suppress(OSError):  # no pipe and no file
         fcntl.ioctl(0, termios.FIONREAD, waiting)

@@ -235,7 +235,6 @@ class RunOptions:
 
     @property
     def cache(self) -> CacheOptions:
-        """How caches and pools store their tokens."""
         if self.kv_bits == 0 and self.kv_group_size is not None:
             raise BadValueError(f"--kv-group-size is {self.kv_group_size}, but --kv-bits 0 does not quantize")
         return CacheOptions.of(
@@ -355,7 +354,6 @@ def whole_numbers(name: str, text: str) -> list[int]:
 
 
 def refuse(why: str, **given: object) -> None:
-    """Refuse flags that have a value."""
     for name, value in given.items():
         if value is not None:
             raise BadValueError(f"{flag(name)} is {value}; {why}")

@@ -34,7 +34,6 @@ class Arranged:
 
     @property
     def own(self) -> MemoryPlan:
-        """Rank 0's memory."""
         assert self.plan is not None
         return self.plan.plans[0]
 

@@ -102,9 +102,10 @@ def report(
     options.check_kernels()
     if tune is None:
         options.refuse("it goes with --tune", kv_bits=kv_bits, max_kld=max_kld)
+    else:
+        _check_tuning(tune, kv_bits, max_kld, formats or kv_format)
     if tasks is None:
         options.refuse("it goes with --tasks", samples=samples, seed=seed)
-    _check_tuning(tune, kv_bits, max_kld, formats or kv_format)
     options.check_counts(samples=samples)
     lengths = [] if tasks is None else options.whole_numbers("--tasks", tasks)
     if reference is not None and (text is not None or tune is not None):
@@ -212,10 +213,8 @@ def _first_token(tokenizer: Tokenizer) -> int | None:
     return first if first == tokenizer.bos_token_id else None
 
 
-def _check_tuning(tune: Path | None, kv_bits: int | None, max_kld: float | None, formats: str | None) -> None:
+def _check_tuning(tune: Path, kv_bits: int | None, max_kld: float | None, formats: str | None) -> None:
     """Refuse values out of range, or a file that could not be written."""
-    if tune is None:
-        return
     if formats is not None:
         raise BadValueError(f"{formats!r:.40} is to be measured, but --tune measures its own; leave one out")
     if kv_bits not in (None, 4, 8):

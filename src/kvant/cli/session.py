@@ -90,7 +90,6 @@ class Session:
         return wanted.build_for(self.tokenizer, self.model.config.vocab_size)
 
     def describe_cache(self) -> str:
-        """The reservation in a line."""
         kind = describe_formats(self.cache.formats)
         text = f"{self.cache.max_seq_len} tokens reserved, {kind}, {format_bytes(self.cache.keys_values)}"
         if not self.state_bytes:

@@ -235,7 +235,6 @@ def _mlx_lm() -> str:
 
 
 def _command(record: Record) -> None:
-    """Wall time of the command for one token, several times."""
     words = [sys.executable, "-P", "-m", "kvant", "generate", "Hello", "--max-tokens", "1", "--quiet"]
     for _ in range(ROUNDS):
         started = time.perf_counter()

@@ -33,7 +33,6 @@ class RankPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's plan fits into its machine."""
         return all(made.total <= machine.limit_bytes for made, machine in zip(self.plans, self.machines, strict=True))
 
     @property

@@ -45,7 +45,6 @@ class Loading:
     others: int = 0  # of norms, biases and adapters: next to nothing, counted as if there from the beginning
 
     def then(self, later: "Loading") -> "Loading":
-        """What is loaded here, and then that."""
         return Loading(self.kept + later.kept, max(self.most, self.kept + later.most), self.others + later.others)
 
     @property

@@ -23,8 +23,6 @@ ROW_HEADER = 8  # bytes: a float32 that the 16 bits are multiplied by, and one t
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The file."""
-
     path: Path
     text: Text  # its tokens, as they were given to the model
     vocabulary: int  # probabilities of a prediction

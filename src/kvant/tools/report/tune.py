@@ -95,8 +95,6 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A format that was tried."""
-
     name: str
     bytes_per_token: int  # of one token more in all layers
     cache_bytes: int  # of the cache of a piece; layers with a window count in it
