@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text as Line
 
 from kvant.errors import KvantError
-from kvant.tools.drawing import COLORS, check_plot_path, drawing, plain
+from kvant.tools.drawing import COLORS, drawing, plain
 from kvant.tools.report.measure import Report
 from kvant.tools.report.tune import Row
 
@@ -94,7 +94,6 @@ def _small(value: float) -> str:
 
 def plot(report: Report, path: Path) -> None:
     """Draw every format's mean KLD, filled, and its 99th percentile, hollow, over the bytes a token takes."""
-    check_plot_path(path)
     drawn = [r for r in report.results if 0 < r.figures.mean_kld_nats < math.inf]
     if not drawn:
         raise KvantError("there is nothing to draw: no format has a finite KLD above 0")
