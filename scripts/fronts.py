@@ -23,11 +23,9 @@ from kvant.cache import pool_batch
 from kvant.engine.load import POCKET
 from kvant.machine import environment
 from kvant.operators import stored_tokens
-from kvant.tools.report.divergence import Tally
-from kvant.tools.report.formats import REFERENCE, CacheFormat
-from kvant.tools.report.runs import compare
+from kvant.tools.report.formats import CacheFormat
 from kvant.tools.report.texts import Text, built_in_text, halves
-from kvant.tools.report.tune import tune
+from kvant.tools.report.tune import measured, tune
 
 PIECE = 1024
 HEADS, WIDTH = 2, 64  # of pocket's keys
@@ -98,13 +96,9 @@ def planted(factor: mx.array, constant: mx.array, by_position: Callable[[mx.arra
 
 def figures(model: Any, text: Text, formats: dict[str, CacheFormat]) -> dict[str, dict[str, float]]:
     """Of each format on a text."""
-    caches = [own.make_cache(model, PIECE) for own in (REFERENCE, *formats.values())]
-    tallies = [Tally() for _ in caches]
-    for piece in text.pieces:
-        compare(model, piece, caches, tallies)
+    rows = measured(model, text, formats)
     return {
-        name: {"bytes_per_token": own.bytes_per_token(model), "mean_kld_nats": tally.figures().mean_kld_nats}
-        for (name, own), tally in zip(formats.items(), tallies[1:], strict=True)
+        row.name: {"bytes_per_token": row.bytes_per_token, "mean_kld_nats": row.figures.mean_kld_nats} for row in rows
     }
 
 

@@ -51,10 +51,7 @@ class AnswerOutput:
         json_lines: bool,
         of_a_file: bool,
     ) -> None:
-        """``n`` answers to each question, each of which begins with the text ``begun``.
-
-        Of a file an answer is printed when it has ended, and there is one line of statistics for all.
-        """
+        """``n`` answers to each question, each of which begins with the text ``begun``."""
         self._session, self._run, self._json_lines, self._of_a_file = session, run, json_lines, of_a_file
         self._answers = []
         for number, question in enumerate(question for question in questions for _ in range(n)):
@@ -67,7 +64,6 @@ class AnswerOutput:
         self.finished = 0
 
     def write(self, number: int, response: GenerationResponse) -> None:
-        """The next token of an answer."""
         answer = self._answers[number]
         answer.statistics.add(response)
         self._drafts = response.drafts

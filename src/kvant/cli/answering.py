@@ -37,11 +37,8 @@ def answer_together(
 ) -> Iterator[tuple[int, GenerationResponse]]:
     """The answers' tokens as they come, each with the number of its answer. All is reserved when it is called.
 
-    Args:
-        questions: each has ``n`` answers, numbered from 0 in their order. A prompt is read once.
-        at_once: answers that run together, at most.
-        deterministic: a step has as many rows, whoever runs.
-        file: a prompt cache, beside one question. The last answer brings what it is to hold.
+    Each question has ``n`` answers, numbered from 0 in their order, and is read once. ``file`` is a prompt cache,
+    beside one question; the last answer brings what it is to hold.
     """
     most, config = _most_tokens(session, run), session.checkpoint.config
     asked: list[tuple[Question, range]] = []
@@ -102,11 +99,7 @@ def _reserve(
     caches: int,
     cached: int,
 ) -> Pool:
-    """Plan and reserve a pool, and print the reservation.
-
-    ``needs``: the tokens of each answer's sequence, without those that it shares with another answer's. Beside the pool
-    there are so many ``caches`` of conversations, of up to ``cached`` tokens.
-    """
+    """Plan, reserve and print a pool for ``needs``, tokens not shared, beside ``caches`` of ``cached`` ones."""
     rows = at_once if deterministic else min(at_once, len(needs))
     step_size = CHUNK if deterministic else run.prefill_step_size
     chosen = replace(session.settings, prefill_step_size=step_size, caches=caches)

@@ -130,10 +130,7 @@ def _run(early: interrupts.Handler | None) -> int:
 
 
 def _to_complete() -> list[str]:
-    """The words of the line that a shell completes; none where it does not ask.
-
-    A command that the launcher is given is completed as if it stood alone.
-    """
+    """The words of the line that a shell completes; those of a command that the launcher is given, as if alone."""
     if f"_{NAME.upper()}_COMPLETE" not in os.environ:
         return []
     variable = "COMP_WORDS" if "COMP_WORDS" in os.environ else "_TYPER_COMPLETE_ARGS"

@@ -126,19 +126,19 @@ def bench(
         raise BadValueError("--plot draws the tokens after the first, but --max-tokens is 1")
     drafts = bench_options.drafts(draft, draft_model, num_draft_tokens, model)
     if drafts:
-        bench_options.refuse("drafts are not measured with it", streams=streams, plot=plot)
-        bench_options.refuse("a draft model drafts what a model writes", random=random if draft_model else None)
+        options.refuse("drafts are not measured with it", streams=streams, plot=plot)
+        options.refuse("a draft model drafts what a model writes", random=random if draft_model else None)
         engine = engine or ["kvant"]
     source = bench_options.source(model, random, weight_bits, weight_group_size, seed)
     counts = bench_options.streams(streams)
     contexts = bench_options.contexts(prompt_tokens, max_tokens, source.sizes.max_position_embeddings, bool(counts))
     servers = bench_options.servers(server or [], server_model or [])
     if servers:
-        bench_options.refuse("--server needs --model, whose tokenizer writes its prompts", random=random)
+        options.refuse("--server needs --model, whose tokenizer writes its prompts", random=random)
     specs: list[EngineSpec] = []
     if counts and servers and not engine:
         why = "--streams with --server measures no other --engine"
-        bench_options.refuse(why, kv_bits=kv_bits, kv_group_size=kv_group_size, kv_format=kv_format)
+        options.refuse(why, kv_bits=kv_bits, kv_group_size=kv_group_size, kv_format=kv_format)
     else:
         specs = bench_options.specs(engine, kv_bits, kv_group_size, source.sizes, bool(counts), kv_format)
     if drafts:

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from kvant import blas
 from kvant.cache.kv_format import KVFormat
-from kvant.cli.options import BadValueError, check_kernels, flag, named, whole_numbers
+from kvant.cli.options import BadValueError, check_kernels, named, refuse, whole_numbers
 from kvant.engine.load import POCKET, find_model
 from kvant.fields import MAX_SIZE
 from kvant.models.config import ModelConfig
@@ -37,17 +37,9 @@ class Source:
     folder: AbstractContextManager[Path]
 
 
-def refuse(why: str, **given: object) -> None:
-    """Refuse flags that have a value."""
-    for name, value in given.items():
-        if value is not None:
-            raise BadValueError(f"{flag(name)} is {value}; {why}")
-
-
 def source(
     model: str | None, shape: str | None, weight_bits: int | None, weight_group_size: int | None, seed: int
 ) -> Source:
-    """The weights to measure with."""
     if shape is None:
         refuse("only --random makes weights", weight_bits=weight_bits, weight_group_size=weight_group_size)
         path = find_model(model or POCKET)
@@ -106,8 +98,7 @@ def specs(
 ) -> list[EngineSpec]:
     """The engines that compute on this machine, in processes of their own.
 
-    Several streams are by default served with 8 bits, and on a CPU mlx-lm then computes as kvant does, in float32 and
-    with the same BLAS.
+    With several streams mlx-lm by default computes as kvant does on a CPU: in float32, with the same BLAS.
     """
     lent = not blas.loaded().startswith(blas.OWN)
     fair = mx.default_device().type == mx.cpu and streams

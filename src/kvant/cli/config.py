@@ -104,7 +104,6 @@ def checked_presets(settings: Settings) -> dict[str, dict[str, Any]]:
 
 
 def check(settings: Settings, where: str, table: Mapping[str, Any], flags: Flags, whose: str) -> dict[str, Any]:
-    """A table's values by parameter."""
     found = {}
     for key, value in table.items():
         if key not in flags:

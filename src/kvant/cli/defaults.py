@@ -42,10 +42,7 @@ class Defaults(dict[str, Any]):
 
 
 def settings_used(context: typer.Context, values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
-    """The values that come from the config file, a preset or the environment: name -> value and source, in words.
-
-    A value that has no effect beside one of another source is dropped: nobody asked for the two together.
-    """
+    """The values that come from the config file, a preset or the environment: name -> value and source, in words."""
     defaults = context.default_map
     if not isinstance(defaults, Defaults):
         return {}
@@ -58,6 +55,7 @@ def settings_used(context: typer.Context, values: dict[str, Any]) -> dict[str, t
         blocker = blocked_by(name, values)
         if name == "draft_model" and source_of(context, "draft") == "COMMANDLINE":
             blocker = "draft"  # none, too
+        # Nobody asked for two together that come from two sources.
         if blocker is not None and (blocker not in used or used[blocker][1] != source):
             values[name] = next(option.default for option in context.command.params if option.name == name)
             del used[name]

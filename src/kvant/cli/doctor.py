@@ -12,7 +12,7 @@ from kvant.sizes import format_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvant.tools.doctor import Diagnosis
+    from kvant.tools.doctor.diagnosis import Diagnosis
     from kvant.tools.doctor.ranks import RankDiagnosis
 
 RANKS_DEADLINE_S = 120.0  # 2 ranks on the loopback take a second
@@ -42,7 +42,7 @@ def doctor(
         parts, record = _group_parts(found), found.as_json()
     else:
         options.check_kernels()
-        from kvant.tools.doctor import diagnose
+        from kvant.tools.doctor.diagnosis import diagnose
 
         with LateProgress("trying kernels", quiet=quiet) as progress:
             found = diagnose(progress.update)

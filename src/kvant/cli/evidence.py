@@ -47,7 +47,7 @@ def evidence(
     check_new_file("--output", output)
     model = options.choose_model(context, model_argument, model)
 
-    from kvant.tools.doctor import diagnose
+    from kvant.tools.doctor.diagnosis import diagnose
     from kvant.tools.evidence.check import sealed
     from kvant.tools.evidence.measure import figures, measure_machine
 

@@ -33,7 +33,7 @@ def plan_that_fits(
     """The plan of a run, which is refused with a ContextError if it does not fit into the machine."""
     made = plan_for(checkpoint, settings, max_kv_size, machine, split_pairs)
     if made.total > machine.limit_bytes:
-        longest = longest_by_bits(settings, lambda chosen: longest_on(checkpoint, chosen, machine, split_pairs))
+        longest = longest_by_bits(settings, lambda own: longest_context(checkpoint, machine, own, split_pairs))
         raise ContextError(f"{describe(made, machine)}; {what_fits(made, longest)}")
     return made
 
@@ -45,7 +45,7 @@ def plan_for(
     tokens, device = tokens_asked(checkpoint, max_kv_size), machine.device
     with named_format(settings):
         if tokens is None:
-            tokens = max(1, longest_on(checkpoint, settings, machine, split_pairs).tokens)
+            tokens = max(1, longest_context(checkpoint, machine, settings, split_pairs).tokens)
         return plan(checkpoint, max_kv_size=tokens, settings=settings, device=device, split_pairs=split_pairs)
 
 
@@ -74,10 +74,7 @@ def ranks_for(
     machines: Sequence[Machine],
     parallel: Parallel | None = None,
 ) -> RankPlan:
-    """The plan of a run on several machines, whether it fits or not; "auto" as in :func:`plan_for`.
-
-    The model is divided as ``parallel`` says; by default as a pipeline, unless only tensor parallel fits.
-    """
+    """The plan whether it fits or not, as :func:`plan_for`; by default a pipeline, unless only tensor parallel fits."""
     tokens = tokens_asked(checkpoint, max_kv_size)
     made: list[RankPlan] = []
     refused: list[ModelError] = []
@@ -102,14 +99,6 @@ def tokens_asked(checkpoint: AnyCheckpoint, max_kv_size: KvSize) -> int | None:
     if isinstance(max_kv_size, int) and context is not None and max_kv_size > context:
         raise ContextError(f"--max-kv-size is {max_kv_size}; the model's context is {context} tokens")
     return None if max_kv_size == AUTO else max_kv_size or min(DEFAULT_RESERVATION, context or DEFAULT_RESERVATION)
-
-
-def longest_on(
-    checkpoint: AnyCheckpoint, settings: Settings, machine: Machine, split_pairs: Pairs = None
-) -> LongestContext:
-    """The longest context that fits into a machine."""
-    limit, device = machine.limit_bytes, machine.device
-    return longest_context(checkpoint, limit, settings=settings, device=device, split_pairs=split_pairs)
 
 
 def with_checkpoints(
@@ -156,7 +145,6 @@ def describe(made: MemoryPlan, machine: Machine, on: str = "") -> str:
 
 
 def describe_layers(layers: range) -> str:
-    """First and last."""
     return f"{layers.start}" if len(layers) == 1 else f"{layers.start} to {layers.stop - 1}"
 
 

@@ -69,10 +69,7 @@ def generate(
         int | None,
         typer.Option(help=f"Of --prompts-file and --n: so many answers at once, at most; default: {SEQUENCES}."),
     ] = None,
-    deterministic: Annotated[
-        bool,
-        typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower."),
-    ] = False,
+    deterministic: options.Deterministic = False,
     prompt_cache_file: Annotated[
         str | None,
         typer.Option(

@@ -88,7 +88,6 @@ def launch(
 
 
 def read_hosts(path: Path) -> list[str]:
-    """Give the names of the hosts in MLX's host file."""
     try:
         raw = json.loads(read_given(path, MAX_HOSTS_BYTES))
         names = [host["ssh"] for host in (raw["hosts"] if isinstance(raw, dict) else raw)]
@@ -111,10 +110,7 @@ def free_ports(count: int) -> int:
 
 
 def _run(arguments: Sequence[str], *, talks: bool) -> Mapping[int, int]:
-    """Run mlx.launch in this process. Returns the ranks' exit codes, which it keeps to itself.
-
-    If ``talks``, standard input goes to the ranks, of which rank 0 alone reads it.
-    """
+    """Run mlx.launch here; if it ``talks``, standard input goes to rank 0. Returns the ranks' exit codes."""
     from mlx._distributed_utils import launch as module
 
     mlx_launch: Any = module
@@ -174,7 +170,6 @@ def _hand_on(writing: int) -> None:
 
 
 def _text_waits() -> bool:
-    """Say whether somebody pipes text into this command."""
     waiting = array.array("i", [0])
     with suppress(OSError):  # no pipe and no file
         fcntl.ioctl(0, termios.FIONREAD, waiting)

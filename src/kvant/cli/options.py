@@ -103,6 +103,9 @@ KvFormat = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="Store each layer of the cache as `kvant report --tune` measured for the model."),
 ]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower.")
+]
 LogitBias = Annotated[
     list[str] | None,
     typer.Option(metavar="TOKEN:BIAS", help="Add BIAS to the logit of token id TOKEN; repeatable."),
@@ -232,7 +235,6 @@ class RunOptions:
 
     @property
     def cache(self) -> CacheOptions:
-        """How caches and pools store their tokens."""
         if self.kv_bits == 0 and self.kv_group_size is not None:
             raise BadValueError(f"--kv-group-size is {self.kv_group_size}, but --kv-bits 0 does not quantize")
         return CacheOptions.of(
@@ -256,7 +258,6 @@ class Without(frozenset[str]):
 
 
 def flag(name: str) -> str:
-    """The flag of an argument."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -304,7 +305,6 @@ def flags(group: Any) -> list[Field[Any]]:
 
 
 def annotation(option: Field[Any]) -> Any:
-    """The annotation of a field's flag."""
     kind: Any = LogitBias if option.name == "logit_bias" else option.type
     return Annotated[kind, typer.Option(help=option.metadata["help"])] if "help" in option.metadata else kind
 
@@ -320,7 +320,6 @@ def choose_model(context: typer.Context, argument: str | None, option: Any) -> A
 
 
 def template_variables(text: str | None) -> dict[str, Any]:
-    """The variables of --chat-template-config."""
     if text is None:
         return {}
     try:
@@ -344,7 +343,6 @@ def _biases(texts: Sequence[str] | None) -> Mapping[int, float]:
 
 
 def whole_numbers(name: str, text: str) -> list[int]:
-    """Whole numbers between commas, each once."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
@@ -353,6 +351,12 @@ def whole_numbers(name: str, text: str) -> list[int]:
         if found.count(number) > 1:
             raise BadValueError(f"{name} has {number} twice")
     return found
+
+
+def refuse(why: str, **given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise BadValueError(f"{flag(name)} is {value}; {why}")
 
 
 def check_counts(**counts: int | None) -> None:

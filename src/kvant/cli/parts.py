@@ -18,7 +18,7 @@ from kvant.models import LanguageModel
 from kvant.models.checkpoint import Progress
 from kvant.models.identity import identify
 from kvant.sizes import format_bytes
-from kvant.tools.plan import BridgedCheckpoint, Checkpoint, MemoryPlan, RankPlan, Settings, plan
+from kvant.tools.plan import AnyCheckpoint, MemoryPlan, RankPlan, Settings, plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,6 @@ class Arranged:
 
     @property
     def own(self) -> MemoryPlan:
-        """Rank 0's memory."""
         assert self.plan is not None
         return self.plan.plans[0]
 
@@ -61,7 +60,7 @@ class Arranged:
 def arrange(
     options: Mapping[str, Any],
     folder: Path,
-    checkpoint: Checkpoint | BridgedCheckpoint,
+    checkpoint: AnyCheckpoint,
     settings: Settings,
     max_kv_size: KvSize,
     machine: Machine,

@@ -10,7 +10,7 @@ import typer
 
 from kvant.cli import options, terminal
 from kvant.cli import ranks as processes
-from kvant.cli.fitting import longest_by_bits, longest_on, plan_for, ranks_for, with_checkpoints
+from kvant.cli.fitting import longest_by_bits, plan_for, ranks_for, with_checkpoints
 from kvant.cli.launch import read_hosts
 from kvant.cli.options import BadValueError, RunOptions, Without
 from kvant.cli.parts import gather_machines
@@ -26,6 +26,7 @@ from kvant.tools.plan import (
     Parallel,
     RankPlanner,
     Settings,
+    longest_context,
     read_facts,
     read_folder,
 )
@@ -115,7 +116,7 @@ def plan(
     else:
         machine = machines[0]
         alone = plan_for(checkpoint, settings, reserved, machine)
-        longest = longest_by_bits(settings, lambda chosen: longest_on(checkpoint, chosen, machine))
+        longest = longest_by_bits(settings, lambda chosen: longest_context(checkpoint, machine, chosen))
         record, fits = plan_record(model, checkpoint, alone, machine, longest), alone.total <= machine.limit_bytes
         record |= {} if draft_model is None else {"draft_model": draft_model}
         lines = plan_lines(model, checkpoint, alone, machine, longest)
@@ -179,7 +180,6 @@ def _count(ranks: int | None, names: Sequence[str], sizes: Sequence[int], parall
 
 
 def _machine(device: str | None, memory: int | None) -> Machine:
-    """The machine to plan for."""
     if device not in (None, "cpu", "gpu"):
         raise BadValueError(f"--device is {device!r}; expected cpu or gpu")
     chosen: Device = default_device() if device is None else "cpu" if device == "cpu" else "gpu"

@@ -18,7 +18,6 @@ LongestOfRanks = Mapping[Parallel, Longest | str]  # or why the model cannot be 
 def plan_record(
     model: str, checkpoint: AnyCheckpoint, made: MemoryPlan, machine: Machine, longest: Longest
 ) -> dict[str, Any]:
-    """A plan of one machine for ``--json``."""
     return {
         **_common(model, checkpoint, made),
         "bytes": as_record(made),
@@ -55,7 +54,6 @@ def ranks_record(
 def plan_lines(
     model: str, checkpoint: AnyCheckpoint, made: MemoryPlan, machine: Machine, longest: Longest
 ) -> Iterator[str]:
-    """A plan of one machine for people."""
     settings, floats = made.settings, _float_bits(checkpoint, machine)
     estimate = ", an estimate" if isinstance(checkpoint, BridgedCheckpoint) or machine.device != "cpu" else ""
     drafted = made.max_kv_size
@@ -117,7 +115,6 @@ def ranks_lines(
 
 
 def _columns(made: RankPlan, names: Sequence[str]) -> str:
-    """The parts of each rank's memory."""
     plans = made.plans
     rows = {"": [f"rank {rank}" for rank in range(len(plans))]}
     rows |= {"host": list(names)} if names else {}

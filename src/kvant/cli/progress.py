@@ -32,12 +32,9 @@ class LateProgress:
         return self
 
     def update(self, done: int, total: int) -> None:
-        """Say how much is done; done by the engine's callbacks.
-
-        The bar moves without an end before the first part and after the last one, for work goes on there.
-        """
+        """Say how much is done; done by the engine's callbacks."""
         if self._timer:
-            counts = 0 < done < total
+            counts = 0 < done < total  # before the first part and after the last one work goes on, too
             self._task.total = total if counts else None
             self._bar.update(self._task.id, completed=done, count=f"{done}/{total}" if counts else "")
 

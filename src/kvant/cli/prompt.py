@@ -47,11 +47,7 @@ def is_a_models_name(text: str) -> bool:
 
 
 def read_prompt(argument: str | None, option: str | None) -> str:
-    """The prompt, whole.
-
-    ``-`` stands for standard input as it is. Other piped text goes before the argument, with a blank line between
-    them; ends of lines at its end do not count. A terminal is read for ``-`` alone.
-    """
+    """The prompt, whole: ``-`` is standard input as it is; other piped text goes before the argument."""
     written = option if argument is None else argument
     options.check_text(the_prompt=written)
     if written == "-":

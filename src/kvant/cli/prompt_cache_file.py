@@ -42,10 +42,7 @@ def tokens_in(path: str | None) -> int:
 
 @contextmanager
 def kept(path: str | None, conversation: Conversation, system_prompt: str | None, *, quiet: bool) -> Iterator[None]:
-    """Load a conversation before the block, if the file is there, and save it after, however the block ends.
-
-    A ``system_prompt`` goes before the file's. Without a path nothing is done.
-    """
+    """Load a conversation before the block, if the file is there, and save it after, however the block ends."""
     if path is None:
         yield
         return

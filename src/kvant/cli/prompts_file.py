@@ -45,10 +45,7 @@ class Line:
 
 
 def read_lines(path: str, sampling: SamplingOptions) -> list[Line]:
-    """All prompts of a file, in order; ``-`` is standard input. Lines with nothing but white space do not count.
-
-    Of the flags' sampling, an option that a line's own leave without effect is dropped for that line.
-    """
+    """All prompts of a file, in order; ``-`` is standard input. Lines with nothing but white space do not count."""
     if not path:
         raise BadValueError("--prompts-file is empty; expected a file, or - for standard input")
     name = "standard input" if path == "-" else path
@@ -74,7 +71,6 @@ def read_lines(path: str, sampling: SamplingOptions) -> list[Line]:
 
 
 def _read_line(raw: bytes, where: str, number: int, flags: SamplingOptions) -> Line:
-    """One line."""
     try:
         record = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:

@@ -49,7 +49,6 @@ def pull(
 
 
 def check_name(model: str) -> None:
-    """Refuse what can name no model of the hub."""
     try:
         weights.parse_reference(model)
     except ValueError as error:

@@ -15,8 +15,6 @@ from kvant.text.prompt import Message, encode_prompt, encode_rendered, render_ch
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt in tokens, and how it is answered."""
-
     line: Line
     ids: list[int]
     sampler: Sampler
@@ -32,10 +30,7 @@ class Question:
 def prepare(
     session: Session, run: RunOptions, line: Line, drawn: int, *, plain: bool, begun: str | None = None
 ) -> Question:
-    """A line's question, which goes through the chat template unless it is ``plain``.
-
-    ``drawn`` is the seed if neither flags nor line have one, and ``begun`` how the answer begins.
-    """
+    """A line's question; ``drawn`` is the seed if nothing says one, ``begun`` how the answer begins."""
     with at(line):
         if plain and not isinstance(line.prompt, str):
             raise ArgumentError(
@@ -52,10 +47,7 @@ def prepare(
 
 
 def _chat_ids(session: Session, messages: Sequence[Message], system_prompt: str | None, begun: str | None) -> list[int]:
-    """Messages through the chat template, up to where the answer begins, or with what it has ``begun``.
-
-    The system prompt goes before the messages, unless they begin with one of their own.
-    """
+    """Messages through the chat template, up to where the answer begins, or with what it has ``begun``."""
     tokenizer, variables = session.tokenizer, session.template_variables
     if not tokenizer.has_chat_template:
         raise PromptError("the model has no chat template; --ignore-chat-template continues the prompt as it is")

@@ -1,7 +1,7 @@
 """``kvant report``: the cost in quality of a cache format, on a model and a text."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,9 +100,12 @@ def report(
         raise BadValueError(f"--tokens is {tokens}; expected at least 2")
     options.check_text(adapter_path=adapter_path, text=None if text is None else str(text))
     options.check_kernels()
-    _check_goes_with("--tune", tune, kv_bits=kv_bits, max_kld=max_kld)
-    _check_goes_with("--tasks", tasks, samples=samples, seed=seed)
-    _check_tuning(tune, kv_bits, max_kld, formats or kv_format)
+    if tune is None:
+        options.refuse("it goes with --tune", kv_bits=kv_bits, max_kld=max_kld)
+    else:
+        _check_tuning(tune, kv_bits, max_kld, formats or kv_format)
+    if tasks is None:
+        options.refuse("it goes with --tasks", samples=samples, seed=seed)
     options.check_counts(samples=samples)
     lengths = [] if tasks is None else options.whole_numbers("--tasks", tasks)
     if reference is not None and (text is not None or tune is not None):
@@ -115,7 +118,7 @@ def report(
     from kvant.tools.report.runs import timing_room
     from kvant.tools.report.tasks import answer_samples, haystack, make_samples, task_rows
     from kvant.tools.report.texts import built_in_text, halves, recall_dialogues, text_file
-    from kvant.tools.report.tune import Row, tried_json
+    from kvant.tools.report.tune import Row
     from kvant.tools.report.tune import tune as tune_format
 
     with options.named("--formats"):
@@ -177,7 +180,7 @@ def report(
     from kvant.tools.report.output import describe, table, tuning
 
     lines: list[Any] = [*describe(found), *([tuning(tried)] if tune is not None else []), table(found)]
-    record = figures_json(found) | tried_json(tried)
+    record = figures_json(found) | ({"tried": [asdict(row) for row in tried]} if tried else {})
     if rows:
         lines.append(_tasks_table(rows))
         record |= {"seed": seed or DEFAULT_SEED, "tasks": rows}
@@ -210,17 +213,8 @@ def _first_token(tokenizer: Tokenizer) -> int | None:
     return first if first == tokenizer.bos_token_id else None
 
 
-def _check_goes_with(flag: str, given: object, **others: object) -> None:
-    """Refuse options that have no effect without a flag."""
-    for name, value in others.items():
-        if given is None and value is not None:
-            raise BadValueError(f"--{name.replace('_', '-')} is {value}; it goes with {flag}")
-
-
-def _check_tuning(tune: Path | None, kv_bits: int | None, max_kld: float | None, formats: str | None) -> None:
+def _check_tuning(tune: Path, kv_bits: int | None, max_kld: float | None, formats: str | None) -> None:
     """Refuse values out of range, or a file that could not be written."""
-    if tune is None:
-        return
     if formats is not None:
         raise BadValueError(f"{formats!r:.40} is to be measured, but --tune measures its own; leave one out")
     if kv_bits not in (None, 4, 8):

@@ -51,9 +51,7 @@ def serve(
             "--strict", help="Refuse a field that is not known or cannot be heeded. Else it is left out, and said."
         ),
     ] = False,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower.")
-    ] = False,
+    deterministic: options.Deterministic = False,
     disk_cache: options.DiskCacheFolder = None,
     disk_cache_size: options.DiskCacheSize = None,
     api_key_file: Annotated[
@@ -150,13 +148,10 @@ def read_keys(path: str | None) -> tuple[str, ...]:
 
 
 def describe_plan(planned: MemoryPlan, beside: int) -> str:
-    """The memory of a server in a line; no more is taken. Of a GPU's memory neither process nor requests take any.
-
-    ``beside``: bytes for requests, and what is on the way to a disk.
-    """
+    """The memory of a server in a line; ``beside`` is for requests, and what is on the way to a disk."""
     parts = {"weights": planned.weights, "cache": planned.cache, "state": planned.state, "scratch": planned.scratch}
     parts |= {"draft weights": planned.draft_weights, "draft cache": planned.draft_cache}
-    parts |= {"process": planned.process, "requests": beside if planned.process else 0}
+    parts |= {"process": planned.process, "requests": beside if planned.process else 0}  # neither is a GPU's memory
     total = planned.total + parts["requests"]
     listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
     return f"{format_bytes(total)} planned at most: {listed}"

@@ -38,7 +38,7 @@ from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.prompt import check_variables
 from kvant.text.tokenizer import Tokenizer
-from kvant.tools.plan import BridgedCheckpoint, Checkpoint, DraftModel, MemoryPlan, Settings, read_folder, split_pairs
+from kvant.tools.plan import AnyCheckpoint, DraftModel, MemoryPlan, Settings, read_folder, split_pairs
 
 WIRING_MACOS = 15  # the first in which MLX's limit has an effect (its metal/resident.cpp)
 
@@ -52,7 +52,7 @@ class Session:
     load_s: float  # seconds that loading took
     name: str  # the model as the user named it
     folder: Path
-    checkpoint: Checkpoint | BridgedCheckpoint  # its memory was planned with it, as with the next two
+    checkpoint: AnyCheckpoint  # its memory was planned with it, as with the next two
     settings: Settings
     machine: Machine
     template_variables: Mapping[str, Any]  # for the chat template, beside those it always has
@@ -80,16 +80,8 @@ class Session:
         pairs = split_pairs(self.model)
         return plan_for(self.checkpoint, settings, tokens, self.machine, pairs), self.machine
 
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes reserved for keys and values in all layers; they never change."""
-        return self.cache.keys_values
-
     def sampling(self, wanted: SamplingOptions, drawn: int | None = None) -> tuple[Sampler, list[LogitsProcessor]]:
-        """The sampler and processors for this model; options that were not given are the model's own.
-
-        The sampler has a seed: ``drawn`` or a new one if none is given. sampling_line says it, to repeat the run.
-        """
+        """The sampler, with ``drawn`` or a new seed if none is given, and the processors; sampling_line says all."""
         of_the_model = model_sampling(self.folder, wanted, self.model.config.vocab_size)
         given, wanted = wanted, in_force(wanted, of_the_model, self.origins)
         if wanted.temp and wanted.seed is None:
@@ -98,9 +90,8 @@ class Session:
         return wanted.build_for(self.tokenizer, self.model.config.vocab_size)
 
     def describe_cache(self) -> str:
-        """The reservation in a line."""
         kind = describe_formats(self.cache.formats)
-        text = f"{self.cache.max_seq_len} tokens reserved, {kind}, {format_bytes(self.cache_bytes)}"
+        text = f"{self.cache.max_seq_len} tokens reserved, {kind}, {format_bytes(self.cache.keys_values)}"
         if not self.state_bytes:
             return text
         return f"{text} for keys and values, {format_bytes(self.state_bytes)} for the state of linear layers"
@@ -120,10 +111,7 @@ def open_session(
     talks: bool = False,
     disk: DiskCache | None = None,
 ) -> Session:
-    """Plan the memory, load a model and reserve its cache; the reservation is printed, unless that is not wanted.
-
-    ``talks``: turns are going to be taken back. ``disk``: for the cache's pages.
-    """
+    """Plan the memory, load a model and reserve its cache, from which turns are taken back if it ``talks``."""
     wanted, beside = options.kv_size(run.max_kv_size), 0 if disk is None else QUEUE_BYTES
     session = load_session(run, process, sampling, max_kv_size=wanted, requests=beside, talks=talks)
     planned = session.plan(wanted)
@@ -171,16 +159,13 @@ def load_session(
     talks: bool = False,
     tell: Callable[[MemoryPlan], None] = lambda planned: None,
 ) -> Session:
-    """Plan the memory and load a model; nothing is reserved yet.
+    """Plan the memory, ``tell`` it and load a model; nothing is reserved yet.
 
     Args:
         process: for the tokenizer, if one was started already.
         sampling: the flags of sampling, to be refused before the model is loaded.
         max_kv_size: tokens that are going to be reserved, as far as that is known yet.
-        sequences: of a pool; None: a conversation's cache.
         requests: bytes for a server's requests and for a disk, if they come out of the same memory.
-        talks: as :func:`open_session` has it.
-        tell: called with the plan, before anything is loaded.
     """
     started = time.perf_counter()
     folder = find_model(run.model)
@@ -205,11 +190,12 @@ def load_session(
         model, tokenizer = load_folder(
             folder, progress.update, adapter_path=run.adapter_path, process=process, load_weights=load_weights
         )
-        draft_model = None if draft_folder is None else load_model(draft_folder, progress.update)
-    if draft_folder is not None and draft_model is not None and settings.draft_model is not None:
-        draft_model.identity = identify(draft_folder)
-        pairs = tuple(split_pairs(draft_model))
-        settings = replace(settings, draft_model=replace(settings.draft_model, split_pairs=pairs))
+        draft_model = None
+        if draft_folder is not None and settings.draft_model is not None:
+            draft_model = load_model(draft_folder, progress.update)
+            draft_model.identity = identify(draft_folder)
+            pairs = tuple(split_pairs(draft_model))
+            settings = replace(settings, draft_model=replace(settings.draft_model, split_pairs=pairs))
     variables = options.template_variables(run.chat_template_config)
     try:
         check_variables(tokenizer, variables)
@@ -234,7 +220,6 @@ def load_session(
 
 
 def _set_ends(tokenizer: Tokenizer, run: RunOptions, vocab_size: int) -> None:
-    """Let further tokens end a text, or none."""
     if run.ignore_eos:
         tokenizer.eos_token_ids = set()
     for text in run.extra_eos_token or ():
@@ -252,10 +237,7 @@ def _set_ends(tokenizer: Tokenizer, run: RunOptions, vocab_size: int) -> None:
 
 
 def follow(run: RunOptions, *, bounded: bool = False) -> None:
-    """Load a part of the model, compute what rank 0 tells, and exit as it does; on rank 0 do nothing.
-
-    If ``bounded``, MLX is held to the plan, as on rank 0.
-    """
+    """Load a part of the model, compute what rank 0 tells, and exit as it does; on rank 0 do nothing."""
     guard = ranks.guard()
     if guard is None or not guard.rank:
         return
@@ -272,7 +254,7 @@ def follow(run: RunOptions, *, bounded: bool = False) -> None:
 
 def prepare(
     run: RunOptions, folder: Path, *, sequences: int | None = None, requests: int = 0, talks: bool = False
-) -> tuple[Checkpoint | BridgedCheckpoint, Settings, Machine]:
+) -> tuple[AnyCheckpoint, Settings, Machine]:
     """What a plan is made of: what is known of the model in a folder, the settings and this machine."""
     if run.parallel is not None and ranks.guard() is None:
         raise BadValueError(

@@ -10,13 +10,10 @@ from kvant.tools.statistics import percentile
 
 @dataclass(slots=True)
 class RunStatistics:
-    """Collected token by token."""
-
     latencies_ms: list[float] = field(default_factory=list)
     last: GenerationResponse | None = None
 
     def add(self, response: GenerationResponse) -> None:
-        """Take note of one token."""
         self.latencies_ms.append(response.latency_ms)
         self.last = response
 

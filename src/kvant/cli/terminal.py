@@ -21,7 +21,6 @@ def escaped(text: str) -> str:
 
 
 def say(text: str, quiet: bool = False) -> None:
-    """Lines for the user, on standard error."""
     if not quiet:
         print(text, file=sys.stderr, flush=True)
 
@@ -89,5 +88,4 @@ def escaping_standard_error() -> Iterator[None]:
 
 
 def behind(stream: TextIO) -> TextIO:
-    """The stream that does not escape."""
     return stream._stream if isinstance(stream, _Escaping) else stream

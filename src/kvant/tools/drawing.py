@@ -32,8 +32,7 @@ def check_plot_path(path: Path) -> None:
 
 @contextmanager
 def drawing(path: Path, width: float, caption: str) -> Iterator["Figure"]:
-    """A figure, ``width`` inches wide, written at the end. Equal data give the same SVG, byte for byte."""
-    check_plot_path(path)
+    """A figure, ``width`` inches wide, for a path that was checked. Equal data give the same SVG, byte for byte."""
     import matplotlib
     from matplotlib.figure import Figure
 

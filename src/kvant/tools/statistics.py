@@ -13,8 +13,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A median with its range."""
-
     median: float
     minimum: float
     maximum: float

@@ -12,7 +12,7 @@ import pytest
 from support.completions import Reply
 
 from kvant.errors import KvantError
-from kvant.tools.bench.server_client import StreamingServer
+from kvant.tools.bench.server_client import StreamingServer, check_url
 
 USAGE = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
 KEY = "sk-secret-0123456789"
@@ -204,6 +204,6 @@ def test_servers_that_are_not_there() -> None:
 )  # fmt: skip
 def test_urls_that_are_none(url: str) -> None:
     with pytest.raises(ValueError, match="server URL") as caught:
-        StreamingServer(url)
+        check_url(url)
     assert "\n" not in str(caught.value)
     assert "hunter2" not in str(caught.value)

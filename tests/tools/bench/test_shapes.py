@@ -1,6 +1,7 @@
 """Random models of known shapes: what is on disk, through both engines, and what is left when writing fails."""
 
 import shutil
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,9 +100,11 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         write_random(QWEN2, tmp_path, bits=4)
 
 
-def test_a_temporary_model_goes_when_it_is_left(tmp_path: Path) -> None:
+def test_a_temporary_model_goes_when_it_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
     def interrupted() -> None:
-        with random_model(QWEN2, bits=4, parent=tmp_path) as folder:
+        with random_model(QWEN2, bits=4) as folder:
             load_decoder(folder)
             raise KeyboardInterrupt
 

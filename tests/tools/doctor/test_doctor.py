@@ -158,7 +158,7 @@ def test_a_kernel_that_is_wrong(
     if forced:
         monkeypatch.setenv("KVANT_KERNELS", "fused")
     once = diagnosis.diagnose(lambda done, total: None)
-    monkeypatch.setattr("kvant.tools.doctor.diagnose", lambda progress: once)
+    monkeypatch.setattr("kvant.tools.doctor.diagnosis.diagnose", lambda progress: once)
     found, text = diagnosed(1)
     assert sum(result["problem"] is not None for result in found["kernels"]) == wrong
     assert sum(result["error"] is None for result in found["kernels"]) == unknown

@@ -18,7 +18,7 @@ from support.kinds import KINDS, load_kind
 from kvant.cache import CacheOptions
 from kvant.cli.fitting import plan_that_fits
 from kvant.errors import ContextError, ModelError
-from kvant.machine import this_machine
+from kvant.machine import machine_with, this_machine
 from kvant.models import Decoder, ModelConfig
 from kvant.operators.score_blocks import GPU_BLOCK_SCORES
 from kvant.tools.bench.shapes import Shape, write_random
@@ -207,7 +207,7 @@ def test_the_longest_context_is_exact_to_a_token(bits: int, sequences: int | Non
         return plan(checkpoint, max_kv_size=tokens, settings=settings, device="cpu").total
 
     for limit in (190_000_000, 205_000_000, 225_000_000):
-        found = longest_context(checkpoint, limit, settings=settings, device="cpu")
+        found = longest_context(checkpoint, machine_with(limit, "cpu"), settings)
         assert found.ended_by == "memory"
         assert 0 < found.tokens < 100_000
         assert total(found.tokens) <= limit < total(found.tokens + 1)
@@ -217,12 +217,12 @@ def test_the_longest_context_is_exact_to_a_token(bits: int, sequences: int | Non
 
 def test_the_longest_context_ends_with_the_models_or_is_none() -> None:
     checkpoint = Checkpoint.from_facts(qwen2_config())
-    assert longest_context(checkpoint, 10**12, device="cpu") == LongestContext(1024, "the model's context")
-    assert longest_context(checkpoint, 10**6, device="cpu") == LongestContext(0, "memory")
+    assert longest_context(checkpoint, machine_with(10**12, "cpu")) == LongestContext(1024, "the model's context")
+    assert longest_context(checkpoint, machine_with(10**6, "cpu")) == LongestContext(0, "memory")
     absurd = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "head_dim"), 2**24)
     absurd |= {"num_key_value_heads": 2**24, "num_hidden_layers": 4096, "max_position_embeddings": 2**24}
     checkpoint = Checkpoint.from_facts(qwen2_config(**absurd, quantization={"bits": 4, "group_size": 64}))
-    assert longest_context(checkpoint, 10**12, device="cpu").tokens == 0  # and nothing is made of these sizes
+    assert longest_context(checkpoint, machine_with(10**12, "cpu")).tokens == 0  # and nothing is made of these sizes
 
 
 def test_a_gpu_holds_the_checkpoints_dtype() -> None:

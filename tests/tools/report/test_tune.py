@@ -3,15 +3,14 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from fronts import channels, everywhere, planted
 from support.bridged import LONG, bridged
 from support.command import call, refusal
 
-from kvant.cache import pool_batch
 from kvant.cache.kv_format import KVFormat
 from kvant.models import Decoder
 from kvant.tools.report.texts import Text, built_in_text, halves
@@ -25,26 +24,6 @@ def text(pocket: Pocket) -> Text:
     return built_in_text(pocket[1], 512, 1024)
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, factor: mx.array, constant: mx.array) -> None:
-    """Every layer's keys (K, 1, D) times a factor, by which queries are divided, and a constant added."""
-
-    def planted(view: Any) -> Any:
-        own = view.layer.front
-
-        def query_key(both: mx.array, H: int) -> mx.array:
-            of_queries = mx.repeat(factor, H // len(factor), axis=0)
-            both = mx.concatenate([both[:, :H] / of_queries, both[:, H:] * factor + constant], axis=1)
-            return own.query_key(both, H)  # type: ignore[no-any-return]
-
-        return SimpleNamespace(query_key=query_key, bias_split=own.bias_split, center=own.center)
-
-    monkeypatch.setattr(pool_batch.PoolLayerView, "front", property(planted))
-
-
-def of_channels(channels: dict[int, float], rest: float) -> mx.array:
-    return mx.broadcast_to(mx.array([channels.get(channel, rest) for channel in range(64)]), (2, 1, 64))
-
-
 @pytest.mark.parametrize(
     ("factor", "constant", "part"),
     [
@@ -55,11 +34,9 @@ def of_channels(channels: dict[int, float], rest: float) -> mx.array:
     ],
     ids=["a constant", "pairs", "single channels", "both"],
 )
-def test_plants_are_found(
-    pocket: Pocket, text: Text, monkeypatch: pytest.MonkeyPatch, factor: Any, constant: Any, part: str
-) -> None:
-    plant(monkeypatch, of_channels(factor, 1.0), of_channels(constant, 0.0))
-    chosen, tried = tune(pocket[0], text, kv_bits=4, kv_group_size=32, max_kld=1.0)
+def test_plants_are_found(pocket: Pocket, text: Text, factor: Any, constant: Any, part: str) -> None:
+    with planted(channels(factor), channels(constant, 0.0), everywhere):
+        chosen, tried = tune(pocket[0], text, kv_bits=4, kv_group_size=32, max_kld=1.0)
     found = {row.name: row.figures.mean_kld_nats for row in tried}
     assert found["plain"] > 0.3
     assert min(found.values()) < 1e-2
@@ -83,14 +60,14 @@ def test_layers_get_more_bits_until_it_is_enough(pocket: Pocket, text: Text) -> 
     assert seen[-1][0] <= seen[-1][1]
 
 
-def test_statistics_are_numpys(pocket: Pocket, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_are_numpys(pocket: Pocket, text: Text) -> None:
     """Of a channel with a large constant, whose spread float32 would lose in a sum of squares."""
-    plant(monkeypatch, mx.ones((2, 1, 64)), of_channels({5: 3000.0}, 0.0))
-    (first, *_) = statistics(pocket[0], text)
-    monkeypatch.undo()
+    constant = channels({5: 3000.0}, 0.0)
+    with planted(channels({}), constant, everywhere):
+        (first, *_) = statistics(pocket[0], text)
     (plain, *_) = statistics(pocket[0], text)
     assert mx.allclose(first.spread, plain.spread, rtol=1e-2).item()
-    assert mx.allclose(first.mean - plain.mean, of_channels({5: 3000.0}, 0.0)[:, 0], atol=1e-2).item()
+    assert mx.allclose(first.mean - plain.mean, constant[:, 0], atol=1e-2).item()
     assert mx.array_equal(first.queries, plain.queries)
 
 

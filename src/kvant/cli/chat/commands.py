@@ -19,8 +19,6 @@ from kvant.sizes import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command."""
-
     names: tuple[str, ...]  # with the slash; the first is the one that is shown
     usage: str  # its argument, in words; empty: it takes none
     help: str
@@ -30,10 +28,7 @@ class Command:
 
 
 def find(line: str) -> Command | str | None:
-    """The command that a line begins with; None: it is for the model; or why it is neither, as a line for the user.
-
-    A path is for the model, and so is text after two slashes.
-    """
+    """The command of a line; None: it is for the model, as a path is, or text after //; or why it is neither."""
     if not line.startswith("/") or line.startswith("//"):
         return None
     name = line.split(maxsplit=1)[0]

@@ -45,7 +45,6 @@ TRAILING = re.compile(r"(?: |m[0-9;]*\[\x1b)*")  # of a line read backwards, so 
 
 
 def highlighted(code: str, language: str) -> list[Text]:
-    """Lines of code in colours."""
     text = Syntax("", language or "text", theme="ansi_dark", background_color="default", tab_size=0).highlight(code)
     return list(text.split("\n", allow_blank=True))[: code.count("\n") + 1]
 
@@ -138,12 +137,10 @@ class PlainText:
     """Text that grows, as it is, with whole words at the margin."""
 
     def __init__(self, renderer: Renderer, style: str = "") -> None:
-        self._renderer = renderer
-        self._style = style
-        self._source = ""
+        self._renderer, self._style = renderer, style
+        self._source = ""  # that is not final
 
     def add(self, text: str) -> None:
-        """Take the next piece."""
         self._source = (self._source + text).replace("\r\n", "\n")
 
     def finished(self, width: int, *, ended: bool = False) -> list[str]:
@@ -154,7 +151,7 @@ class PlainText:
         return self._rendered(done.removesuffix("\n"), width) if done else []
 
     def current(self, width: int) -> list[str]:
-        """The line under way."""
+        """The line or block under way, as it would be if it ended here."""
         text = self._source.rstrip()
         return self._rendered(text, width) if text else []
 
@@ -162,30 +159,20 @@ class PlainText:
         return self._renderer.lines(Text(escaped(text), self._style), width)
 
 
-class MarkdownText:
-    """Text that grows, as markdown. Rendered lines are given once their block is finished.
-
-    A long block is given in parts where its parts are final: a list item by item, a code block line by line.
-    """
+class MarkdownText(PlainText):
+    """Text that grows, as markdown, by blocks. Of a long one, items of a list or lines of code are given when final."""
 
     def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
-        self._source = ""  # from the block under way on
+        super().__init__(renderer)
         self._separate = False  # something was given: an empty line comes before the next block
         self._items = 0  # of the list under way, given before
         self._first = 1  # the number of its first item
         self._code_lines: int | None = None  # of the code under way, given before; None: not even its first line
 
-    def add(self, text: str) -> None:
-        """Take the next piece."""
-        self._source = (self._source + text).replace("\r\n", "\n")
-
     def finished(self, width: int, *, ended: bool = False) -> list[str]:
-        """Lines that are final, each given once; ``ended``: no text follows."""
         return self._take(width, ended, None)
 
     def current(self, width: int) -> list[str]:
-        """The block under way, as it would be if it ended here."""
         return copy.copy(self)._take(width, True, width)
 
     def _take(self, width: int, ended: bool, code_width: int | None) -> list[str]:

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -24,8 +25,6 @@ STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack", "bott
 
 
 class Prompt:
-    """Reads messages and commands."""
-
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
         is_hidden = sys.stdout.isatty() and not sys.stderr.isatty()
@@ -97,10 +96,8 @@ class _History(FileHistory):
     """Of all sessions, in a file that only this user reads."""
 
     def store_string(self, string: str) -> None:
-        try:
+        with suppress(OSError, UnicodeError):  # a full disk, bytes that are no text: the conversation goes on
             super().store_string(string)
-        except (OSError, UnicodeError):  # a full disk, bytes that are no text: the conversation goes on
-            return
 
 
 def _history() -> History:

@@ -24,7 +24,7 @@ class Screen:
         self._renderer = Renderer(stream)
         self._markdown = markdown
         self._pieces: list[tuple[bool, str]] = []
-        self._text: MarkdownText | PlainText | None = None
+        self._text: PlainText | None = None
         self._is_thinking = False
         self._final: list[str] = []  # lines that are not on the screen yet
         self._rows = 1  # of the block under way, on the screen
@@ -44,7 +44,6 @@ class Screen:
         self._next_at = drawn + max(EVERY_S, SHARE * (drawn - started))
 
     def close(self) -> None:
-        """Show what is left."""
         self._draw(ended=True)
 
     @property

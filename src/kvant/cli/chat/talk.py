@@ -34,14 +34,6 @@ def notice(text: str, quiet: bool = False) -> None:
 
 
 class Talk:
-    """One conversation.
-
-    Attributes:
-        run, wanted: the command's flags and the options of sampling; ``/set`` replaces them.
-        statistics: of the last answer.
-        draft: what stands in the next line of input, to be edited.
-    """
-
     def __init__(
         self, run: RunOptions, wanted: SamplingOptions, session: Session, view: View, overflow: Overflow
     ) -> None:
@@ -51,7 +43,7 @@ class Talk:
                 "the model has no chat template; kvant generate --ignore-chat-template continues a prompt"
             )
         check_drafts(session.drafts, session.cache)
-        self.run, self.wanted, self.session = run, wanted, session
+        self.run, self.wanted, self.session = run, wanted, session  # the first two are what /set replaces
         self._sampling = session.sampling(wanted)
         self.conversation = Conversation(
             session.model,
@@ -61,8 +53,8 @@ class Talk:
             overflow=overflow,
             template_variables=session.template_variables,
         )
-        self.statistics = RunStatistics()
-        self.draft = ""
+        self.statistics = RunStatistics()  # of the last answer
+        self.draft = ""  # what stands in the next line of input, to be edited
         self._answers = 0
         self._view, self._overflow = view, overflow
 
@@ -77,7 +69,7 @@ class Talk:
         parts = [
             self.session.name.rstrip("/").rsplit("/", 1)[-1],
             f"{f'{used}/{reserved}' if reserved else used} tokens",
-            f"cache {format_bytes(self.session.cache_bytes)}",
+            f"cache {format_bytes(self.session.cache.keys_values)}",
         ]
         last = self.statistics.last
         if last is not None and last.generation_tps:
@@ -87,10 +79,7 @@ class Talk:
         return " · ".join(parts)
 
     def answer(self, ask: Callable[..., Iterator[GenerationResponse]]) -> None:
-        """Show the answer as it comes: to ``ask`` of the conversation, such as its send with a text.
-
-        What the model cannot answer is one line, and the conversation goes on.
-        """
+        """Show the answer as it comes to ``ask``, such as the conversation's send with a text."""
         self.statistics = statistics = RunStatistics()
         sampler, processors = self._sampling
         self._answers += 1

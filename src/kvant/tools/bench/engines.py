@@ -18,8 +18,6 @@ DRAFTS, ONE_BY_ONE = ", drafts", ", one by one"  # end the labels of two ways of
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One engine as it is to run."""
-
     name: str  # one of SETTINGS, or "server"
     kv_bits: int | None = None  # of a cached key or value, 0 for no quantization; None: a server
     kv_group_size: int | None = None  # cached values that share a scale; None without quantization
@@ -57,14 +55,12 @@ def engine_specs(
     kv_format: str | None = None,
     streams: bool = False,
 ) -> list[EngineSpec]:
-    """The engines to run, each once for every number of bits; a ValueError for one that there is not.
+    """The engines to run, each once for every number of bits, kvant with a ``kv_format`` too.
 
     Args:
         names: ``kvant`` or ``mlx-lm``, with settings after colons: ``kvant:unfused``, ``mlx-lm:float32:openblas``.
-        kv_bits: 0, 8 or 4.
-        kv_group_size: for every engine; None: each engine's own default.
+        kv_group_size: None: each engine's own default.
         head_dim: of the model, which a group must divide; None: its layers differ, and any group will do.
-        kv_format: of kvant, once more beside its bits; None: not.
         streams: several requests come at once. Each kvant is also run one by one, and mlx-lm in full precision
             alone: it does not batch with a quantized cache.
     """

@@ -59,7 +59,7 @@ def summarize(recording: Recording) -> list[Summary]:
     cases: dict[tuple[int, ...], dict[str, dict[int, Run]]] = {}
     for run in recording.runs:
         cases.setdefault(run.prompt_tokens, {}).setdefault(run.engine, {})[run.run] = run
-    time = _mean_ms if any(run.drafts for run in recording.runs) else _p50_ms
+    time = _mean_ms if any(run.drafts for run in recording.runs) else lambda run: _middle(gaps_ms(run))
     summaries = []
     for lengths in sorted(cases, key=lambda lengths: (len(lengths), lengths)):
         engines = cases[lengths]
@@ -74,9 +74,9 @@ def summarize(recording: Recording) -> list[Summary]:
                 "ratio": _ratio(runs, base, time),
                 "plain_ratio": _ratio(runs, plain, _total_ms if together else time),
             }
-            drafts = _drafts(runs)
-            if not drafts:
-                figures |= _percentiles(runs)
+            if not (drafts := _drafts(runs)):
+                gaps = [gap for run in runs.values() for gap in gaps_ms(run)]
+                figures |= {f"latency_p{percent}_ms": percentile(gaps, percent) for percent in (50, 95, 99) if gaps}
             if together:
                 figures["total_tokens_per_s"] = median(1e3 / _total_ms(run) for run in runs.values())
                 figures["cpu_ms_per_token"] = _middle(_cpu_ms(run) for run in runs.values())
@@ -93,13 +93,7 @@ def summarize(recording: Recording) -> list[Summary]:
     return summaries
 
 
-def _percentiles(runs: Runs) -> dict[str, float]:
-    gaps = [gap for run in runs.values() for gap in gaps_ms(run)]
-    return {f"latency_p{percent}_ms": percentile(gaps, percent) for percent in (50, 95, 99) if gaps}
-
-
 def _bytes_read(runs: Runs, recording: Recording, label: str) -> dict[str, float]:
-    """The bytes of a decode step, and their speed."""
     weights = recording.engines[label].weight_bytes_read
     per_cached = _middle(run.cache_bytes_per_token for run in runs.values())
     middle = _middle(gap for run in runs.values() for gap in gaps_ms(run))
@@ -113,7 +107,6 @@ def _bytes_read(runs: Runs, recording: Recording, label: str) -> dict[str, float
 
 
 def _drafts(runs: Runs) -> dict[str, float | None]:
-    """Counts of drafts; none without them."""
     counts = [run.drafts for run in runs.values() if run.drafts]
     if not counts:
         return {}
@@ -128,10 +121,6 @@ def _drafts(runs: Runs) -> dict[str, float | None]:
 def _ratio(runs: Runs, others: Runs, figure: Callable[[Run], float | None]) -> Spread | None:
     own, other = ({n: ms for n, run in each.items() if (ms := figure(run))} for each in (runs, others))
     return paired_ratio(own, other)
-
-
-def _p50_ms(run: Run) -> float | None:
-    return _middle(gaps_ms(run))
 
 
 def _mean_ms(run: Run) -> float | None:

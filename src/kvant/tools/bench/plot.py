@@ -121,12 +121,9 @@ def _width(runs: Sequence[Run]) -> int:
 
 
 def _curve(runs: Sequence[Run], quartiles: bool) -> tuple[Sequence[float], ...]:
-    """Places on the axis, and there the median over runs and the band's low and high.
-
-    Where positions are put together, each run is first reduced to its median among them.
-    """
+    """Places on the axis, and there the median over runs and the band's low and high."""
     width, context = _width(runs), runs[0].prompt_tokens[0]
-    bins: dict[int, list[float]] = {}
+    bins: dict[int, list[float]] = {}  # each run's median of the positions that are put together
     for run in runs:
         gaps = gaps_ms(run)
         for number in range(math.ceil(len(gaps) / width)):
@@ -139,7 +136,6 @@ def _curve(runs: Sequence[Run], quartiles: bool) -> tuple[Sequence[float], ...]:
 
 
 def _caption(counts: set[int], width: int) -> str:
-    """The meaning of lines and bands."""
     runs = "-".join(str(n) for n in sorted(counts)[:: max(1, len(counts) - 1)])
     band = "25th to 75th percentile" if min(counts) >= RUNS_FOR_QUARTILES else "lowest to highest"
     text = "one run" if max(counts) == 1 else f"line: median over {runs} runs; band: {band}"

@@ -16,8 +16,6 @@ Prompts = Callable[[int, int], Prompt]  # of a number of tokens, and a number of
 
 
 def random_prompts(seed: int, vocab_size: int) -> Prompts:
-    """Ids from the whole vocabulary."""
-
     def draw(context: int, number: int) -> Prompt:
         return random.Random(f"{seed} {context} {number}").choices(range(vocab_size), k=context), None
 

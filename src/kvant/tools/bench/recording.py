@@ -63,7 +63,6 @@ class Recording:
         self._write(self.header)
 
     def add(self, line: Engine | Run) -> None:
-        """Take the next engine or run."""
         if isinstance(line, Engine):
             self.engines[line.engine] = line
         else:

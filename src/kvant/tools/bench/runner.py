@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from kvant import blas
 from kvant.errors import BenchError
 from kvant.tools.bench.engines import EngineSpec
+from kvant.tools.bench.figures import gaps_ms
 from kvant.tools.bench.prompts import Prompts
 from kvant.tools.bench.recording import Engine, Recording, Run
 
@@ -30,8 +30,6 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A benchmark."""
-
     engines: Sequence[EngineSpec]  # their labels are all different
     model: Path
     prefill_step_size: int
@@ -113,9 +111,8 @@ def measure(plan: Plan, recording: Recording, progress: Progress) -> None:
             # mlx-lm as its users have it, unless kvant's BLAS is lent to it.
             environment = {blas.VARIABLE: blas.OWN} if spec.name == "mlx-lm" and not spec.openblas else {}
             worker = workers[spec] = stack.enter_context(Worker(spec.label, environment))
-            known = worker.ask(
-                command="load", engine=asdict(spec), model=str(plan.model), prefill_step_size=plan.prefill_step_size
-            )
+            sizes = {"model": str(plan.model), "prefill_step_size": plan.prefill_step_size}
+            known = worker.ask(command="load", engine=asdict(spec), **sizes)
             bits, group = spec.kv_bits, spec.kv_group_size
             recording.add(Engine(engine=spec.label, name=spec.name, kv_bits=bits, kv_group_size=group, **known))
         for number in range(plan.repeats):
@@ -129,10 +126,9 @@ def measure(plan: Plan, recording: Recording, progress: Progress) -> None:
                     together = bool(plan.streams)
                     run = Run(engine=spec.label, run=number, prompt_tokens=lengths, together=together, **done)
                     recording.add(run)
-                    progress(
-                        f"round {number + 1} of {plan.repeats}, {_described(plan, lengths)}, {spec.label}: "
-                        f"{_speed(run, plan.max_tokens, spec.draft != 'none')}"
-                    )
+                    speed = _speed(run, plan.max_tokens, spec.draft != "none")
+                    place = f"round {number + 1} of {plan.repeats}, {_described(plan, lengths)}"
+                    progress(f"{place}, {spec.label}: {speed}")
 
 
 def _command(plan: Plan, lengths: Sequence[int], number: int) -> dict[str, Any]:
@@ -153,8 +149,7 @@ def _speed(run: Run, max_tokens: int, drafts: bool) -> str:
     if run.together:
         seconds = max(times[-1] for times in run.arrivals_ms) / 1e3
         return f"{sum(map(len, run.arrivals_ms)) / seconds:.1f} tokens/s in all"
-    (times,) = run.arrivals_ms
-    gaps = [after - before for before, after in pairwise(times)]
+    (times,), gaps = run.arrivals_ms, gaps_ms(run)
     middle = fmean if drafts else median  # tokens of one step come at once: the median is of nothing
     typical = f", then {middle(gaps):.2f} ms a token" if gaps else ""
     ended = f", ended after {len(times)} tokens" if len(times) < max_tokens else ""

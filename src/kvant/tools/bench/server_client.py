@@ -28,14 +28,7 @@ class StreamingServer:
     """
 
     def __init__(self, url: str, *, model: str | None = None, timeout_s: float = 600.0) -> None:
-        """Send nothing yet.
-
-        Args:
-            url: as ``http://127.0.0.1:8080``, with or without a last ``/v1``; a ValueError if it is none.
-            model: the name the server knows it by; None: left out, which servers of one model accept.
-            timeout_s: the longest wait for the next text, the first included.
-        """
-        check_url(url)
+        """``url`` may end in ``/v1``; without a ``model`` none is named. ``timeout_s`` is the longest wait for text."""
         self.usage: dict[str, int] = {}
         self._url, self._timeout_s, self._extras = url, timeout_s, dict(EXTRAS)
         self._model = {} if model is None else {"model": model}

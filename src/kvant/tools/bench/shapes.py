@@ -64,11 +64,9 @@ SHAPES = {
 
 
 @contextmanager
-def random_model(
-    shape: Shape, *, bits: int, group_size: int = 64, seed: int = 0, parent: Path | None = None
-) -> Iterator[Path]:
-    """A temporary folder with :func:`write_random`'s model, made in ``parent``, removed at the end."""
-    with tempfile.TemporaryDirectory(prefix="kvant-", dir=parent, ignore_cleanup_errors=True) as name:
+def random_model(shape: Shape, *, bits: int, group_size: int = 64, seed: int = 0) -> Iterator[Path]:
+    """A temporary folder with :func:`write_random`'s model, removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="kvant-", ignore_cleanup_errors=True) as name:
         write_random(shape, Path(name), bits=bits, group_size=group_size, seed=seed)
         yield Path(name)
 
@@ -76,14 +74,9 @@ def random_model(
 def write_random(shape: Shape, folder: Path, *, bits: int, group_size: int = 64, seed: int = 0) -> None:
     """Write config.json and safetensors, a file a layer, that kvant and mlx-lm read; there is no tokenizer.
 
-    Weights keep activations at unit scale: a matrix's have mean 0 and variance 1 / inputs. Quantized ones are random
-    bits as they lie on disk, with one scale and bias for all groups; no matrix of floats is made. The same seed
-    writes the same bytes.
-
-    Args:
-        folder: an existing, empty folder.
-        bits: 4 or 8: MLX's affine quantization, the embedding too, as mlx-lm's converter does; 0: bfloat16.
-        group_size: 32, 64 or 128; without meaning at 0 bits.
+    Weights keep activations at unit scale: a matrix's have mean 0 and variance 1 / inputs. Quantized ones, of 4 or 8
+    bits, are random bits as they lie on disk, with one scale and bias for all groups; those of 0 bits are bfloat16. The
+    same seed writes the same bytes.
     """
     size = shape_bytes(shape, bits, group_size)
     needed, free = size + DISK_RESERVE_BYTES, shutil.disk_usage(folder).free

@@ -109,7 +109,6 @@ def _cell(value: float | Spread | None, factor: float) -> str:
 
 
 def _number(value: float | None) -> str:
-    """About three digits."""
     if not value:
         return "-" if value is None else "0"
     size = abs(value)

@@ -38,15 +38,12 @@ Message = dict[str, Any]
 
 
 class LocalEngine:
-    """An engine that computes in this process."""
-
     def __init__(self, adapter: "Kvant | MLXLM") -> None:
         self._adapter = adapter
         total, read = adapter.weight_bytes
         self.ready = {"dtype": adapter.dtype, "weight_bytes": total, "weight_bytes_read": read}
 
     def run(self, prompts: list[list[int]], texts: list[str | None], max_tokens: int, together: bool) -> Message:
-        """One measured run."""
         import mlx.core as mx
 
         arrivals: list[list[float]] = [[] for _ in prompts]

@@ -30,11 +30,11 @@ from kvant.text.tokenizer import load_tokenizer
 from kvant.tools.convert.new_folder import appearing, carried_files, check_new
 from kvant.tools.convert.weight_format import DTYPES, WeightFormat
 
+Shapes = Mapping[str, tuple[int, ...]]  # by a tensor's name
+
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The figures of a conversion."""
-
     source_bytes: int  # of the source's tensors
     bytes: int  # of the new ones
     bits_per_weight: float  # their mean, with scales and all that stays in floating point
@@ -45,21 +45,16 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
     """Convert a model folder with floating-point weights.
 
     The new folder is written under another name beside ``dest`` and renamed at the end. It appears whole or not at all.
-
-    Args:
-        source: a folder kvant can load. Nothing in it is executed.
-        dest: does not exist, or is an empty folder; its parent exists.
-        to: the format of the new weights.
-        progress: called with (tensors checked, tensors in all) before anything is written.
+    Nothing in ``source`` is executed. ``progress`` is called with (tensors checked, in all) before anything is written.
     """
     dest = check_new(dest)
     raw = read_json(source / "config.json")
     config = ModelConfig.from_folder(source)
     load_tokenizer(source)  # a folder that could not be used afterwards is refused now
-    _check_finite(source, config, to, progress or (lambda done, total: None))
+    expected = _checked(source, config, to, progress or (lambda done, total: None))
     from mlx_lm.utils import compute_bits_per_weight, save_config, save_model  # transformers too: not before the checks
 
-    model, settings, source_bytes = _build(source, raw, config, to)
+    model, settings, source_bytes = _build(source, raw, config, to, expected)
     arrays = dict(tree_flatten(model.parameters()))
     names, quantized = set(arrays), {name.removesuffix(".scales") for name in arrays if name.endswith(".scales")}
     if to.bits and not quantized:
@@ -85,25 +80,24 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
     return result
 
 
-def _expected(config: ModelConfig, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor to convert: all of the model's, and there are no others."""
+def _checked(source: Path, config: ModelConfig, to: WeightFormat, progress: Progress) -> Shapes:
+    """Every tensor to convert: all of the model's, and there are no others.
+
+    Weights that are not finite, as stored or in the new dtype, are refused: quantized, they would look like any others.
+    """
+    tensors = TensorFiles(source)
     if config.quantization or any(name.endswith(".scales") for name in tensors.names):
         raise ConvertError(
             "the model is already quantized; expected floating-point weights: quantizing twice loses more"
         )
-    return {name: shape for name, (shape, _) in expected_tensors(config, tensors).items()}
-
-
-def _check_finite(source: Path, config: ModelConfig, to: WeightFormat, progress: Progress) -> None:
-    """Refuse weights that are not finite, as stored or in the new dtype: quantized, they would look like any others."""
-    tensors = TensorFiles(source)
-    expected = _expected(config, tensors)
+    expected = {name: shape for name, (shape, _) in expected_tensors(config, tensors).items()}
     for count, (name, shape) in enumerate(expected.items(), start=1):  # one at a time; the conversion reads them again
         array = tensors.take(name, shape)
         dtype = DTYPES[to.dtype] if to.dtype else array.dtype
         if not mx.isfinite(array.astype(dtype)).all().item():
             raise CheckpointError(f"tensor {name} has values that are not finite in {str(dtype).split('.')[-1]}")
         progress(count, len(expected))
+    return expected
 
 
 def _explicit(raw: Mapping[str, Any], config: ModelConfig, tied: bool) -> dict[str, Any]:
@@ -126,14 +120,12 @@ def _explicit(raw: Mapping[str, Any], config: ModelConfig, tied: bool) -> dict[s
 
 
 def _build(
-    source: Path, raw: Mapping[str, Any], config: ModelConfig, to: WeightFormat
+    source: Path, raw: Mapping[str, Any], config: ModelConfig, to: WeightFormat, expected: Shapes
 ) -> tuple[Any, dict[str, Any], int]:
     """mlx-lm's model with the weights to store, not computed yet; its config.json; the source's bytes."""
     from mlx_lm.utils import MODEL_REMAPPING, quantize_model
 
-    tensors = TensorFiles(source)
-    expected = _expected(config, tensors)
-    share = everything(config).share
+    tensors, share = TensorFiles(source), everything(config).share
     weights = {  # mlx-lm stacks experts
         f"{prefix}{row.path}.weight": stack
         for prefix, rows in expert_roles(config)

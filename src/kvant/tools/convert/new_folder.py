@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 from kvant.errors import ConvertError, one_line
 from kvant.files import check_file
@@ -48,35 +48,27 @@ def carried_files(source: Path) -> list[Path]:
 def appearing(dest: Path) -> Iterator[Path]:
     """A folder to write into. It becomes ``dest`` when all went well, and is gone when not.
 
-    It is written inside a part folder of this process alone: ``.NAME.xxxxxxxx.part`` beside ``dest``.
-
-    Args:
-        dest: as :func:`check_new` returns it. An empty folder is replaced; anything else is left as it is.
+    It is written inside a part folder of this process alone: ``.NAME.xxxxxxxx.part`` beside ``dest``, which
+    :func:`check_new` has returned. An empty folder is replaced; anything else is left as it is.
     """
     try:
-        part = Path(mkdtemp(prefix=f".{dest.name}.", suffix=".part", dir=dest.parent))
-        try:
-            with _lock(part):
-                folder = part / "folder"
-                folder.mkdir()  # with the usual mode: mkdtemp's is the owner's alone
-                yield folder
-                try:
-                    folder.rename(dest)
-                except OSError as error:
-                    if error.errno in TAKEN:
-                        raise ConvertError(f"{dest}: is there already; it appeared during the conversion") from error
-                    raise
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+        made = TemporaryDirectory(".part", f".{dest.name}.", dest.parent, ignore_cleanup_errors=True)
+        with made as part, _lock(Path(part)):
+            folder = Path(part, "folder")
+            folder.mkdir()  # with the usual mode: the part folder's is the owner's alone
+            yield folder
+            try:
+                folder.rename(dest)
+            except OSError as error:
+                if error.errno in TAKEN:
+                    raise ConvertError(f"{dest}: is there already; it appeared during the conversion") from error
+                raise
     except (OSError, RuntimeError) as error:  # MLX's writer raises the latter
         raise ConvertError(f"{dest}: cannot be written: {one_line(error)}") from error
 
 
 def remove_leftovers(dest: Path) -> list[Path]:
-    """Remove the part folders of ``dest`` left by killed processes; return their paths.
-
-    A part folder has kvant's marker. Its process lives while the marker is locked.
-    """
+    """Remove the part folders of ``dest`` left by killed processes, whose marker is not locked; return their paths."""
     with suppress(OSError, RuntimeError, ValueError):  # a path that check_new refuses
         dest = dest.expanduser().absolute()
         ours = re.compile(rf"\.{re.escape(dest.name)}\.[a-z0-9_]{{8}}\.part")  # the random part is mkdtemp's

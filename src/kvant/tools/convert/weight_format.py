@@ -13,8 +13,6 @@ MODES = ("affine", *FLOAT_MODES)
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """A format of weights."""
-
     bits: int  # of a quantized matrix's weight; 0: matrices stay in floating point
     group_size: int  # weights that share a scale; 0 with 0 bits
     mode: str = "affine"  # of MLX's quantization

@@ -30,8 +30,6 @@ UNFUSED = "unfused"
 
 @dataclass(frozen=True, slots=True)
 class OperatorPath:
-    """The path of an operator, and why."""
-
     operator: str
     path: str  # fused or unfused
     reason: str
@@ -39,8 +37,6 @@ class OperatorPath:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The findings."""
-
     environment: Environment
     machine: Machine
     device_info: dict[str, Any]  # everything MLX says about its default device
@@ -54,7 +50,6 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing that was tried failed."""
         return not any([*(result.problem for result in self.kernels), *(use.problem for use in self.uses)])
 
     @property

@@ -74,10 +74,7 @@ def measure_start(backend: Backend) -> StartResult | None:
 
 
 def try_uses(backend: Backend, progress: Callable[[int, int], None]) -> list[UseResult]:
-    """Every head dimension and width in groups of 32, in each dtype; ``progress`` as in :func:`try_kernels`.
-
-    The findings take the place of the record of this device: what failed at some time is tried again when it is used.
-    """
+    """Every head dimension and width in groups of 32, in each dtype; findings replace the record of this device."""
     uses = [KernelUse(D, D, dtype, bits, 32) for D, dtype, bits in product(HEAD_DIMS, DTYPES, (8, 4, 0))]
     found: dict[KernelUse, str | None] = {}
     for use in uses:

@@ -19,8 +19,6 @@ FACTS_BYTES = 2048  # more than a rank's findings take
 
 @dataclass(frozen=True, slots=True)
 class RankFindings:
-    """The findings of one rank."""
-
     rank: int
     host: str  # the machine's name
     environment: Environment
@@ -31,15 +29,12 @@ class RankFindings:
 
 @dataclass(frozen=True, slots=True)
 class RankDiagnosis:
-    """The findings of a group."""
-
     ranks: list[RankFindings]
     sum_bytes: int
     sum_ms: float  # of one sum of these bytes, as rank 0 has it
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong, by rank."""
         found = []
         expected = self.ranks[0].environment.versions
         for each in self.ranks:
@@ -53,11 +48,9 @@ class RankDiagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is wrong."""
         return not self.problems
 
     def as_json(self) -> dict[str, Any]:
-        """The findings for a program."""
         return asdict(self) | {"problems": self.problems, "healthy": self.healthy}
 
 

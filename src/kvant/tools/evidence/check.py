@@ -11,10 +11,9 @@ from typing import Any
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import KvantError, one_line
 from kvant.machine import Environment
-from kvant.models.tensors import tensor_files
 from kvant.tools.bench.figures import summarize
 from kvant.tools.bench.recording import Engine, Header, Recording, Run
-from kvant.tools.evidence.measure import Record, drifts, sha256_of
+from kvant.tools.evidence.measure import Record, drifts, file_digests
 
 FORMAT = "kvant evidence 1"
 DIGEST = "sha256"
@@ -50,7 +49,6 @@ def problems(record: Mapping[str, Any]) -> list[str]:
 
 
 def left_out(record: Mapping[str, Any]) -> list[str]:
-    """What the file lacks, each with its reason."""
     return [*record.get("left_out", ()), *record.get("unchecked", ())]
 
 
@@ -87,16 +85,12 @@ def _inconsistent(record: Mapping[str, Any]) -> Iterator[str]:
         for each in model["memory"]:
             if each["peak"] > each["planned"]:
                 yield f"{name}: a peak of {each['peak']} bytes is above its plan of {each['planned']}"
-        if name == POCKET and (own_files := _pocket_files()) != model["files"]:
-            yield f"pocket's weights are others: {model['files']}; here {own_files}"
+        if name == POCKET and (here := file_digests(find_model(POCKET))) != model["files"]:
+            yield f"pocket's weights are others: {model['files']}; here {here}"
     if not record["healthy"]:
         yield "the fused kernel was wrong: " + "; ".join(
             use["problem"] for use in (*record["kernels"], *record["uses"]) if use["problem"] is not None
         )
-
-
-def _pocket_files() -> dict[str, str]:
-    return {each.name: sha256_of(each) for each in tensor_files(find_model(POCKET))}
 
 
 def _same(own: Any, given: Any) -> bool:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -55,11 +55,7 @@ Record = dict[str, Any]
 
 
 def measure_machine(model: str, progress: Progress) -> Record:
-    """Measure this machine with a model, at most ten minutes: every round's figures, and the parts that were left out.
-
-    Raises:
-        KvantError: there is no such model.
-    """
+    """Measure this machine with a model, at most ten minutes: every round's figures, and what was left out."""
     folder = find_model(model)
     if Path(model).exists():  # whose folders are nobody's business
         model = folder.name
@@ -103,9 +99,10 @@ def figures(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """A record's figures as (what, figure), for people."""
     found: list[tuple[str, str]] = []
     for each in record["attention"]:
-        base = each["ms"]["MLX"]
+        times = {kind: dict(enumerate(ms)) for kind, ms in each["ms"].items()}
+        base = times.pop("MLX")
         name = f"attention to {each['context']:,} tokens, divided by MLX's in {each['dtype']}"
-        ratios = (f"{kind} {_shown(_ratio(ms, base))}" for kind, ms in each["ms"].items() if kind != "MLX")
+        ratios = (f"{kind} {_shown(paired_ratio(ms, base))}" for kind, ms in times.items())
         found.append((name, ", ".join(ratios)))
     for model in record["models"]:
         for each in model["summaries"]:
@@ -115,7 +112,8 @@ def figures(record: Mapping[str, Any]) -> list[tuple[str, str]]:
                 found.append((name, f"{each['latency_p50_ms']:.2f} ms, {_shown(spread)}"))
         for each, moved in model["drift"].items():
             if moved is not None and moved[1] < DRIFTS:
-                found.append((f"{model['model']}, {each}: later rounds divided by earlier", _drifted(*moved)))
+                name = f"{model['model']}, {each}: later rounds divided by earlier"
+                found.append((name, f"{moved[0]:.2f}, by chance {moved[1]:.1%}"))
         for each in model["memory"]:
             name = f"peak of {model['model']} with {each['tokens']:,} tokens, divided by its plan"
             found.append((name, f"{each['peak'] / each['planned']:.2f}"))
@@ -124,22 +122,12 @@ def figures(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         found.append((name, f"mean KLD {each['mean_kld_nats']:.1e}, same top-1 {each['top1']:.2%}"))
     if record.get("start"):
         start = record["start"]
-        kinds = (
-            f"{kind} {start[f'{kind}_instances']} instances, {start[f'{kind}_ms']:.0f} ms" for kind in ("cold", "warm")
-        )
+        kinds = (f"{n} {start[f'{n}_instances']} instances, {start[f'{n}_ms']:.0f} ms" for n in ("cold", "warm"))
         found.append((f"start of the kernel, {start['use']}", ", ".join(kinds)))
     if record["command_ms"]:
         first, *later = record["command_ms"]
         found.append(("the whole command, one token of pocket", f"{first:.0f} ms, then {median(later):.0f} ms"))
     return found
-
-
-def _drifted(change: float, p: float) -> str:
-    return f"{change:.2f}, by chance {p:.1%}"
-
-
-def _ratio(own: Sequence[float], base: Sequence[float]) -> Spread | None:
-    return paired_ratio(dict(enumerate(own)), dict(enumerate(base)))
 
 
 def _shown(spread: Spread | None) -> str:
@@ -185,7 +173,7 @@ def _model(
         checkpoint = read_folder(path)
         limit = checkpoint.config.max_position_embeddings or math.inf
         lengths = tuple(length for length in (RANDOM_PROMPTS if is_random else PROMPTS) if length + MAX_TOKENS <= limit)
-        files = {} if is_random else {each.name: sha256_of(each) for each in tensor_files(path)}
+        files = {} if is_random else file_digests(path)
         prompts = random_prompts(0, checkpoint.config.vocab_size)
         try:
             measure(
@@ -232,10 +220,13 @@ def _report(record: Record, name: str, folder: Path) -> None:
     record["report"] = figures_json(measure_formats(name, decoder, text, list(formats.values())))
 
 
-def sha256_of(path: Path) -> str:
-    """The digest of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def file_digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of a model's weights, in hexadecimal, by the name of the file."""
+    found = {}
+    for path in tensor_files(folder):
+        with path.open("rb") as file:
+            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def _mlx_lm() -> str:
@@ -246,7 +237,6 @@ def _mlx_lm() -> str:
 
 
 def _command(record: Record) -> None:
-    """Wall time of the command for one token, several times."""
     words = [sys.executable, "-P", "-m", "kvant", "generate", "Hello", "--max-tokens", "1", "--quiet"]
     for _ in range(ROUNDS):
         started = time.perf_counter()

@@ -21,10 +21,7 @@ HEADS_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 
 class BridgedCheckpoint:
-    """The facts of a bridged model that decide its memory: what :class:`kvant.tools.plan.Checkpoint` is for others.
-
-    ``described`` says in words how its weights are stored; {} is the bits of a number as it is computed with.
-    """
+    """The facts of a bridged model that decide its memory: what :class:`kvant.tools.plan.Checkpoint` is for others."""
 
     def __init__(self, raw: Mapping[str, Any], config: BridgedConfig, make: "Callable[[], Module]") -> None:
         """``make``: the lazy module, with parameters as they are stored."""
@@ -48,7 +45,7 @@ class BridgedCheckpoint:
         self._list = cache(lambda: list_layers(build(raw)[0], config.model_type))
         self._by_number = cache(self._grouped)
         self.float_bytes = main_dtype(self.module(False)).size
-        self.described = describe_formats(raw) or "{} bits"
+        self.described = describe_formats(raw) or "{} bits"  # how weights are stored; {}: of a number computed with
 
     @classmethod
     def from_folder(cls, folder: Path) -> "BridgedCheckpoint":

@@ -14,8 +14,6 @@ AnyCheckpoint = Checkpoint | BridgedCheckpoint
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A model that drafts for another one."""
-
     checkpoint: AnyCheckpoint
     split_pairs: tuple[int, ...] | None = None  # as in :func:`kvant.tools.plan.plan`; None: they were not read
 
@@ -65,7 +63,6 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return self.arrays + self.process
 
 

@@ -127,11 +127,7 @@ def scratch_bytes(
     MLX's CPU back end queues about a layer ahead, and frees an array when its last reader has run. So the bound is one
     layer's activations, its keys and values as floats, its blocks of scores and parts of weights, and the logits.
 
-    Args:
-        new: tokens of each sequence that are read.
-        tokens: that each sequence has in the end.
-        sequences: of a pool; None: a cache of one sequence.
-        logits: rows of them.
+    Of each of ``sequences`` in a pool, or of a cache (None), ``new`` tokens are read and ``tokens`` there in the end.
     """
     config, part, bits = checkpoint.config, checkpoint.part, settings.cache.kv_bits
     itemsize, experts, paged, sequences = checkpoint.itemsize(on_cpu=on_cpu), config.experts, sequences, sequences or 1
@@ -156,7 +152,7 @@ def scratch_bytes(
         forms = (0 if paged is None else 2 * itemsize) + (FLOAT32 if splits and not on_cpu else 0)
     if splits:
         forms += FLOAT32 // 2 if on_cpu else FLOAT32
-    waiting, seen = 0, 0
+    waiting, seen, cores = 0, 0, len(cpu_streams())
     for window in config.windows:
         own, mask = tokens, 0
         if window is not None and window < tokens:  # a ring beside the new tokens, which are put off
@@ -174,8 +170,8 @@ def scratch_bytes(
         floats, streams = sequences * own, 1
         at_once = tokens_at_once(FLOAT32 * kv_row, new, bits)
         if on_cpu and not mask:  # in parts, from every core
-            floats = min(floats, len(cpu_streams()) * at_once + new)
-            own, streams = min(own, at_once + new), len(cpu_streams()) if own > at_once else 1
+            floats = min(floats, cores * at_once + new)
+            own, streams = min(own, at_once + new), cores if own > at_once else 1
         scores = streams * FLOAT32 * _scores_at_once(new, heads, own, on_cpu=on_cpu) if made else 0
         cast = FLOAT32 if not on_cpu and not splits and (made or mask) else 0
         queued = 1 if on_cpu else QUEUED_LAYERS - (1 if splits or cast else 0)

@@ -8,7 +8,7 @@ from typing import Literal
 from kvant.engine.drafts import MOST
 from kvant.engine.model_drafts import draft_format
 from kvant.fields import MAX_SIZE
-from kvant.machine import Device, default_device
+from kvant.machine import Device, Machine, default_device
 from kvant.models import Decoder, LanguageModel
 from kvant.tools.plan.bridged import BridgedCheckpoint
 from kvant.tools.plan.memory import DEFAULT_SETTINGS, AnyCheckpoint, DraftModel, MemoryPlan, Settings
@@ -61,15 +61,13 @@ def plan(
 
 def longest_context(
     checkpoint: AnyCheckpoint,
-    limit_bytes: int,
-    *,
+    machine: Machine,
     settings: Settings = DEFAULT_SETTINGS,
-    device: Device | None = None,
     split_pairs: Sequence[int] | None = None,
 ) -> LongestContext:
-    """The tokens whose plan fits into ``limit_bytes`` if one more doesn't; other arguments as those of :func:`plan`."""
-    planned = planner(checkpoint, settings, device, split_pairs)
-    return longest(checkpoint.config.max_position_embeddings, lambda tokens: planned(tokens).total <= limit_bytes)
+    """The tokens whose plan fits into a machine if one more doesn't; other arguments as those of :func:`plan`."""
+    planned, limit = planner(checkpoint, settings, machine.device, split_pairs), machine.limit_bytes
+    return longest(checkpoint.config.max_position_embeddings, lambda tokens: planned(tokens).total <= limit)
 
 
 def longest(own_context: int | None, fits: Callable[[int], bool]) -> LongestContext:

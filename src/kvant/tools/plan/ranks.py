@@ -33,7 +33,6 @@ class RankPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's plan fits into its machine."""
         return all(made.total <= machine.limit_bytes for made, machine in zip(self.plans, self.machines, strict=True))
 
     @property
@@ -45,19 +44,15 @@ class RankPlan:
     def longest(self) -> list[LongestContext]:
         """Of each rank, the longest context that fits into its machine with what it has of the model."""
         return [
-            longest_context(part, machine.limit_bytes, settings=made.settings, device=machine.device)
+            longest_context(part, machine, made.settings)
             for part, made, machine in zip(self.parts, self.plans, self.machines, strict=True)
         ]
 
 
 class RankPlanner:
-    """Plans one model on the same machines for any number of tokens.
+    """Plans one model on the same machines, rank 0's first, for any number of tokens.
 
-    Args:
-        checkpoint: of the whole model. A ModelError if it cannot be divided so.
-        machines: of the ranks, rank 0's first.
-        parallel: how the model is divided.
-        settings: of the run. A ValueError for a cache format that the model cannot have.
+    A ModelError if it cannot be divided so, a ValueError for a cache format that it cannot have.
     """
 
     def __init__(
@@ -81,7 +76,6 @@ class RankPlanner:
         self._stages = {device: _stage_bytes(checkpoint, settings, device) for device in devices}
 
     def plan(self, tokens: int) -> RankPlan:
-        """The plan of so many tokens reserved."""
         if self._shares:
             made = [planned(tokens) for planned in self._planners]
             return RankPlan("tensor", self._machines, self._shares, made, None)
@@ -141,11 +135,7 @@ def deal(layers: int, limits: Sequence[int], used: Callable[[int, int, int], int
 
     The largest part of a rank's limit that is used is the smallest of all such deals. Of equal ones the last rank has
     the most layers, and those before are dealt out by the same rule. Every deal is looked at, in exact numbers.
-
-    Args:
-        layers: in all. A ModelError for fewer than ranks.
-        limits: bytes that each rank may use.
-        used: (rank, first layer, last layer and 1) -> bytes that the rank uses with these layers.
+    ``limits`` and ``used``, of (rank, first layer, last layer and 1), are bytes.
     """
     if layers < len(limits):
         raise ModelError(f"{layers} layers cannot be dealt out to {len(limits)} ranks: each needs one")

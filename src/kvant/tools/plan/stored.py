@@ -45,12 +45,10 @@ class Loading:
     others: int = 0  # of norms, biases and adapters: next to nothing, counted as if there from the beginning
 
     def then(self, later: "Loading") -> "Loading":
-        """What is loaded here, and then that."""
         return Loading(self.kept + later.kept, max(self.most, self.kept + later.most), self.others + later.others)
 
     @property
     def held(self) -> int:
-        """The weights."""
         return self.kept + self.others
 
     @property
@@ -73,8 +71,7 @@ class Checkpoint:
     def from_facts(cls, raw: Mapping[str, Any], file_bytes: int | None = None) -> "Checkpoint":
         """From a config.json already parsed, and the bytes of all safetensors files together; None: not known.
 
-        If it leaves out whether the head is tied or which dtype floats have, the sizes of the files decide; without
-        them the head counts as untied and floats as two bytes.
+        The latter decide what the former leaves out, else the head counts as untied and floats as two bytes.
         """
         config = ModelConfig.from_dict(raw)
         said = FLOAT_BYTES.get(str(raw.get("dtype") or raw.get("torch_dtype")))
@@ -90,7 +87,6 @@ class Checkpoint:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Checkpoint":
-        """From a model folder."""
         raw, single = read_json(folder / "config.json"), folder / "model.safetensors"
         # If a whole file is there, it alone is read. Without files nothing can be learnt from them.
         files = [single] if single.is_file() else sorted(folder.glob("model*.safetensors"))
@@ -105,10 +101,7 @@ class Checkpoint:
         return replace(self, adapter_bytes=tensors_file(folder).stat().st_size)
 
     def quantized(self, bits: int, group_size: int) -> "Checkpoint":
-        """As if converted: every matrix, the embedding and the head too, but where a group does not divide.
-
-        A router has the bits that mlx-lm gives it.
-        """
+        """As if converted: every matrix that groups divide; a router has the bits that mlx-lm gives it."""
         if self.config.quantization is not None:
             bits_now = self.config.quantization.bits
             raise ModelError(f"the weights are quantized already, to {bits_now} bits; only float ones can be")
@@ -123,10 +116,7 @@ class Checkpoint:
         return replace(self, config=replace(self.config, quantization=quantization, quantization_overrides=others))
 
     def stage(self, rank: int, layers: range) -> "Checkpoint":
-        """The part that a rank of a pipeline has: these layers, on rank 0 also all that is in no layer.
-
-        An adapter is counted whole on every rank.
-        """
+        """A pipeline's rank: these layers, on rank 0 also all that is in no layer. An adapter is counted whole."""
         config, table = self.config, self.config.architecture
         paths = {path: path for path in (table.embedding.path, table.head.path)}
         for number, layer in enumerate(layers if config.quantization_overrides else ()):
@@ -138,10 +128,7 @@ class Checkpoint:
         return replace(self, config=local, part=Part(rank))
 
     def share(self, share: Share) -> "Checkpoint":
-        """The part that a rank has if heads and features are divided: the embedding and norms are whole.
-
-        An adapter is counted whole on every rank.
-        """
+        """A rank's part if heads and features are divided: the embedding, norms and an adapter are whole."""
         first, last = share.vocabulary
         part = Part(share.rank, divided=True, head_rows=last - first)
         return replace(self, config=local_config(self.config, share), part=part)

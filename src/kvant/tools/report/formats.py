@@ -38,7 +38,6 @@ class CacheFormat(CacheOptions):
         return f"--kv-bits {self.kv_bits} --kv-group-size {self.kv_group_size}{whole}"
 
     def make_cache(self, model: LanguageModel, max_seq_len: int) -> ModelCache:
-        """One cache a layer; errors as those of :meth:`Decoder.make_cache`."""
         return model.make_cache(max_seq_len, **self.fields)
 
     def bytes_per_token(self, model: LanguageModel) -> int:
@@ -77,12 +76,8 @@ def parse_formats(text: str) -> list[CacheFormat]:
 
 
 def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
-    """Raise a ValueError that names the format a model's cache cannot have.
-
-    The heads of a bridged model may differ from layer to layer, and its cache takes the part of a group that divides
-    them all: any group will do.
-    """
-    for candidate in formats:
+    """Raise a ValueError that names the format a model's cache cannot have."""
+    for candidate in formats:  # the heads of a bridged model may differ; its cache cuts a group to fit them all
         head_dim = model.config.head_dim if isinstance(model, Decoder) else candidate.kv_group_size
         try:
             candidate.check_head(head_dim)

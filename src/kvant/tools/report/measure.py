@@ -1,12 +1,13 @@
 """One run of the report: every format's figures."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvant.machine import Environment, environment
 from kvant.models import Decoder, LanguageModel
+from kvant.models.checkpoint import Progress
 from kvant.tools.report.divergence import Figures, Tally
 from kvant.tools.report.formats import REFERENCE, CacheFormat
 from kvant.tools.report.reference import Reference
@@ -15,13 +16,9 @@ from kvant.tools.report.texts import Dialogue, Text
 
 LAYER_TOKENS = 1024  # of the first piece, for the layers' errors
 
-Progress = Callable[[int, int], None]
-
 
 @dataclass(frozen=True, slots=True)
 class FormatResult:
-    """A cache format's figures."""
-
     format: CacheFormat
     bytes_per_token: int  # in all layers
     ms_per_token: float  # of a decode step with the first piece in the cache; infinite if no token can be drawn
@@ -35,8 +32,6 @@ class FormatResult:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A model's cache formats on a text."""
-
     model: str
     dtype: str  # of activations and of the reference's cache
     text: Text
@@ -59,7 +54,6 @@ def measure(
     """Measure every format on the text, and on recall questions if there are any.
 
     Args:
-        name: the model's.
         others: predictions of another engine, which all formats are compared with, on its ``text``.
         formats: checked by ``check_formats``; the reference among them is not measured twice.
         progress: called with (tokens fed, tokens to be fed), through all caches.

@@ -4,13 +4,14 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text as Line
 
 from kvant.errors import KvantError
-from kvant.tools.drawing import COLORS, check_plot_path, drawing, plain
+from kvant.tools.drawing import COLORS, drawing, plain
 from kvant.tools.report.measure import Report
 from kvant.tools.report.tune import Row
 
@@ -40,7 +41,6 @@ def describe(report: Report) -> list[str]:
 
 
 def table(report: Report) -> Table:
-    """The figures of every format."""
     results = [report.reference, *(r for r in report.results if r.format != report.reference.format)]
     asked = len(report.reference.recalled)
     broken = [
@@ -50,19 +50,9 @@ def table(report: Report) -> Table:
     ]
     hits = ", ".join(f"{r.format.label} {sum(r.after_hit)}/{len(r.after_hit)}" for r in results if r.after_hit)
     hits = f"Recall of what was read from shared pages: {hits}." if hits else ""
-    made = Table(
-        box=box.SIMPLE_HEAD,
-        title=Line("Quality by cache format"),
-        caption=Line("\n".join([CAPTION + RECALL * bool(asked), *filter(None, [hits]), *broken])),
-        title_justify="left",
-        caption_justify="left",
-        collapse_padding=True,
-        pad_edge=False,
-    )
-    made.add_column("format", no_wrap=True)
     columns = ("per-\nplexity", "mean\nKLD", "p99\nKLD", "top-1\n%", "layer\nerror", "bytes a\ntoken", "ms a\ntoken")
-    for name in (*columns, *["recall"] * bool(asked)):
-        made.add_column(name, justify="right", no_wrap=True)
+    made = _table("Quality by cache format", (*columns, *["recall"] * bool(asked)))
+    made.caption = Line("\n".join([CAPTION + RECALL * bool(asked), *filter(None, [hits]), *broken]))
     for result in results:
         figures, exact = result.figures, result.format.kv_bits == 0 and not report.compared_with
         made.add_row(
@@ -80,15 +70,21 @@ def table(report: Report) -> Table:
 
 
 def tuning(tried: Sequence[Row]) -> Table:
-    """The formats that were tried in tuning."""
-    made = Table(box=box.SIMPLE_HEAD, title=Line("Tried"), title_justify="left", collapse_padding=True, pad_edge=False)
-    made.add_column("format", no_wrap=True)
-    for name in ("mean\nKLD", "p99\nKLD", "top-1\n%", "bytes a\ntoken"):
-        made.add_column(name, justify="right", no_wrap=True)
+    made = _table("Tried", ("mean\nKLD", "p99\nKLD", "top-1\n%", "bytes a\ntoken"))
     for row in tried:
         own = row.figures
         klds = _small(own.mean_kld_nats), _small(own.p99_kld_nats)
         made.add_row(Line(row.name), *klds, f"{100 * own.top1:.2f}", str(row.bytes_per_token))
+    return made
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    """Its first column names the format."""
+    justified: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
+    made = Table(box=box.SIMPLE_HEAD, title=Line(title), collapse_padding=True, pad_edge=False, **justified)
+    made.add_column("format", no_wrap=True)
+    for name in columns:
+        made.add_column(name, justify="right", no_wrap=True)
     return made
 
 
@@ -97,12 +93,7 @@ def _small(value: float) -> str:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Draw every format's mean KLD, filled, and its 99th percentile, hollow, over the bytes a token takes.
-
-    Args:
-        path: where to write; .png or .svg.
-    """
-    check_plot_path(path)
+    """Draw every format's mean KLD, filled, and its 99th percentile, hollow, over the bytes a token takes."""
     drawn = [r for r in report.results if 0 < r.figures.mean_kld_nats < math.inf]
     if not drawn:
         raise KvantError("there is nothing to draw: no format has a finite KLD above 0")

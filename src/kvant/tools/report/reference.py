@@ -23,19 +23,10 @@ ROW_HEADER = 8  # bytes: a float32 that the 16 bits are multiplied by, and one t
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The file.
-
-    Attributes:
-        path: where it is.
-        text: its tokens, as they were given to the model.
-        vocabulary: probabilities of a prediction.
-        start: bytes before the first prediction.
-    """
-
     path: Path
-    text: Text
-    vocabulary: int
-    start: int
+    text: Text  # its tokens, as they were given to the model
+    vocabulary: int  # probabilities of a prediction
+    start: int  # bytes before the first prediction
 
     def rows(self, piece: int) -> mx.array:
         """(N, vocabulary) float32 log-probabilities after the last tokens of a piece but its very last, N of them."""
@@ -56,12 +47,8 @@ class Reference:
 def read_reference(path: Path, vocab_size: int, bos: int | None) -> Reference:
     """The file's text, its predictions to be read a piece at a time.
 
-    Args:
-        bos: a token that llama.cpp puts in place of each piece's first, as the model's tokenizer begins a text with it;
-            the file has the text's own there. None: it does not.
-
-    Raises:
-        KvantError: it is no such file, or not of a model with this vocabulary.
+    llama.cpp puts ``bos`` in place of each piece's first token, if the tokenizer begins a text with it; the file has
+    the text's own there.
     """
     try:
         with path.open("rb") as file:

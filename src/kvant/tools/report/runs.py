@@ -69,7 +69,6 @@ def compare(
         tallies: one for each cache; added to.
         reference: the model of the first cache; default: ``model``.
         expected: (N, vocab) log-probabilities after the last N tokens before the very last: no others are compared.
-        step_size: tokens a chunk.
     """
     models = [reference or model, *[model] * (len(caches) - 1)]
     step_size = min(_step_size(own, step_size) for own in models)
@@ -192,9 +191,7 @@ def layer_errors(
 ) -> list[list[float]]:
     """Each cache's error in every layer, given the queries, keys and values of a run through ``exact``.
 
-    Args:
-        exact: a cache of 0 bits, with the bias split if ``caches`` have it, without if they do not.
-        caches: emptied first, as ``exact`` is.
+    That is a cache of 0 bits, with the bias split if the others have it. All are emptied first.
     """
     layers = [SideBySide(layer, others) for layer, *others in zip(exact, *caches, strict=True)]
     for cache in (exact, *caches):
@@ -214,7 +211,6 @@ def step_ms(model: LanguageModel, caches: Sequence[ModelCache]) -> list[float]:
     """Median milliseconds of a token through each cache; infinite if no token can be drawn.
 
     Caches take turns, forwards and backwards: a drift favors none. Each has the same tokens, at least ``STEPS`` + 1.
-    The last of them give way to those fed, or, if a state has moved on, stay before them: :func:`timing_room`.
     """
     times: list[list[float]] = [[] for _ in caches]
     order = list(range(len(caches)))

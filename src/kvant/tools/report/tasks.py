@@ -15,10 +15,10 @@ from typing import Any
 from kvant.engine.generate import generate
 from kvant.errors import LogitsError
 from kvant.models import LanguageModel
+from kvant.models.checkpoint import Progress
 from kvant.text.prompt import encode_rendered, render_chat
 from kvant.text.tokenizer import Tokenizer
 from kvant.tools.report.formats import REFERENCE, CacheFormat
-from kvant.tools.report.measure import Progress
 from kvant.tools.report.texts import STORY_WORDS, heldout_documents, read_text
 
 HOPS = 4  # from a chain's first variable to its last
@@ -35,8 +35,6 @@ Task = tuple[str, str, str, Sequence[str]]  # a text, a question, the answer's b
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A task as a prompt."""
-
     kind: str
     tokens: int  # that prompt and answer have at most
     ids: tuple[int, ...]  # of the prompt, with the answer's beginning
@@ -45,7 +43,6 @@ class Sample:
 
     @property
     def needed(self) -> int:
-        """Tokens of prompt and answer."""
         return len(self.ids) + self.max_tokens
 
 
@@ -143,13 +140,8 @@ def haystack(path: Path | None) -> str:
 def make_samples(tokenizer: Tokenizer, text: str, lengths: Sequence[int], samples: int, seed: int) -> list[Sample]:
     """So many samples of each kind and length; the same seed makes the same.
 
-    Args:
-        text: from :func:`haystack`. As much of it is read as fits, from a random sentence on, again and again.
-        lengths: tokens that prompt and answer have at most; what is asked for is at depths that are spread evenly.
-
-    Raises:
-        ValueError: a length that a task does not fit.
-        PromptError: the chat template, or the tokenizer, fails.
+    As much of the ``text`` is read as fits, from a random sentence on, again and again. Prompt and answer have at most
+    so many tokens as a length says; what is asked for is at depths that are spread evenly.
     """
 
     def made(kind: str, tokens: int, number: int, size: int) -> Sample:
@@ -183,11 +175,9 @@ def answer_samples(
     formats: Sequence[CacheFormat],
     progress: Progress = lambda done, total: None,
 ) -> dict[CacheFormat, list[str]]:
-    """Each format's greedy answers, the full cache's first; "" where logits were not finite.
+    """Each format's greedy answers, the full cache's first; "" where logits were not finite. One cache at a time.
 
-    Args:
-        formats: checked by ``check_formats``. One cache is there at a time.
-        progress: called with (prompt tokens read, prompt tokens to be read).
+    ``progress`` is called with (prompt tokens read, prompt tokens to be read).
     """
     answers: dict[CacheFormat, list[str]] = {own: [] for own in (REFERENCE, *formats)}
     total, done = len(answers) * sum(len(sample.ids) for sample in samples), 0

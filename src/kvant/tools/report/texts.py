@@ -29,7 +29,6 @@ class Text:
 
     @property
     def tokens(self) -> int:
-        """Tokens in all pieces."""
         return sum(len(piece) for piece in self.pieces)
 
 
@@ -71,7 +70,6 @@ def text_file(path: Path, tokenizer: Tokenizer, vocab_size: int, context: int, t
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 text file that is not empty."""
     data = read_given(path, MAX_FILE_BYTES, PromptError)
     try:
         text = data.decode("utf-8-sig")

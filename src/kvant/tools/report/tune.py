@@ -1,24 +1,23 @@
 """Tuning a cache's format for a model: parts of the front, and the bits of each layer, chosen by divergence a byte."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
 
 from kvant.cache.kv_format import MAX_EXPONENT, KVFormat, LayerChoice
 from kvant.models import LanguageModel
+from kvant.models.checkpoint import Progress
 from kvant.operators.front import Front
 from kvant.tools.report.divergence import Figures, Tally
 from kvant.tools.report.formats import REFERENCE, CacheFormat
-from kvant.tools.report.runs import compare, feed
+from kvant.tools.report.runs import Fed, compare, feed
 from kvant.tools.report.texts import Text
 
 MORE_BITS = 8  # of a layer that gets more than the others
 WORTH = 0.97  # a further part has to leave at most this much of the divergence
 PARTS = ("", "center", "rotate", "balance", "center+rotate", "center+balance", "center+balance+rotate")
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,15 +36,12 @@ class Watched(Front):
             squares = mx.square(both[0, :num_heads].astype(mx.float32))
             self._add("query squares", squares.sum(axis=1, keepdims=True))
         if num_heads < both.shape[1]:
-            self._count_keys(both[:, num_heads:])
+            wide = both[0, num_heads:].astype(mx.float32)
+            base = self.sums.setdefault("base", wide.mean(axis=1, keepdims=True))
+            self._add("tokens", mx.array(wide.shape[1]))
+            self._add("keys", (wide - base).sum(axis=1, keepdims=True))
+            self._add("key squares", mx.square(wide - base).sum(axis=1, keepdims=True))
         return both
-
-    def _count_keys(self, key: mx.array) -> None:
-        wide = key[0].astype(mx.float32)
-        base = self.sums.setdefault("base", wide.mean(axis=1, keepdims=True))
-        self._add("tokens", mx.array(wide.shape[1]))
-        self._add("keys", (wide - base).sum(axis=1, keepdims=True))
-        self._add("key squares", mx.square(wide - base).sum(axis=1, keepdims=True))
 
     def _add(self, name: str, more: mx.array) -> None:
         self.sums[name] = self.sums[name] + more if name in self.sums else more
@@ -54,22 +50,15 @@ class Watched(Front):
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of a layer's keys and queries. Each (K, D) of kv heads and channels.
+    """Of a layer's keys and queries. Each (K, D) of kv heads and channels."""
 
-    Attributes:
-        mean, spread: of keys; the spread is the standard deviation.
-        queries: the root mean square of the queries that read them.
-        pairs: the rotary pairs whose biases are split off: the balance has to be the same for both elements.
-    """
-
-    mean: mx.array
-    spread: mx.array
-    queries: mx.array
-    pairs: tuple[int, ...]
+    mean: mx.array  # of keys
+    spread: mx.array  # their standard deviation
+    queries: mx.array  # the root mean square of the queries that read them
+    pairs: tuple[int, ...]  # rotary, whose biases are split off: the balance has to be the same for both elements
 
     @classmethod
     def of(cls, watched: Watched) -> "Statistics":
-        """Of what was counted."""
         sums, split = watched.sums, watched.bias_split
         tokens, K = sums["tokens"], sums["base"].shape[0]
         mean = sums["keys"] / tokens
@@ -106,16 +95,9 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A format that was tried.
-
-    Attributes:
-        bytes_per_token: of one token more in all layers.
-        cache_bytes: of the cache of a piece; layers with a window count in it.
-    """
-
     name: str
-    bytes_per_token: int
-    cache_bytes: int
+    bytes_per_token: int  # of one token more in all layers
+    cache_bytes: int  # of the cache of a piece; layers with a window count in it
     figures: Figures
 
 
@@ -130,13 +112,8 @@ def tune(
 ) -> tuple[KVFormat, list[Row]]:
     """Choose parts of the front for all layers, then layers that get 8 bits, until the divergence is small enough.
 
-    Args:
-        kv_bits: of the layers that get no more.
-        max_kld: nats. As many layers get 8 bits as it takes, those first that gain most a byte.
-        progress: called with (tokens fed, tokens to be fed at most).
-
-    Returns:
-        the format, and all that was tried, in order.
+    As many layers get 8 bits as ``max_kld``, in nats, takes, those first that gain most a byte. ``progress`` is called
+    with (tokens fed, tokens to be fed at most). Returns the format, and all that was tried, in order.
     """
     seen = statistics(model, text)
     digest = "" if model.identity is None else model.identity.model
@@ -152,18 +129,8 @@ def tune(
         layers = tuple(own.choice(each, kv_group_size, parts) for own, each in zip(seen, bits, strict=True))
         return CacheFormat(kv_format=KVFormat(digest, layers))
 
-    def measured(formats: Mapping[str, CacheFormat]) -> list[Row]:
-        caches = [own.make_cache(model, len(text.pieces[0])) for own in (REFERENCE, *formats.values())]
-        tallies = [Tally() for _ in caches]
-        for piece in text.pieces:
-            compare(model, piece, caches, tallies, fed=fed)
-        found = zip(formats.items(), caches[1:], tallies[1:], strict=True)
-        return [
-            Row(name, own.bytes_per_token(model), cache.nbytes, tally.figures()) for (name, own), cache, tally in found
-        ]
-
     allowed = [own for own in PARTS if "center" not in own or not getattr(model, "has_sinks", False)]
-    tried = measured({own or "plain": made(own, bits) for own in allowed})
+    tried = measured(model, text, {own or "plain": made(own, bits) for own in allowed}, fed)
     best, parts = tried[0], ""
     for row, own in zip(tried, allowed, strict=True):
         if row.figures.mean_kld_nats < WORTH * best.figures.mean_kld_nats:
@@ -171,14 +138,15 @@ def tune(
     last = best
     if best.figures.mean_kld_nats > max_kld and kv_bits < MORE_BITS:
         with_more = [[MORE_BITS if n == number else kv_bits for n in range(len(seen))] for number in range(len(seen))]
-        rows = measured({f"layer {n} at {MORE_BITS} bits": made(parts, own) for n, own in enumerate(with_more)})
+        singles = {f"layer {n} at {MORE_BITS} bits": made(parts, own) for n, own in enumerate(with_more)}
+        rows = measured(model, text, singles, fed)
         kld, size = best.figures.mean_kld_nats, best.cache_bytes
         gains = [(kld - row.figures.mean_kld_nats) / (row.cache_bytes - size) for row in rows]
         tried += rows
         for count, layer in enumerate(sorted(range(len(seen)), key=lambda n: -gains[n]), 1):
             bits[layer] = MORE_BITS
             if count > 1:
-                tried += measured({f"{count} layers at {MORE_BITS} bits": made(parts, bits)})
+                tried += measured(model, text, {f"{count} layers at {MORE_BITS} bits": made(parts, bits)}, fed)
             last = rows[layer] if count == 1 else tried[-1]
             if last.figures.mean_kld_nats <= max_kld:
                 break
@@ -187,9 +155,16 @@ def tune(
     return replace(chosen, figures={"tokens": text.tokens, "mean_kld_nats": last.figures.mean_kld_nats}), tried
 
 
-def tried_json(tried: Sequence[Row]) -> dict[str, Any]:
-    """What was tried, for the report's JSON; of no tuning nothing."""
-    return {"tried": [asdict(row) for row in tried]} if tried else {}
+def measured(
+    model: LanguageModel, text: Text, formats: Mapping[str, CacheFormat], fed: Fed = lambda _: None
+) -> list[Row]:
+    """Of each format by its name: its figures on a text, against a cache that is not quantized."""
+    caches = [own.make_cache(model, len(text.pieces[0])) for own in (REFERENCE, *formats.values())]
+    tallies = [Tally() for _ in caches]
+    for piece in text.pieces:
+        compare(model, piece, caches, tallies, fed=fed)
+    found = zip(formats.items(), caches[1:], tallies[1:], strict=True)
+    return [Row(name, own.bytes_per_token(model), cache.nbytes, tally.figures()) for (name, own), cache, tally in found]
 
 
 def statistics(model: LanguageModel, text: Text) -> list[Statistics]:
