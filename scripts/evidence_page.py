@@ -12,7 +12,8 @@ from typing import Any
 import kvant  # noqa: F401  # isort: skip  (before MLX: it loads a faster BLAS)
 
 from kvant.sizes import format_bytes
-from kvant.tools.evidence.measure import figures
+from kvant.tools.evidence.measure import figures, shown
+from kvant.tools.statistics import Spread
 
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "scripts" / "results"
@@ -136,8 +137,8 @@ def _ms(number: float | None) -> str:
     return "-" if number is None else f"{number:.3g} ms" if number < 100 else f"{number:,.0f} ms"
 
 
-def _spread(found: Mapping[str, float] | None) -> str:
-    return "-" if found is None else f"{found['median']:.2f} ({found['minimum']:.2f} to {found['maximum']:.2f})"
+def _spread(found: Mapping[str, Any] | None) -> str:
+    return shown(None if found is None else Spread(**found))
 
 
 if __name__ == "__main__":

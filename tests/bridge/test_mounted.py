@@ -135,6 +135,20 @@ def test_a_batch_trims_and_takes_masks_of_the_models_own() -> None:
     assert inputs.shape == (2, 3)
 
 
+def test_a_copy_without_memory_stays_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = build("qwen3")
+    cache = kvant.make_prompt_cache(model, 90, kv_bits=0)
+    _alone(model, FIRST[2], cache)
+    other = copy.deepcopy(cache)
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelCache, "fork", lambda own: (_ for _ in ()).throw(ContextError("no memory")))
+        with pytest.raises(ContextError, match="no memory"):
+            other[0].trim(1)
+    kvant.trim_prompt_cache(cache, 3)
+    assert not any(a.layer.arrays[0] is b.layer.arrays[0] for a, b in zip(cache, other, strict=True))
+    assert [{layer.size() for layer in each} for each in (cache, other)] == [{35}, {38}]
+
+
 def test_what_a_copy_reserves_goes_with_it() -> None:
     model, _ = build("qwen3")
     cache = kvant.make_prompt_cache(model, 90)

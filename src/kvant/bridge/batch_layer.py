@@ -5,7 +5,7 @@ fetched, (R, K, T, D), a sequence's tokens are on the right, as in mlx-lm's ``Ba
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -198,9 +198,8 @@ class MergedLayer(PromptCacheLayer):
     merge = BatchLayer.merge
 
 
-def _stacked(each: Iterable[mx.array | None], T: int) -> mx.array:
+def _stacked(each: Sequence[mx.array | None], T: int) -> mx.array:
     """One array (R, K, T, D) of arrays (1, K, up to T, D), with zeros before them; None is zeros."""
-    each = [*each]
     known = next(array for array in each if array is not None)
     _, K, _, D = known.shape
     empty = mx.zeros((1, K, 0, D), known.dtype)

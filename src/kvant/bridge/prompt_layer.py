@@ -72,9 +72,10 @@ class PromptCacheLayer(BridgedLayer):
     def _own(self) -> None:
         """Have memory of its own, before it is changed."""
         if len(self._holders) > 1:
+            copy = self._cache.fork()  # which may fail: then the memory is still shared
             self._holders.discard(self)
             self._holders = WeakSet()
-            self._hold(self._cache.fork())
+            self._hold(copy)
 
     @property
     def max_seq_len(self) -> int:

@@ -144,8 +144,10 @@ def report(
         raise KvantError(f"the model's context is {limit} tokens; the report needs {2 + timing_room(decoder)}")
     if max(lengths, default=0) > (limit or math.inf):
         raise BadValueError(f"--tasks has {max(lengths)}; the model's context is {limit} tokens")
-    with options.named("--tasks"):
-        drawn = make_samples(tokenizer, haystack(text), lengths, samples or DEFAULT_SAMPLES, seed or DEFAULT_SEED)
+    drawn = []
+    if lengths:
+        with options.named("--tasks"):
+            drawn = make_samples(tokenizer, haystack(text), lengths, samples or DEFAULT_SAMPLES, seed or DEFAULT_SEED)
     others = None
     if reference is not None:
         others = read_reference(reference, config.vocab_size, _first_token(tokenizer))

@@ -102,14 +102,14 @@ def figures(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         times = {kind: dict(enumerate(ms)) for kind, ms in each["ms"].items()}
         base = times.pop("MLX")
         name = f"attention to {each['context']:,} tokens, divided by MLX's in {each['dtype']}"
-        ratios = (f"{kind} {_shown(paired_ratio(ms, base))}" for kind, ms in times.items())
+        ratios = (f"{kind} {shown(paired_ratio(ms, base))}" for kind, ms in times.items())
         found.append((name, ", ".join(ratios)))
     for model in record["models"]:
         for each in model["summaries"]:
             if each["ratio"] is not None and each["engine"] != (base := model["header"]["baseline"]):
                 name = f"a token of {model['model']} after {each['context']:,}, divided by {base}'s"
                 spread = Spread(**each["ratio"])
-                found.append((name, f"{each['latency_p50_ms']:.2f} ms, {_shown(spread)}"))
+                found.append((name, f"{each['latency_p50_ms']:.2f} ms, {shown(spread)}"))
         for each, moved in model["drift"].items():
             if moved is not None and moved[1] < DRIFTS:
                 name = f"{model['model']}, {each}: later rounds divided by earlier"
@@ -130,7 +130,8 @@ def figures(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     return found
 
 
-def _shown(spread: Spread | None) -> str:
+def shown(spread: Spread | None) -> str:
+    """A ratio with its range, for people."""
     return "-" if spread is None else f"{spread.median:.2f} ({spread.minimum:.2f} to {spread.maximum:.2f})"
 
 
