@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvant.atomic import atomic_file
 from kvant.cli import options, terminal
 from kvant.cli.bench_options import check_new_file
 from kvant.cli.defaults import source_of
@@ -55,7 +56,8 @@ def evidence(
         found = diagnose(progress.update).as_json()
     del found["record"]  # it names a folder of the user's
     record = sealed(found | measure_machine(model, partial(terminal.say, quiet=quiet)))
-    output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    with atomic_file(output) as file:
+        file.write(json.dumps(record, indent=1).encode() + b"\n")
     lines = [f"{name}: {figure}" for name, figure in figures(record)]
     terminal.show(record, [*lines, *(f"left out: {text}" for text in record["left_out"])], as_json=json_object)
     if not record["healthy"]:
