@@ -233,8 +233,9 @@ def conversation(body: Conversation, service: Service, left_out: LeftOut) -> Gen
         if edit != KEEP_THINKING:
             left_out.add(f"context_management.edits[{at}]", edit.get("type", ""))
     given = known_tools(body.tools, {"custom": ToolBody}, left_out, "custom")
-    made = [Tool(each.name, each.description, each.input_schema, each.strict) for _, each in given]
-    tools = checked_tools(made, [f"{place}.name" for place, _ in given])
+    tools = checked_tools(
+        {f"{at}.name": Tool(each.name, each.description, each.input_schema, each.strict) for at, each in given}
+    )
     choice = body.tool_choice
     wanted: ToolChoice | Tool = "auto"
     if choice is not None:

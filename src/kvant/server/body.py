@@ -12,7 +12,6 @@ from kvant.engine.sampling import MIN_TEMP, NEEDS_TEMP, SamplingOptions
 from kvant.errors import ArgumentError
 from kvant.server.errors import ApiError
 from kvant.server.left_out import LeftOut, kinds, known
-from kvant.server.service import Service
 
 T = TypeVar("T")
 MAX_DEPTH = 64
@@ -195,13 +194,3 @@ def stops(given: str | Sequence[str] | None, name: str = "stop") -> tuple[str, .
             expected = f"expected 1 to {MAX_STOP_LENGTH}"
             raise ApiError(f"{name} has a text of {len(text)} characters; {expected}", param=name)
     return found
-
-
-def number_of_answers(n: int | None, service: Service) -> int:
-    """How many answers."""
-    if n is None:
-        return 1
-    most = service.settings.sequences
-    if not 1 <= n <= most:
-        raise ApiError(f"n is {n}; expected 1 to {most}, the sequences of this server", param="n")
-    return n

@@ -8,6 +8,7 @@ from kvant.engine.drafts import ServedSource
 from kvant.engine.sampling import SamplingOptions
 
 ToolChoice = Literal["auto", "none", "required"]
+FormatKind = Literal["json_object", "json_schema", "regex", "grammar"]
 EndReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -28,6 +29,7 @@ class Tool:
     strict: bool = False
     custom: bool = False
     grammar: str = ""
+    namespace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Format:
         source: a JSON schema, a regular expression, or a grammar in llguidance's form of Lark's.
     """
 
-    kind: Literal["json_object", "json_schema", "regex", "grammar"]
+    kind: FormatKind
     source: Mapping[str, Any] | str | bool = ""
 
 

@@ -147,23 +147,23 @@ def _arguments(text: str, place: str) -> dict[str, Any]:
     return arguments
 
 
-def checked_tools(tools: Sequence[Tool], places: Sequence[str]) -> tuple[Tool, ...]:
-    """The tools, each with a name of its own. ``places``: the field of each name."""
+def checked_tools(tools: Mapping[str, Tool]) -> tuple[Tool, ...]:
+    """The tools by the fields of their names, each of which has to be another."""
     if len(tools) > MAX_TOOLS:
         raise ApiError(f"tools has {len(tools)}; expected at most {MAX_TOOLS}", param="tools")
     try:
-        check_size("list of tools", [tool.parameters for tool in tools])
+        check_size("list of tools", [tool.parameters for tool in tools.values()])
     except GrammarError as error:
         raise ApiError(str(error), param="tools") from error
     seen: set[str] = set()
-    for param, tool in zip(places, tools, strict=True):
+    for param, tool in tools.items():
         if not re.fullmatch(f"[a-zA-Z0-9_./:-]{{1,{MAX_NAME}}}", tool.name):
             said = f"expected 1 to {MAX_NAME} letters, digits and any of _-./:"
             raise ApiError(f"{param} is {tool.name[:80]!r}; {said}", param=param)
         if tool.name in seen:
             raise ApiError(f"{param} is {tool.name!r}, which another tool has; expected another name", param=param)
         seen.add(tool.name)
-    return tuple(tools)
+    return tuple(tools.values())
 
 
 def known_tools(
@@ -279,8 +279,10 @@ def switched(tokenizer: Tokenizer, on: bool, field: str, left_out: LeftOut) -> M
     return {}
 
 
-def with_effort(tokenizer: Tokenizer, effort: str, field: str, left_out: LeftOut) -> Mapping[str, Any]:
-    """Variables for an effort of thinking, the nearest that templates know; "none" switches it off."""
+def with_effort(tokenizer: Tokenizer, effort: str | None, field: str, left_out: LeftOut) -> Mapping[str, Any]:
+    """Variables for an effort of thinking, the nearest that templates know; "none" switches it off, None is free."""
+    if effort is None:
+        return {}
     if effort == "none":
         return switched(tokenizer, False, field, left_out)
     if effort not in EFFORTS or EFFORT not in mentioned(tokenizer):
