@@ -438,9 +438,6 @@ class _Answers(Encoder):
         self._prompt += event.prompt_tokens
         return iter(())
 
-    def call(self, event: Call) -> Iterator[dict[str, Any]]:
-        raise NotImplementedError("continued text has no calls")
-
     def _object(self, kind: str, choices: Sequence[Any], **fields: Any) -> dict[str, Any]:
         return {**self._head, "object": kind, "choices": choices, **fields}
 

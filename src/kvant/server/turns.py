@@ -309,19 +309,12 @@ def from_opaque(text: str, field: str, left_out: LeftOut) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """A logits processor of one prompt.
+    """A logits processor of one prompt."""
 
-    Attributes:
-        first: the place of the answer's first token.
-        tokens: of thinking, its marks in the answer among them.
-        start: the token that begins thinking; None: the prompt has begun it.
-        end: the token that ends it.
-    """
-
-    first: int
-    tokens: int
-    start: int | None
-    end: int
+    first: int  # the place of the answer's first token
+    tokens: int  # of thinking, its marks in the answer among them
+    start: int | None  # the token that begins thinking; None: the prompt has begun it
+    end: int  # the token that ends it
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """``tokens``: all so far (T,); ``logits``: (1, vocab)."""
