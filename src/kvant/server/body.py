@@ -1,7 +1,7 @@
 """A request's body as a typed structure: what is wrong in it is a 400 that names the field."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -36,12 +36,30 @@ def decode(body: bytes, kind: type[T], left_out: LeftOut | None = None) -> T:
     return converted(found, kind, LeftOut(strict=True) if left_out is None else left_out)
 
 
-def typed(value: Any, kinds: Mapping[str, type[T]], place: str, left_out: LeftOut, default: str = "") -> T | str:
-    """An object of a list as the type that its own ``type`` says; the type's name where it is none of ``kinds``."""
-    kind = value.get("type") or default if isinstance(value, dict) else default
-    if not isinstance(kind, str) or kind not in kinds:
-        return str(kind)
-    return converted(value, kinds[kind], left_out, place)
+def typed(
+    values: Iterable[Any], kinds: Mapping[str, type[T]], place: str, left_out: LeftOut, default: str = ""
+) -> Iterator[tuple[str, T | str]]:
+    """Where each object of a list is, and it as the type that its ``type`` says; the type's name if it is not known."""
+    for number, value in enumerate(values):
+        at = f"{place}[{number}]"
+        kind = value.get("type") or default if isinstance(value, dict) else default
+        is_known = isinstance(kind, str) and kind in kinds
+        yield at, converted(value, kinds[kind], left_out, at) if is_known else str(kind)
+
+
+def known_of(
+    values: Iterable[Any] | None, kinds: Mapping[str, type[T]], place: str, left_out: LeftOut, default: str = ""
+) -> list[tuple[str, T]]:
+    """Those of :func:`typed` whose types are known. Others are left out; one without a type or default is refused."""
+    found: list[tuple[str, T]] = []
+    for at, value in typed(values or (), kinds, place, left_out, default):
+        if value == "":
+            raise ApiError(f"{at} has no type; expected {' or '.join(kinds)}", param=f"{at}.type")
+        if isinstance(value, str):
+            left_out.add(at, value)
+        else:
+            found.append((at, value))
+    return found
 
 
 def converted(value: Any, kind: type[T], left_out: LeftOut, at: str = "") -> T:

@@ -17,6 +17,7 @@ from kvant.server.body import (
     Fields,
     SamplingFields,
     check_range,
+    known_of,
     max_tokens,
     sampling_options,
     stops,
@@ -37,7 +38,7 @@ from kvant.server.generation import (
 )
 from kvant.server.left_out import LeftOut
 from kvant.server.service import Service
-from kvant.server.turns import Turns, check_arguments, checked_tools, known_tools, text_of, tool_named, with_effort
+from kvant.server.turns import Turns, check_arguments, checked_tools, text_of, tool_named, with_effort
 from kvant.text.grammar_source import MAX_SOURCE, escaped
 from kvant.text.prompt import GIVEN, check_variables, mentioned
 
@@ -217,7 +218,7 @@ def chat_generation(body: ChatBody, service: Service, left_out: LeftOut) -> Gene
         check_range("top_logprobs", body.top_logprobs, 0, MAX_TOP_LOGPROBS)
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs has no effect without logprobs: true", param="top_logprobs")
-    given = known_tools(body.tools, {"function": FunctionTool}, left_out)
+    given = known_of(body.tools, {"function": FunctionTool}, "tools", left_out)
     tools = checked_tools({f"{place}.function.name": tool_of(tool.function) for place, tool in given})
     return Generation(
         messages=_messages(body.messages, left_out),
@@ -425,9 +426,9 @@ class _Answers(Encoder):
         self._logprobs = generations[0].logprobs
         self._answers = generations[0].answers
         self._count = self._open = len(generations) * self._answers
-        wanted = body.stream_options
-        self._wants_usage = wanted is not None and bool(wanted.include_usage)
-        self._counts_on = self._wants_usage and wanted is not None and bool(wanted.continuous_usage_stats)
+        wanted = body.stream_options or StreamOptions()
+        self._wants_usage = bool(wanted.include_usage)
+        self._counts_on = self._wants_usage and bool(wanted.continuous_usage_stats)
         self._tokens = [0] * self._count  # of each answer so far
         self._prompt = self._cached = self._thinking = 0
 

@@ -20,10 +20,10 @@ from kvant.server.body import (
     Fields,
     SamplingFields,
     check_range,
+    known_of,
     max_tokens,
     refused,
     sampling_options,
-    typed,
 )
 from kvant.server.endpoint import Dialect, Encoder
 from kvant.server.errors import ApiError
@@ -47,7 +47,6 @@ from kvant.server.turns import (
     checked_tools,
     from_opaque,
     joined,
-    known_tools,
     opaque,
     text_of,
     tool_named,
@@ -149,7 +148,12 @@ class ReasoningItem(Fields, frozen=True, kw_only=True):
     status: Any = None
 
 
-Item = MessageItem | CallItem | CustomCallItem | ResultItem | ReasoningItem
+class ReferenceItem(Fields, frozen=True, kw_only=True):
+    type: Literal["item_reference"]
+    id: Any = None
+
+
+Item = MessageItem | CallItem | CustomCallItem | ResultItem | ReasoningItem | ReferenceItem
 ITEMS: Mapping[str, type[Item]] = {
     "message": MessageItem,
     "function_call": CallItem,
@@ -157,6 +161,7 @@ ITEMS: Mapping[str, type[Item]] = {
     "custom_tool_call": CustomCallItem,
     "custom_tool_call_output": ResultItem,
     "reasoning": ReasoningItem,
+    "item_reference": ReferenceItem,
 }
 
 
@@ -289,9 +294,9 @@ def responses_generation(body: ResponsesBody, service: Service, left_out: LeftOu
 def _tools(body: ResponsesBody, service: Service, left_out: LeftOut) -> tuple[Sequence[Tool], ToolChoice | Tool]:
     """The tools, and which of them is to be called. Of a namespace they carry its name before their own."""
     made: dict[str, Tool] = {}
-    for place, tool in known_tools(body.tools, {**TOOLS, "namespace": NamespaceBody}, left_out):
+    for place, tool in known_of(body.tools, {**TOOLS, "namespace": NamespaceBody}, "tools", left_out):
         space = tool.name if isinstance(tool, NamespaceBody) else None
-        inner = [(place, tool)] if space is None else known_tools(tool.tools, TOOLS, left_out, at=f"{place}.")
+        inner = [(place, tool)] if space is None else known_of(tool.tools, TOOLS, f"{place}.tools", left_out)
         for at, each in inner:
             found = _custom(each, at, service, left_out) if isinstance(each, CustomBody) else tool_of(each)
             made[f"{at}.name"] = replace(found, name=_named(each.name, space), namespace=space)
@@ -333,29 +338,17 @@ def _messages(body: ResponsesBody, left_out: LeftOut) -> list[dict[str, Any]]:
         return turns.messages()
     if not body.input:
         raise ApiError("input is empty; expected text or at least one item", param="input")
-    items = [(f"input[{at}]", _item(given, f"input[{at}]", left_out)) for at, given in enumerate(body.input)]
+    items = known_of(body.input, ITEMS, "input", left_out, "message")
     check_arguments([item.arguments for _, item in items if isinstance(item, CallItem)])
     for place, item in items:
-        if item is not None:
-            _add(turns, item, place, left_out)
+        _add(turns, item, place, left_out)
     return turns.messages()
-
-
-def _item(given: Any, place: str, left_out: LeftOut) -> Item | None:
-    """One item of the input, by its type; None: it is left out, as calls of a server's own tools and compactions."""
-    if not isinstance(given, dict):
-        raise ApiError(f"{place}: expected an object", param=place)
-    item = typed(given, ITEMS, place, left_out, "message")
-    if not isinstance(item, str):
-        return item
-    if item == "item_reference":
-        raise ApiError(f"{place} is an item_reference; {STORED}", param=place)
-    left_out.add(place, item)
-    return None
 
 
 def _add(turns: Turns, item: Item, place: str, left_out: LeftOut) -> None:
     match item:
+        case ReferenceItem():
+            raise ApiError(f"{place} is an item_reference; {STORED}", param=place)
         case MessageItem():
             text = text_of(item.content, PARTS, f"{place}.content", left_out)
             turns.add_text(ROLES.get(item.role, item.role), text)
