@@ -110,16 +110,13 @@ def check_depth(found: object) -> None:
     It is looked at level by level, and only where it has objects and arrays: their number is bounded before, by
     :class:`kvant.server.security.Bodies`.
     """
-    level = [found]
-    for _ in range(MAX_DEPTH):
-        level = [child for node in level for child in _children(node) if type(child) not in FLAT]
+    level: list[Any] = [[found]]
+    for _ in range(MAX_DEPTH + 1):
+        nodes = (node.values() if isinstance(node, dict) else node for node in level)
+        level = [child for children in nodes for child in children if type(child) not in FLAT]
         if not level:
             return
     raise ApiError(f"the body's JSON is nested deeper than {MAX_DEPTH} levels")
-
-
-def _children(node: object) -> Iterable[object]:
-    return node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
 
 
 # kvant's own field: a value that is not named is refused, as an option of the command is.

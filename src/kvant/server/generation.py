@@ -8,7 +8,6 @@ from kvant.engine.drafts import ServedSource
 from kvant.engine.sampling import SamplingOptions
 
 ToolChoice = Literal["auto", "none", "required"]
-FormatKind = Literal["json_object", "json_schema", "regex", "grammar"]
 EndReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -29,10 +28,8 @@ class Tool:
 class Format:
     """What an answer's text has to be."""
 
-    kind: FormatKind  # "json_object", or what ``source`` is
-    source: Mapping[str, Any] | str | bool = (
-        ""  # a JSON schema, or a regex, or a grammar in llguidance's form of Lark's
-    )
+    kind: Literal["json_object", "json_schema", "regex", "grammar"]  # "json_object", or what ``source`` is
+    source: Mapping[str, Any] | str | bool = ""  # a JSON schema, a regex, a grammar in llguidance's form of Lark's
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,18 +24,7 @@ from kvant.server.body import (
 )
 from kvant.server.endpoint import Dialect, Encoder
 from kvant.server.errors import ApiError
-from kvant.server.generation import (
-    Begun,
-    Call,
-    End,
-    Format,
-    FormatKind,
-    Generation,
-    Text,
-    TokenLogprob,
-    Tool,
-    ToolChoice,
-)
+from kvant.server.generation import Begun, Call, End, Format, Generation, Text, TokenLogprob, Tool, ToolChoice
 from kvant.server.left_out import LeftOut
 from kvant.server.service import Service
 from kvant.server.turns import Turns, check_arguments, checked_tools, text_of, tool_named, with_effort
@@ -144,12 +133,8 @@ class StructuredOutputs(Fields, frozen=True):
     grammar: str | None = None
 
 
-STRUCTURED: Mapping[str, FormatKind] = {
-    "json": "json_schema",
-    "regex": "regex",
-    "choice": "regex",
-    "grammar": "grammar",
-}
+# What Format calls each of them.
+STRUCTURED: Mapping[str, Any] = {"json": "json_schema", "regex": "regex", "choice": "regex", "grammar": "grammar"}
 
 
 class CommonBody(SamplingFields, frozen=True, kw_only=True):

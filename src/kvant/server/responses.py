@@ -196,11 +196,6 @@ TOOLS: Mapping[str, Any] = {"function": FunctionBody, "custom": CustomBody}
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of custom tools
 
 
-class NamedTool(Fields, frozen=True):
-    type: Literal["function", "custom"]
-    name: str
-
-
 class FunctionChoice(Fields, frozen=True, tag="function"):
     name: str
 
@@ -211,7 +206,7 @@ class CustomChoice(Fields, frozen=True, tag="custom"):
 
 class AllowedTools(Fields, frozen=True, tag="allowed_tools"):
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: list[FunctionChoice | CustomChoice]
 
 
 class JsonSchema(NamedSchema, frozen=True, tag="json_schema"):

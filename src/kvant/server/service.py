@@ -50,9 +50,7 @@ class Service:
         self.drafts = drafts  # of a draft model; None: there is none
         folder = find_model(settings.model)
         self.settings, self.model, self.tokenizer, self.pool = settings, model, tokenizer, pool
-        self.names = _names(
-            settings, folder
-        )  # of the model, patterns such as ``claude-*`` too. Answers carry the first
+        self.names = _names(settings, folder)  # patterns such as ``claude-*`` among them. Answers carry the first
         self.sampling = read_model_sampling(folder, vocab_size=model.config.vocab_size)  # the model's own options
         self.tool_format = tool_format(tokenizer)  # of the model's tool calls; None: its template takes no tools
         self.system_place = system_place(tokenizer)  # where its template takes system messages
