@@ -429,9 +429,10 @@ class ResponseStream(Encoder):
     def _begin(self, said: Said) -> Iterator[dict[str, Any]]:
         """Open an item for text or thinking, and its part."""
         self._open = said
-        item = {"type": "reasoning", "id": _id("rs"), "summary": []}
         if said is MESSAGE:
-            item = {"type": "message", "id": _id("msg"), "role": "assistant"}
+            item: dict[str, Any] = {"type": "message", "id": _id("msg"), "role": "assistant"}
+        else:
+            item = {"type": "reasoning", "id": _id("rs"), "summary": []}
         yield self._added({**item, "status": "in_progress", said.field: []})
         yield self._of_text(said, f"{said.part}.added", part=self._part(said, ""))
 
