@@ -406,7 +406,7 @@ def test_tools_that_take_text() -> None:
     ):
         made = _made(RESPONSES, tools=[given, space], tool_choice=choice)
         assert made.tools[0] == Tool("patch", told, INPUT, strict=True, custom=True, grammar=grammar)
-        assert made.tools[1] == Tool("x__say", "", INPUT, custom=True)
+        assert made.tools[1] == Tool("x__say", "", INPUT, custom=True, namespace="x")
         assert made.tool_choice == made.tools[0]
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [choice]}
     assert [tool.name for tool in _made(RESPONSES, tools=[patch, space], tool_choice=allowed).tools] == ["patch"]

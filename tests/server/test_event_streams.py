@@ -131,6 +131,31 @@ def test_a_whole_response() -> None:
     }  # fmt: skip
 
 
+def test_calls_of_tools_in_a_namespace_and_of_tools_that_take_text() -> None:
+    """The client knows a tool by its namespace and its own name. Without one a name may have its marks in it."""
+    space = {"type": "namespace", "name": "a", "tools": [{"type": "function", "name": "b__c"}]}
+    inner = {"type": "namespace", "name": "x", "tools": [{"type": "custom", "name": "say"}]}
+    stream = _stream(tools=[space, inner, {"type": "custom", "name": "x__tell"}])
+    called = [Call(0, 0, "a__b__c", "{}"), Call(0, 1, "x__say", '{"input":"Hi"}'), Call(0, 2, "x__tell", '{"input":1}')]
+    told = streamed(stream, [Begun(3), *called, End(0, "tool_calls", 9)])
+    items = [{name: value for name, value in item.items() if "id" not in name} for item in stream.whole()["output"]]
+    function, custom = ({"type": f"{kind}_call", "status": "completed"} for kind in ("function", "custom_tool"))
+    assert items == [
+        function | {"name": "b__c", "namespace": "a", "arguments": "{}"},
+        custom | {"name": "say", "namespace": "x", "input": "Hi"},
+        custom | {"name": "x__tell", "input": '{"input":1}'},
+    ]
+    assert [event["item"] for event in told if event["type"].endswith("item.done")] == stream.whole()["output"]
+    done = [event for event in told if event["type"].endswith("call_input.done")]
+    assert [event["input"] for event in done] == ["Hi", '{"input":1}']
+    (done,) = (event for event in told if event["type"].endswith("arguments.done"))
+    assert (done["name"], done["arguments"]) == ("b__c", "{}")
+    begun = [event["item"] for event in told if event["type"].endswith("item.added")]
+    assert [(item["status"], item.get("namespace")) for item in begun] == [
+        ("in_progress", at) for at in ("a", "x", None)
+    ]
+
+
 def test_log_probabilities() -> None:
     byte = TokenLogprob("\ufffd", -0.5, b"\xc3", (TokenLogprob("a", -0.25, b"a"),))
     events = [Begun(3), Text(0, "", logprobs=[byte]), Text(0, "é", logprobs=[byte]), End(0, "stop", 2)]

@@ -15,7 +15,7 @@ from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, EndReason, Event, Generation, Text, TokenLogprob, Tool
 from kvant.server.service import Service
 from kvant.server.turns import as_shown, for_template, shown_tools, thinking_budget, with_system
-from kvant.text.answer_parts import AnswerParts, CallPart, Part, TextPart
+from kvant.text.answer_parts import AnswerParts, CallPart, Part
 from kvant.text.detokenizer import ByteDetokenizer
 from kvant.text.grammar import Grammar, build_tool_grammar
 from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
@@ -54,7 +54,7 @@ async def answer(service: Service, generation: Generation) -> AsyncGenerator[Eve
         async for event in _events(service, generation, prompt, request, tokens):
             yield event
     finally:
-        service.cancel(request)
+        service.engine.cancel(request)
 
 
 def read_prompt(service: Service, generation: Generation) -> Prompt:
@@ -131,7 +131,7 @@ async def _events(
             for number, each in texts.items() if generation.echo and prompt.text else ():
                 yield Text(number, prompt.text, logprobs=each.read(prompt.ids[:1], token.prompt_logprobs))
         if generation.only_prompt:
-            service.cancel(request, token.answer)
+            service.engine.cancel(request, token.answer)
             del texts[token.answer]
             yield End(token.answer, "length", 0, cached_tokens=token.cached_tokens)
             continue
@@ -140,7 +140,7 @@ async def _events(
         if token.finish_reason is None:
             if text.stop is None and (generation.parallel_tool_calls or not text.calls):
                 continue
-            service.cancel(request, token.answer)
+            service.engine.cancel(request, token.answer)
         del texts[token.answer]
         reason: EndReason = "tool_calls" if text.calls else "stop"
         if text.stop is None and token.finish_reason in ("length", "context"):
@@ -150,11 +150,9 @@ async def _events(
 
 def _is_bound(generation: Generation) -> bool:
     """Whether there is something that answers have to follow: a format of the text, or of calls."""
-    if generation.format is not None:
-        return True
-    if not generation.tools or generation.tool_choice == "none":
-        return False
-    return generation.tool_choice != "auto" or any(tool.strict for tool in generation.tools)
+    tools, choice = generation.tools, generation.tool_choice
+    calls = any(tool.strict for tool in tools) if choice == "auto" else bool(tools) and choice != "none"
+    return generation.format is not None or calls
 
 
 def _compile(service: Service, generation: Generation, prompt: str) -> Grammar:
@@ -179,46 +177,41 @@ def _compile(service: Service, generation: Generation, prompt: str) -> Grammar:
 
 
 def _text(service: Service, generation: Generation, prompt: Prompt, number: int) -> "AnswerText":
-    tools, parts = shown_tools(service, generation), None
-    if generation.messages is not None:
-        parts = AnswerParts(service.tokenizer, prompt.text, tools, service.tool_format)
+    rendered = None if generation.messages is None else prompt.text
+    parts = AnswerParts(service.tokenizer, rendered, shown_tools(service, generation), service.tool_format)
     return AnswerText(number, service.tokenizer, parts, generation.stop, logprobs=generation.logprobs)
 
 
 def _failure(error: Exception, generation: Generation) -> ApiError:
     """What a client is told of an error that it, or the server's state, is to blame for."""
-    if isinstance(error, ArgumentError):
-        return refused(error)
-    if isinstance(error, QueueFullError):
-        return ApiError(str(error), status=429, code="rate_limit_exceeded", headers={"Retry-After": str(RETRY_AFTER_S)})
-    if isinstance(error, EngineError):  # what it failed by is for the log alone
-        said = (
-            str(error) if error.__cause__ is None else "the engine failed; the server's log has the kind of the error"
-        )
-        return ApiError(said, status=503)
-    if isinstance(error, GrammarError):
-        return ApiError(str(error))
-    if not isinstance(error, ValueError):
-        return ApiError(str(error), status=500)
-    return ApiError(
-        str(error), param=generation.field, code="context_length_exceeded" if isinstance(error, ContextError) else None
-    )
+    said = str(error)
+    match error:
+        case ArgumentError():
+            return refused(error)
+        case QueueFullError():
+            headers = {"Retry-After": str(RETRY_AFTER_S)}
+            return ApiError(said, status=429, code="rate_limit_exceeded", headers=headers)
+        case EngineError():
+            failed = "the engine failed; the server's log has the kind of the error"  # what by is for the log alone
+            return ApiError(said if error.__cause__ is None else failed, status=503)
+        case GrammarError():
+            return ApiError(said)
+        case ContextError():
+            return ApiError(said, param=generation.field, code="context_length_exceeded")
+        case ValueError():
+            return ApiError(said, param=generation.field)
+    return ApiError(said, status=500)
 
 
 class AnswerText:
-    """Takes the tokens of one answer.
-
-    Attributes:
-        tokens: so far.
-        thinking_tokens: those before the answer itself, where the model thought.
-        calls: tool calls so far.
-    """
+    """Takes the tokens of one answer."""
 
     def __init__(
-        self, number: int, tokenizer: Tokenizer, parts: AnswerParts | None, stop: Sequence[str], *, logprobs: bool
+        self, number: int, tokenizer: Tokenizer, parts: AnswerParts, stop: Sequence[str], *, logprobs: bool
     ) -> None:
-        """For answer ``number`` of a request. ``parts``: splits it; None: all of it is text."""
-        self.tokens = self.thinking_tokens = self.calls = 0
+        """For answer ``number`` of a request, which ``parts`` splits."""
+        self.tokens = self.calls = 0  # so far
+        self.thinking_tokens = 0  # those before the answer itself, where the model thought
         self._number = number
         self._text = TextStream(tokenizer)
         self._parts = parts
@@ -240,11 +233,12 @@ class AnswerText:
         parts: list[Part] = []
         if token.finish_reason != "stop":  # an end of text is no part of it
             if self._logprobs:
-                self._pending.append(self._logprob(token))
-            parts += self._split(self._text.add(token.token))
+                assert token.logprob is not None
+                self._pending.append(self._told(token.token, token.logprob, token.top_logprobs))
+            parts += self._parts.add(self._text.add(token.token))
         if token.finish_reason is not None:
-            parts += self._split(self._text.finish())
-            parts += [] if self._parts is None else self._parts.finish()
+            parts += self._parts.add(self._text.finish())
+            parts += self._parts.finish()
         events = self._events(parts)
         if token.finish_reason is not None and (rest := self._stop.finish()):
             events.append(self._piece(rest, False))
@@ -256,15 +250,7 @@ class AnswerText:
         """The prompt's tokens, where its log-probabilities are wanted: its first, and the others with theirs."""
         if not self._logprobs:
             return []
-        told = [self._told(token, None) for token in first]
-        for token, logprob, top in others:
-            told.append(self._told(token, logprob, [self._told(*pair) for pair in top]))
-        return told
-
-    def _split(self, text: str) -> Sequence[Part]:
-        if self._parts is not None:
-            return self._parts.add(text)
-        return [TextPart(text)] if text else []
+        return [self._told(token, None) for token in first] + [self._told(*other) for other in others]
 
     def _events(self, parts: Sequence[Part]) -> list[Text | Call]:
         events: list[Text | Call] = []
@@ -303,13 +289,7 @@ class AnswerText:
         self._pending = [token for token, _, end in spans if end > last]
         return [token for token, start, end in spans if start < last and at < end <= last]
 
-    def _logprob(self, token: Token) -> TokenLogprob:
-        assert token.token is not None
-        assert token.logprob is not None
-        top = [self._told(other, logprob) for other, logprob in token.top_logprobs]
-        return self._told(token.token, token.logprob, top)
-
-    def _told(self, token: int, logprob: float | None, top: Sequence[TokenLogprob] = ()) -> TokenLogprob:
+    def _told(self, token: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()) -> TokenLogprob:
         written = self._text.token_bytes(token)
         told = None if logprob is None else max(logprob, LEAST_LOGPROB)
-        return TokenLogprob(written.decode("utf-8", "replace"), told, written, top)
+        return TokenLogprob(written.decode("utf-8", "replace"), told, written, [self._told(*other) for other in top])

@@ -20,6 +20,7 @@ from kvant.server.body import (
     SamplingFields,
     check_range,
     decode,
+    known_of,
     max_tokens,
     sampling_options,
     stops,
@@ -30,17 +31,7 @@ from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Format, Generation, Text, Tool, ToolChoice
 from kvant.server.left_out import LeftOut
 from kvant.server.service import Service
-from kvant.server.turns import (
-    Turns,
-    checked_tools,
-    from_opaque,
-    known_tools,
-    opaque,
-    switched,
-    text_of,
-    tool_named,
-    with_effort,
-)
+from kvant.server.turns import Turns, checked_tools, from_opaque, opaque, switched, text_of, tool_named, with_effort
 from kvant.text.thinking import marks_of
 from kvant.text.tokenizer import Tokenizer
 
@@ -228,26 +219,25 @@ def conversation(body: Conversation, service: Service, left_out: LeftOut) -> Gen
             param="thread",
             code="thread_unsupported_request",
         )
-    edits = body.context_management.edits if body.context_management is not None else None
-    for at, edit in enumerate(edits or ()):
+    management = body.context_management or ContextManagement()
+    for at, edit in enumerate(management.edits or ()):
         if edit != KEEP_THINKING:
             left_out.add(f"context_management.edits[{at}]", edit.get("type", ""))
-    given = known_tools(body.tools, {"custom": ToolBody}, left_out, "custom")
-    made = [Tool(each.name, each.description, each.input_schema, each.strict) for _, each in given]
-    tools = checked_tools(made, [f"{place}.name" for place, _ in given])
-    choice = body.tool_choice
-    wanted: ToolChoice | Tool = "auto"
-    if choice is not None:
-        if (choice.type == "tool") is not (choice.name is not None):
-            raise ApiError('tool_choice.name goes with the type "tool", and only there', param="tool_choice.name")
-        if choice.type in ("any", "tool") and not tools:
-            raise ApiError(f"tool_choice is {choice.type!r}; expected tools with it", param="tool_choice")
-        wanted = CHOICES[choice.type] if choice.name is None else tool_named(tools, choice.name, "tool_choice.name")
+    given = known_of(body.tools, {"custom": ToolBody}, "tools", left_out, "custom")
+    tools = checked_tools(
+        {f"{at}.name": Tool(each.name, each.description, each.input_schema, each.strict) for at, each in given}
+    )
+    choice = body.tool_choice or ToolChoiceBody("auto")
+    if (choice.type == "tool") is not (choice.name is not None):
+        raise ApiError('tool_choice.name goes with the type "tool", and only there', param="tool_choice.name")
+    if choice.type in ("any", "tool") and not tools:
+        raise ApiError(f"tool_choice is {choice.type!r}; expected tools with it", param="tool_choice")
+    named = None if choice.name is None else tool_named(tools, choice.name, "tool_choice.name")
     return Generation(
         messages=_messages(body, left_out),
         tools=tools,
-        tool_choice=wanted,
-        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
+        tool_choice=named or CHOICES[choice.type],
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
         format=_format(body),
         variables=_variables(body, service.tokenizer, left_out),
     )
@@ -259,7 +249,7 @@ def shows_thinking(body: MessagesBody) -> bool:
 
 
 def _format(body: Conversation) -> Format | None:
-    given = body.output_config.format if body.output_config is not None else None
+    given = (body.output_config or OutputConfig()).format
     if given is not None and body.output_format is not None:
         raise ApiError("output_config.format and output_format are given; expected one of them", param="output_format")
     given = given or body.output_format
@@ -270,9 +260,8 @@ def _variables(body: Conversation, tokenizer: Tokenizer, left_out: LeftOut) -> M
     found: dict[str, Any] = {}
     if isinstance(body.thinking, ThinkingOn | ThinkingOff):  # with "adaptive" the model decides, as its template does
         found |= switched(tokenizer, isinstance(body.thinking, ThinkingOn), "thinking", left_out)
-    if body.output_config is not None and body.output_config.effort is not None:
-        found |= with_effort(tokenizer, body.output_config.effort, "output_config.effort", left_out)
-    return found
+    effort = (body.output_config or OutputConfig()).effort
+    return found | with_effort(tokenizer, effort, "output_config.effort", left_out)
 
 
 def _messages(body: Conversation, left_out: LeftOut) -> list[dict[str, Any]]:
@@ -295,9 +284,7 @@ def _messages(body: Conversation, left_out: LeftOut) -> list[dict[str, Any]]:
         if isinstance(message.content, str):
             turns.add_text(message.role, message.content)
             continue
-        for number, given in enumerate(message.content):
-            place = f"messages[{at}].content[{number}]"
-            block = typed(given, BLOCKS, place, left_out)
+        for place, block in typed(message.content, BLOCKS, f"messages[{at}].content", left_out):
             if isinstance(block, str) and block and message.role == "assistant":  # of a server's own tools; redacted
                 left_out.add(place, block)
             elif isinstance(block, str):
@@ -362,8 +349,7 @@ class MessageStream(Encoder):
             "cache_creation_input_tokens": 0,
             "output_tokens": 0,
         }
-        start = {**self._message, "content": [], "usage": dict(self._message["usage"])}
-        yield {"type": "message_start", "message": start}
+        yield {"type": "message_start", "message": self._message}
         yield from self.waiting()
 
     def waiting(self) -> Iterator[dict[str, Any]]:
@@ -383,15 +369,15 @@ class MessageStream(Encoder):
             yield self._begin({"type": kind, kind: "", **({"signature": ""} if event.thinking else {})})
         self._pieces.append(event.text)
         if self._shows_thinking or not event.thinking:
-            yield self._delta({"type": f"{kind}_delta", kind: event.text})
+            yield self._of_block("delta", delta={"type": f"{kind}_delta", kind: event.text})
 
     def call(self, event: Call) -> Iterator[dict[str, Any]]:
         yield from self._close()
         block = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": event.name, "input": {}}
         yield self._begin(block)
-        yield self._delta({"type": "input_json_delta", "partial_json": event.arguments})
+        yield self._of_block("delta", delta={"type": "input_json_delta", "partial_json": event.arguments})
         block["input"] = msgspec.json.decode(event.arguments)
-        yield self._stop()
+        yield self._of_block("stop")
 
     def end(self, event: End) -> Iterator[dict[str, Any]]:
         yield from self._close()
@@ -401,27 +387,25 @@ class MessageStream(Encoder):
         usage["cache_read_input_tokens"] = event.cached_tokens
         usage["output_tokens"] = event.tokens
         usage["output_tokens_details"] = {"thinking_tokens": event.thinking_tokens}
-        self._message |= {"stop_reason": reason, "stop_sequence": event.stop}
         delta = {"stop_reason": reason, "stop_sequence": event.stop}
+        self._message |= delta
         yield {"type": "message_delta", "delta": delta, "usage": dict(usage)}
         yield {"type": "message_stop"}
 
     def _begin(self, block: dict[str, Any]) -> dict[str, Any]:
         self._message["content"].append(block)
-        return {"type": "content_block_start", "index": len(self._message["content"]) - 1, "content_block": dict(block)}
+        return self._of_block("start", content_block=block)
 
-    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": len(self._message["content"]) - 1, "delta": delta}
-
-    def _stop(self) -> dict[str, Any]:
-        return {"type": "content_block_stop", "index": len(self._message["content"]) - 1}
+    def _of_block(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """An event of the last block."""
+        return {"type": f"content_block_{kind}", "index": len(self._message["content"]) - 1, **fields}
 
     def _close(self) -> Iterator[dict[str, Any]]:
         """End the open block of text or thinking."""
-        if not self._open:
+        kind, text = self._open, "".join(self._pieces)
+        if not kind:
             return
-        text, self._pieces = "".join(self._pieces), []
-        kind, self._open = self._open, ""
+        self._open, self._pieces = "", []
         block = self._message["content"][-1]
         if kind == "text":
             block["text"] = text
@@ -429,8 +413,8 @@ class MessageStream(Encoder):
             # Clients send a block back only with a signature. Where they were not given the thinking, it is in there.
             block["thinking"] = text if self._shows_thinking else ""
             block["signature"] = opaque("" if self._shows_thinking else text)
-            yield self._delta({"type": "signature_delta", "signature": block["signature"]})
-        yield self._stop()
+            yield self._of_block("delta", delta={"type": "signature_delta", "signature": block["signature"]})
+        yield self._of_block("stop")
 
 
 MESSAGES = Dialect(

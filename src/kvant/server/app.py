@@ -84,18 +84,12 @@ class TokenizeMessage(Fields, frozen=True):
 
 
 class TokenizeBody(Fields, frozen=True):
-    """The body, in vLLM's names.
-
-    Attributes:
-        prompt: text, as /v1/completions reads it.
-        messages: in its place a conversation, through the chat template.
-        return_token_strs: the vocabulary's string of each token is wanted too.
-    """
+    """The body, in vLLM's names."""
 
     model: str | None = None
-    prompt: str | None = None
-    messages: list[TokenizeMessage] | None = None
-    return_token_strs: bool = False
+    prompt: str | None = None  # text, as /v1/completions reads it
+    messages: list[TokenizeMessage] | None = None  # in its place a conversation, through the chat template
+    return_token_strs: bool = False  # the vocabulary's string of each token is wanted too
 
 
 async def tokenize(request: Request) -> Response:

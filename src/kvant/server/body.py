@@ -1,7 +1,7 @@
 """A request's body as a typed structure: what is wrong in it is a 400 that names the field."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -12,7 +12,6 @@ from kvant.engine.sampling import MIN_TEMP, NEEDS_TEMP, SamplingOptions
 from kvant.errors import ArgumentError
 from kvant.server.errors import ApiError
 from kvant.server.left_out import LeftOut, kinds, known
-from kvant.server.service import Service
 
 T = TypeVar("T")
 MAX_DEPTH = 64
@@ -37,12 +36,30 @@ def decode(body: bytes, kind: type[T], left_out: LeftOut | None = None) -> T:
     return converted(found, kind, LeftOut(strict=True) if left_out is None else left_out)
 
 
-def typed(value: Any, kinds: Mapping[str, type[T]], place: str, left_out: LeftOut, default: str = "") -> T | str:
-    """An object of a list as the type that its own ``type`` says; the type's name where it is none of ``kinds``."""
-    kind = value.get("type") or default if isinstance(value, dict) else default
-    if not isinstance(kind, str) or kind not in kinds:
-        return str(kind)
-    return converted(value, kinds[kind], left_out, place)
+def typed(
+    values: Iterable[Any], kinds: Mapping[str, type[T]], place: str, left_out: LeftOut, default: str = ""
+) -> Iterator[tuple[str, T | str]]:
+    """Where each object of a list is, and it as the type that its ``type`` says; the type's name if it is not known."""
+    for number, value in enumerate(values):
+        at = f"{place}[{number}]"
+        kind = value.get("type") or default if isinstance(value, dict) else default
+        is_known = isinstance(kind, str) and kind in kinds
+        yield at, converted(value, kinds[kind], left_out, at) if is_known else str(kind)
+
+
+def known_of(
+    values: Iterable[Any] | None, kinds: Mapping[str, type[T]], place: str, left_out: LeftOut, default: str = ""
+) -> list[tuple[str, T]]:
+    """Those of :func:`typed` whose types are known. Others are left out; one without a type or default is refused."""
+    found: list[tuple[str, T]] = []
+    for at, value in typed(values or (), kinds, place, left_out, default):
+        if value == "":
+            raise ApiError(f"{at} has no type; expected {' or '.join(kinds)}", param=f"{at}.type")
+        if isinstance(value, str):
+            left_out.add(at, value)
+        else:
+            found.append((at, value))
+    return found
 
 
 def converted(value: Any, kind: type[T], left_out: LeftOut, at: str = "") -> T:
@@ -93,16 +110,13 @@ def check_depth(found: object) -> None:
     It is looked at level by level, and only where it has objects and arrays: their number is bounded before, by
     :class:`kvant.server.security.Bodies`.
     """
-    level = [found]
-    for _ in range(MAX_DEPTH):
-        level = [child for node in level for child in _children(node) if type(child) not in FLAT]
+    level: list[Any] = [[found]]
+    for _ in range(MAX_DEPTH + 1):
+        nodes = (node.values() if isinstance(node, dict) else node for node in level)
+        level = [child for children in nodes for child in children if type(child) not in FLAT]
         if not level:
             return
     raise ApiError(f"the body's JSON is nested deeper than {MAX_DEPTH} levels")
-
-
-def _children(node: object) -> Iterable[object]:
-    return node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
 
 
 # kvant's own field: a value that is not named is refused, as an option of the command is.
@@ -195,13 +209,3 @@ def stops(given: str | Sequence[str] | None, name: str = "stop") -> tuple[str, .
             expected = f"expected 1 to {MAX_STOP_LENGTH}"
             raise ApiError(f"{name} has a text of {len(text)} characters; {expected}", param=name)
     return found
-
-
-def number_of_answers(n: int | None, service: Service) -> int:
-    """How many answers."""
-    if n is None:
-        return 1
-    most = service.settings.sequences
-    if not 1 <= n <= most:
-        raise ApiError(f"n is {n}; expected 1 to {most}, the sequences of this server", param="n")
-    return n

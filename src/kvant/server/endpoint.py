@@ -30,13 +30,9 @@ HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # a proxy pa
 
 
 class Encoder(ABC):
-    """Turns the events of one request into an interface's answer.
+    """Turns the events of one request into an interface's answer."""
 
-    Attributes:
-        done: the bytes that end a stream.
-    """
-
-    done = b""
+    done = b""  # ends a stream
 
     def add(self, event: Event) -> Iterator[dict[str, Any]]:
         """The stream's events for the next one; they have to be taken all."""
@@ -58,8 +54,8 @@ class Encoder(ABC):
     @abstractmethod
     def text(self, event: Text) -> Iterator[dict[str, Any]]: ...
 
-    @abstractmethod
-    def call(self, event: Call) -> Iterator[dict[str, Any]]: ...
+    def call(self, event: Call) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError("continued text has no calls")
 
     @abstractmethod
     def end(self, event: End) -> Iterator[dict[str, Any]]: ...
@@ -79,18 +75,11 @@ class Encoder(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """An interface that answers with generated text.
+    """An interface that answers with generated text."""
 
-    Attributes:
-        body: the type of its bodies, which have ``model`` and ``stream``.
-        generations: what a body asks for; several of one prompt each. It raises an ApiError for what cannot be had,
-            and adds what is left out.
-        encoder: of the served model's name, the body and the generations.
-    """
-
-    body: type[Any]
-    generations: Callable[[Any, Service, LeftOut], Sequence[Generation]]
-    encoder: Callable[[str, Any, Sequence[Generation], Service], Encoder]
+    body: type[Any]  # of its bodies, which have ``model`` and ``stream``
+    generations: Callable[[Any, Service, LeftOut], Sequence[Generation]]  # that a body asks for, of one prompt each
+    encoder: Callable[[str, Any, Sequence[Generation], Service], Encoder]  # ``str``: the served model's name
 
     async def endpoint(self, request: Request) -> Response:
         """Answer a request."""

@@ -25,15 +25,7 @@ logger = logging.getLogger("kvant.server")
 
 
 class ApiError(Exception):
-    """An answer that is an error.
-
-    Attributes:
-        status: of HTTP.
-        message: one line that names what was given and what was expected.
-        param: the field it is about.
-        code: OpenAI's word for it, such as "context_length_exceeded".
-        headers: further headers, such as Retry-After.
-    """
+    """An answer that is an error."""
 
     def __init__(
         self,
@@ -44,13 +36,12 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        message = printable(message, 1000)  # it may quote a name or a value of any length
-        super().__init__(message)
-        self.message = message
-        self.status = status
-        self.param = param and printable(param, 200)
-        self.code = code
-        self.headers = dict(headers or {})
+        self.message = printable(message, 1000)  # one line, which may quote a name or a value of any length
+        super().__init__(self.message)
+        self.status = status  # of HTTP
+        self.param = param and printable(param, 200)  # the field it is about
+        self.code = code  # OpenAI's word for it, such as "context_length_exceeded"
+        self.headers = dict(headers or {})  # further ones, such as Retry-After
 
     def openai(self) -> dict[str, Any]:
         """The body in OpenAI's shape."""

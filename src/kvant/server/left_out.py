@@ -13,19 +13,18 @@ from kvant.server.errors import ApiError
 MAX_NAMES = 32  # of one request that are said
 MAX_LENGTH = 80  # of a name
 
+type_info = cache(inspect.type_info)
+
 
 class LeftOut:
-    """The names of one request's fields that are left out.
-
-    Attributes:
-        names: where each is, and for a value that cannot be heeded the value: ``tools[2] web_search``. Of several that
-            differ by a place in a list alone, the first.
-    """
+    """The names of one request's fields that are left out."""
 
     def __init__(self, *, strict: bool = False) -> None:
         """``strict``: nothing is left out. It is refused."""
         self._strict = strict
-        self.names: dict[str, str] = {}  # by the name without places
+        # Where each is, and a value that cannot be heeded: ``tools[2] web_search``. By the name without places: of
+        # several that differ by a place in a list alone, the first.
+        self.names: dict[str, str] = {}
 
     def add(self, field: str, value: object = "") -> None:
         """Say that a field, or what it asks for, is left out."""
@@ -43,12 +42,7 @@ class LeftOut:
 
 def known(value: Any, kind: type, place: str, left_out: LeftOut) -> Any:
     """A decoded JSON value without what its type does not have: fields, and values of optional ones."""
-    return _known(value, _type_info(kind), place, left_out)
-
-
-@cache
-def _type_info(kind: type) -> inspect.Type:
-    return inspect.type_info(kind)
+    return _known(value, type_info(kind), place, left_out)
 
 
 def _known(value: Any, node: inspect.Type, place: str, left_out: LeftOut) -> Any:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import mlx.core as mx
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
@@ -25,37 +26,22 @@ class Metrics:
 
     def __init__(self, engine: BatchEngine, pool: Pool) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for each: when it was first counted
-        self._registry = registry = CollectorRegistry()
-        self._requests = Counter(
-            "kvant_http_requests", "Requests answered, by route and status.", ["route", "status"], registry=registry
-        )
-        self._ignored = Counter(
-            "kvant_ignored_fields", "Fields of requests that were left out, by name.", ["name"], registry=registry
-        )
+        self._registry = CollectorRegistry()
+        counter = partial(Counter, registry=self._registry)
+        histogram = partial(Histogram, registry=self._registry, buckets=SECONDS)
+        self._requests = counter("kvant_http_requests", "Requests answered, by route and status.", ["route", "status"])
+        self._ignored = counter("kvant_ignored_fields", "Fields of requests that were left out, by name.", ["name"])
         self._names: set[str] = set()  # of fields that were left out
-        self._answers = Counter("kvant_answers", "Answers that ended, by reason.", ["reason"], registry=registry)
-        self._prompt = Counter("kvant_prompt_tokens", "Tokens of prompts.", registry=registry)
-        self._cached = Counter("kvant_cached_tokens", "Of them those that a shared prefix had.", registry=registry)
-        self._misses = Counter(
-            "kvant_prefix_ends",
-            "Prompts by what was stored behind their shared beginning: nothing (new), or other tokens (differs).",
-            ["reason"],
-            registry=registry,
-        )
-        self._generated = Counter("kvant_generated_tokens", "Tokens generated.", registry=registry)
-        self._first = Histogram(
-            "kvant_time_to_first_token_seconds",
-            "From a request's arrival at the engine to its first token.",
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self._between = Histogram(
-            "kvant_time_between_tokens_seconds",
-            "Between two tokens of an answer.",
-            buckets=SECONDS,
-            registry=registry,
-        )
-        registry.register(_State(engine, pool))
+        self._answers = counter("kvant_answers", "Answers that ended, by reason.", ["reason"])
+        self._prompt = counter("kvant_prompt_tokens", "Tokens of prompts.")
+        self._cached = counter("kvant_cached_tokens", "Of them those that a shared prefix had.")
+        stored = "Prompts by what was stored behind their shared beginning: nothing (new), or other tokens (differs)."
+        self._misses = counter("kvant_prefix_ends", stored, ["reason"])
+        self._generated = counter("kvant_generated_tokens", "Tokens generated.")
+        arrived = "From a request's arrival at the engine to its first token."
+        self._first = histogram("kvant_time_to_first_token_seconds", arrived)
+        self._between = histogram("kvant_time_between_tokens_seconds", "Between two tokens of an answer.")
+        self._registry.register(_State(engine, pool))
 
     def text(self) -> bytes:
         """All of it, as /metrics gives it."""

@@ -17,8 +17,8 @@ from kvant.server.body import (
     Fields,
     SamplingFields,
     check_range,
+    known_of,
     max_tokens,
-    number_of_answers,
     sampling_options,
     stops,
 )
@@ -27,7 +27,7 @@ from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Format, Generation, Text, TokenLogprob, Tool, ToolChoice
 from kvant.server.left_out import LeftOut
 from kvant.server.service import Service
-from kvant.server.turns import Turns, check_arguments, checked_tools, known_tools, text_of, tool_named, with_effort
+from kvant.server.turns import Turns, check_arguments, checked_tools, text_of, tool_named, with_effort
 from kvant.text.grammar_source import MAX_SOURCE, escaped
 from kvant.text.prompt import GIVEN, check_variables, mentioned
 
@@ -133,6 +133,10 @@ class StructuredOutputs(Fields, frozen=True):
     grammar: str | None = None
 
 
+# What Format calls each of them.
+STRUCTURED: Mapping[str, Any] = {"json": "json_schema", "regex": "regex", "choice": "regex", "grammar": "grammar"}
+
+
 class CommonBody(SamplingFields, frozen=True, kw_only=True):
     """What both bodies have."""
 
@@ -199,10 +203,8 @@ def chat_generation(body: ChatBody, service: Service, left_out: LeftOut) -> Gene
         check_range("top_logprobs", body.top_logprobs, 0, MAX_TOP_LOGPROBS)
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs has no effect without logprobs: true", param="top_logprobs")
-    given = known_tools(body.tools, {"function": FunctionTool}, left_out)
-    tools = checked_tools(
-        [tool_of(tool.function) for _, tool in given], [f"{place}.function.name" for place, _ in given]
-    )
+    given = known_of(body.tools, {"function": FunctionTool}, "tools", left_out)
+    tools = checked_tools({f"{place}.function.name": tool_of(tool.function) for place, tool in given})
     return Generation(
         messages=_messages(body.messages, left_out),
         tools=tools,
@@ -221,10 +223,13 @@ def _common_fields(body: CommonBody, service: Service, left_out: LeftOut) -> dic
     """The fields of a generation that chat and completions fill in the same way."""
     if body.stream_options is not None and not body.stream:
         left_out.add("stream_options")
+    answers, most = 1 if body.n is None else body.n, service.settings.sequences
+    if not 1 <= answers <= most:
+        raise ApiError(f"n is {answers}; expected 1 to {most}, the sequences of this server", param="n")
     return {
         "sampling": sampling_options(_renamed(body)),
         "stop": stops(body.stop),
-        "answers": number_of_answers(body.n, service),
+        "answers": answers,
         "ignore_eos": bool(body.ignore_eos),
         "draft": body.draft,
     }
@@ -274,34 +279,36 @@ def _add(turns: Turns, message: Message, place: str, left_out: LeftOut) -> None:
         turns.add_call(call.id, function.name, function.arguments, f"{place}.tool_calls[{at}].function.arguments")
 
 
-def tool_of(function: Function, name: str | None = None) -> Tool:
-    """A function that the model may call, under its own name or another."""
-    made = Tool(name or function.name, function.description or "", strict=bool(function.strict))
+def tool_of(function: Function) -> Tool:
+    """A function that the model may call."""
+    made = Tool(function.name, function.description or "", strict=bool(function.strict))
     return made if function.parameters is None else replace(made, parameters=function.parameters)
 
 
 def _tool_choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice | Tool:
-    choice = body.tool_choice
-    if choice in (None, "none") or (choice == "auto" and not tools):
-        return "auto" if choice is None else "none"
-    if not tools:
+    choice = body.tool_choice or "auto"
+    if not tools and choice not in ("auto", "none"):
         raise ApiError("tool_choice has no effect without tools", param="tool_choice")
-    if not isinstance(choice, NamedChoice):
-        return choice
-    return tool_named(tools, choice.function.name)
+    return tool_named(tools, choice.function.name) if isinstance(choice, NamedChoice) else choice
 
 
 def _format(body: ChatBody) -> Format | None:
-    wanted = body.response_format
-    if structured := _structured_format(body.structured_outputs):
-        if isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
-            said = "response_format and structured_outputs are given; expected one of them"
-            raise ApiError(said, param="response_format")
-        return structured
-    if isinstance(wanted, JsonObjectFormat):
-        return Format("json_object") if wanted.schema is None else Format("json_schema", wanted.schema)
-    if isinstance(wanted, JsonSchemaFormat):
-        return Format("json_schema", wanted.json_schema.schema)
+    wanted, structured = format_of(body.response_format), _structured_format(body.structured_outputs)
+    if wanted and structured:
+        said = "response_format and structured_outputs are given; expected one of them"
+        raise ApiError(said, param="response_format")
+    return wanted or structured
+
+
+def format_of(given: Any) -> Format | None:
+    """What a ``response_format`` asks for, or a ``text.format`` of /v1/responses."""
+    match given:
+        case JsonObjectFormat(schema=None):
+            return Format("json_object")
+        case JsonObjectFormat(schema=schema) | NamedSchema(schema=schema):
+            return Format("json_schema", schema or {})
+        case JsonSchemaFormat(json_schema=NamedSchema(schema=schema)):
+            return Format("json_schema", schema)
     return None
 
 
@@ -309,22 +316,17 @@ def _structured_format(given: StructuredOutputs | None) -> Format | None:
     """vLLM's structured_outputs."""
     if given is None:
         return None
-    found = [name for name in ("json", "regex", "choice", "grammar") if getattr(given, name) is not None]
+    found = [(name, source) for name in STRUCTURED if (source := getattr(given, name)) is not None]
     if len(found) != 1:
-        said = ", ".join(found) or "nothing"
-        raise ApiError(
-            f"structured_outputs has {said}; expected one of json, regex, choice, grammar", param="structured_outputs"
-        )
-    if given.json is not None:
-        return Format("json_schema", given.json)
-    if given.choice is not None:
-        if not given.choice:
-            raise ApiError("structured_outputs.choice is empty; expected texts", param="structured_outputs.choice")
-        if sum(map(len, given.choice)) > MAX_SOURCE:
-            said = f"structured_outputs.choice has more than {MAX_SOURCE} characters"
-            raise ApiError(said, param="structured_outputs.choice")
-        return Format("regex", "|".join(map(escaped, given.choice)))
-    return Format("regex", given.regex) if given.regex is not None else Format("grammar", given.grammar or "")
+        said = f"{', '.join(name for name, _ in found) or 'nothing'}; expected one of {', '.join(STRUCTURED)}"
+        raise ApiError(f"structured_outputs has {said}", param="structured_outputs")
+    ((name, source),) = found
+    if name == "choice":
+        if not source or sum(map(len, source)) > MAX_SOURCE:
+            said = f"has more than {MAX_SOURCE} characters" if source else "is empty; expected texts"
+            raise ApiError(f"structured_outputs.choice {said}", param="structured_outputs.choice")
+        source = "|".join(map(escaped, source))
+    return Format(STRUCTURED[name], source)
 
 
 def _max_tokens(body: CommonBody, default: int | None = None) -> int | None:
@@ -347,9 +349,7 @@ def _variables(body: ChatBody, service: Service, left_out: LeftOut) -> dict[str,
         check_variables(service.tokenizer, given)
     except ValueError as error:
         raise ApiError(f"chat_template_kwargs {error}", param="chat_template_kwargs") from error
-    effort: Mapping[str, Any] = {}
-    if body.reasoning_effort is not None:
-        effort = with_effort(service.tokenizer, body.reasoning_effort, "reasoning_effort", left_out)
+    effort = with_effort(service.tokenizer, body.reasoning_effort, "reasoning_effort", left_out)
     if both := given.keys() & effort.keys():
         said = f"reasoning_effort and chat_template_kwargs both set {' and '.join(sorted(both))}"
         raise ApiError(f"{said}; expected one of them", param="reasoning_effort")
@@ -411,9 +411,9 @@ class _Answers(Encoder):
         self._logprobs = generations[0].logprobs
         self._answers = generations[0].answers
         self._count = self._open = len(generations) * self._answers
-        wanted = body.stream_options
-        self._wants_usage = wanted is not None and bool(wanted.include_usage)
-        self._counts_on = self._wants_usage and wanted is not None and bool(wanted.continuous_usage_stats)
+        wanted = body.stream_options or StreamOptions()
+        self._wants_usage = bool(wanted.include_usage)
+        self._counts_on = self._wants_usage and bool(wanted.continuous_usage_stats)
         self._tokens = [0] * self._count  # of each answer so far
         self._prompt = self._cached = self._thinking = 0
 
@@ -423,9 +423,6 @@ class _Answers(Encoder):
     def begun(self, event: Begun) -> Iterator[dict[str, Any]]:
         self._prompt += event.prompt_tokens
         return iter(())
-
-    def call(self, event: Call) -> Iterator[dict[str, Any]]:
-        raise NotImplementedError("continued text has no calls")
 
     def _object(self, kind: str, choices: Sequence[Any], **fields: Any) -> dict[str, Any]:
         return {**self._head, "object": kind, "choices": choices, **fields}

@@ -8,7 +8,8 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -19,14 +20,14 @@ from kvant.server.body import (
     Fields,
     SamplingFields,
     check_range,
+    known_of,
     max_tokens,
     refused,
     sampling_options,
-    typed,
 )
 from kvant.server.endpoint import Dialect, Encoder
 from kvant.server.errors import ApiError
-from kvant.server.generation import Begun, Call, End, Format, Generation, Text, Tool, ToolChoice
+from kvant.server.generation import Begun, Call, End, Generation, Text, Tool, ToolChoice
 from kvant.server.left_out import LeftOut
 from kvant.server.openai import (
     MAX_TOP_LOGPROBS,
@@ -35,6 +36,7 @@ from kvant.server.openai import (
     NamedSchema,
     RefusalPart,
     TextFormat,
+    format_of,
     logprobs_content,
     tool_of,
 )
@@ -45,7 +47,6 @@ from kvant.server.turns import (
     checked_tools,
     from_opaque,
     joined,
-    known_tools,
     opaque,
     text_of,
     tool_named,
@@ -74,6 +75,20 @@ class OutputText(Fields, frozen=True):
 
 PARTS = {"input_text": InputText, "output_text": OutputText, "refusal": RefusalPart}
 NAMESPACE = "__"  # between a namespace and the name of a function in it
+
+
+class Said(NamedTuple):
+    """What an item of text is."""
+
+    field: str  # of the item, that its part is in
+    type: str  # of the part
+    part: str  # the name of the part's events
+    text: str  # of the text's
+
+
+MESSAGE = Said("content", "output_text", "content_part", "output_text")
+REASONING = Said("content", "reasoning_text", "content_part", "reasoning_text")
+SUMMARY = Said("summary", "summary_text", "reasoning_summary_part", "reasoning_summary_text")
 
 
 class MessageItem(Fields, frozen=True, kw_only=True):
@@ -133,7 +148,12 @@ class ReasoningItem(Fields, frozen=True, kw_only=True):
     status: Any = None
 
 
-Item = MessageItem | CallItem | CustomCallItem | ResultItem | ReasoningItem
+class ReferenceItem(Fields, frozen=True, kw_only=True):
+    type: Literal["item_reference"]
+    id: Any = None
+
+
+Item = MessageItem | CallItem | CustomCallItem | ResultItem | ReasoningItem | ReferenceItem
 ITEMS: Mapping[str, type[Item]] = {
     "message": MessageItem,
     "function_call": CallItem,
@@ -141,6 +161,7 @@ ITEMS: Mapping[str, type[Item]] = {
     "custom_tool_call": CustomCallItem,
     "custom_tool_call_output": ResultItem,
     "reasoning": ReasoningItem,
+    "item_reference": ReferenceItem,
 }
 
 
@@ -175,11 +196,6 @@ TOOLS: Mapping[str, Any] = {"function": FunctionBody, "custom": CustomBody}
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of custom tools
 
 
-class NamedTool(Fields, frozen=True):
-    type: Literal["function", "custom"]
-    name: str
-
-
 class FunctionChoice(Fields, frozen=True, tag="function"):
     name: str
 
@@ -190,7 +206,7 @@ class CustomChoice(Fields, frozen=True, tag="custom"):
 
 class AllowedTools(Fields, frozen=True, tag="allowed_tools"):
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: list[FunctionChoice | CustomChoice]
 
 
 class JsonSchema(NamedSchema, frozen=True, tag="json_schema"):
@@ -253,19 +269,18 @@ def responses_generation(body: ResponsesBody, service: Service, left_out: LeftOu
     top_logprobs = body.top_logprobs or 0
     check_range("top_logprobs", top_logprobs, 0, MAX_TOP_LOGPROBS)
     tools, choice = _tools(body, service, left_out)
-    effort = body.reasoning.effort if body.reasoning is not None else None
-    variables = {} if effort is None else with_effort(service.tokenizer, effort, "reasoning.effort", left_out)
+    reasoning = body.reasoning or Reasoning()
     return Generation(
         messages=_messages(body, left_out),
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        format=_format(body),
+        format=None if body.text is None else format_of(body.text.format),
         sampling=sampling_options(body),
         max_tokens=max_tokens(body.max_output_tokens, "max_output_tokens"),
         logprobs=top_logprobs > 0 or "message.output_text.logprobs" in (body.include or []),
         top_logprobs=top_logprobs,
-        variables=variables,
+        variables=with_effort(service.tokenizer, reasoning.effort, "reasoning.effort", left_out),
         draft=body.draft,
         field="input",
     )
@@ -274,14 +289,13 @@ def responses_generation(body: ResponsesBody, service: Service, left_out: LeftOu
 def _tools(body: ResponsesBody, service: Service, left_out: LeftOut) -> tuple[Sequence[Tool], ToolChoice | Tool]:
     """The tools, and which of them is to be called. Of a namespace they carry its name before their own."""
     made: dict[str, Tool] = {}
-    for place, tool in known_tools(body.tools, {**TOOLS, "namespace": NamespaceBody}, left_out):
+    for place, tool in known_of(body.tools, {**TOOLS, "namespace": NamespaceBody}, "tools", left_out):
         space = tool.name if isinstance(tool, NamespaceBody) else None
-        inner = [(place, tool)] if space is None else known_tools(tool.tools, TOOLS, left_out, at=f"{place}.")
+        inner = [(place, tool)] if space is None else known_of(tool.tools, TOOLS, f"{place}.tools", left_out)
         for at, each in inner:
-            name = _named(each.name, space)
-            is_custom = isinstance(each, CustomBody)
-            made[f"{at}.name"] = _custom(each, name, at, service, left_out) if is_custom else tool_of(each, name)
-    tools: Sequence[Tool] = checked_tools([*made.values()], [*made])
+            found = _custom(each, at, service, left_out) if isinstance(each, CustomBody) else tool_of(each)
+            made[f"{at}.name"] = replace(found, name=_named(each.name, space), namespace=space)
+    tools: Sequence[Tool] = checked_tools(made)
     choice = body.tool_choice
     if isinstance(choice, FunctionChoice | CustomChoice):
         return tools, tool_named(tools, choice.name)
@@ -293,37 +307,21 @@ def _tools(body: ResponsesBody, service: Service, left_out: LeftOut) -> tuple[Se
     return tools, choice or "auto"
 
 
-def _custom(tool: CustomBody, name: str, place: str, service: Service, left_out: LeftOut) -> Tool:
+def _custom(tool: CustomBody, place: str, service: Service, left_out: LeftOut) -> Tool:
     """A tool that takes text, as the model knows it: a function of one argument, whose grammar it reads."""
     said, form = tool.description or "", tool.format
     if not isinstance(form, GrammarFormat):
-        return Tool(name, said, INPUT, custom=True)
+        return Tool(tool.name, said, INPUT, custom=True)
     grammar = form.definition if form.syntax == "lark" else f"start: {as_lark(form.definition)}"
     held = service.tool_format is None or service.tool_format.writing.arguments == "json"
     if not held:
         left_out.add(f"{place}.format", form.syntax)
     said = f"{said}\n\nThe input is text that follows this grammar ({form.syntax}):\n{form.definition}"
-    return Tool(name, said, INPUT, strict=held, custom=True, grammar=grammar)
-
-
-def _format(body: ResponsesBody) -> Format | None:
-    match body.text.format if body.text is not None else None:
-        case JsonObjectFormat(schema=None):
-            return Format("json_object")
-        case JsonObjectFormat(schema=schema) | JsonSchema(schema=schema):
-            return Format("json_schema", schema or {})
-    return None
+    return Tool(tool.name, said, INPUT, strict=held, custom=True, grammar=grammar)
 
 
 def _named(name: str, namespace: str | None) -> str:
     return name if namespace is None else f"{namespace}{NAMESPACE}{name}"
-
-
-def _namespaces(body: ResponsesBody) -> dict[str, tuple[str, str]]:
-    """The namespace and the name of each function in one, by the name that the model calls it by."""
-    spaces = [tool for tool in body.tools or () if isinstance(tool, dict) and tool.get("type") == "namespace"]
-    found = [(str(space["name"]), str(tool.get("name"))) for space in spaces for tool in space["tools"]]
-    return {_named(name, space): (space, name) for space, name in found}
 
 
 def _messages(body: ResponsesBody, left_out: LeftOut) -> list[dict[str, Any]]:
@@ -335,29 +333,17 @@ def _messages(body: ResponsesBody, left_out: LeftOut) -> list[dict[str, Any]]:
         return turns.messages()
     if not body.input:
         raise ApiError("input is empty; expected text or at least one item", param="input")
-    items = [(f"input[{at}]", _item(given, f"input[{at}]", left_out)) for at, given in enumerate(body.input)]
+    items = known_of(body.input, ITEMS, "input", left_out, "message")
     check_arguments([item.arguments for _, item in items if isinstance(item, CallItem)])
     for place, item in items:
-        if item is not None:
-            _add(turns, item, place, left_out)
+        _add(turns, item, place, left_out)
     return turns.messages()
-
-
-def _item(given: Any, place: str, left_out: LeftOut) -> Item | None:
-    """One item of the input, by its type; None: it is left out, as calls of a server's own tools and compactions."""
-    if not isinstance(given, dict):
-        raise ApiError(f"{place}: expected an object", param=place)
-    item = typed(given, ITEMS, place, left_out, "message")
-    if not isinstance(item, str):
-        return item
-    if item == "item_reference":
-        raise ApiError(f"{place} is an item_reference; {STORED}", param=place)
-    left_out.add(place, item)
-    return None
 
 
 def _add(turns: Turns, item: Item, place: str, left_out: LeftOut) -> None:
     match item:
+        case ReferenceItem():
+            raise ApiError(f"{place} is an item_reference; {STORED}", param=place)
         case MessageItem():
             text = text_of(item.content, PARTS, f"{place}.content", left_out)
             turns.add_text(ROLES.get(item.role, item.role), text)
@@ -396,19 +382,18 @@ class ResponseStream(Encoder):
         except ArgumentError as error:
             raise refused(error) from error
         self._response = _response(name, body, generation, sampling)
-        self._namespaces = _namespaces(body)
-        self._custom = {tool.name for tool in generation.tools if tool.custom}
-        reasoning = body.reasoning
-        self._summary = reasoning is not None and (reasoning.summary or reasoning.generate_summary) is not None
+        self._tools = {tool.name: tool for tool in generation.tools}
+        self._thinking = REASONING if self._response["reasoning"]["summary"] is None else SUMMARY
         self._keeps_opaque = "reasoning.encrypted_content" in (body.include or [])
         self._logprobs = generation.logprobs
         self._events = 0
-        self._open = ""  # the type of the open item
-        self._pieces: list[str] = []  # of its text
+        self._open: Said | None = None
+        self._pieces: list[str] = []  # of the open item's text
         self._told: list[dict[str, Any]] = []  # its log-probabilities
 
     def begun(self, event: Begun) -> Iterator[dict[str, Any]]:
-        begun = {**self._response, "output": [], "usage": None}
+        yield self._event("response.created", response=self._response)
+        yield from self.waiting()
         self._response["usage"] = {
             "input_tokens": event.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -416,13 +401,10 @@ class ResponseStream(Encoder):
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": event.prompt_tokens,
         }
-        yield self._event("response.created", response=begun)
-        yield self._event("response.in_progress", response=begun)
 
     def waiting(self) -> Iterator[dict[str, Any]]:
         if not self._response["output"]:  # who waits for an event is given one that says nothing new
-            begun = {**self._response, "output": [], "usage": None}
-            yield self._event("response.in_progress", response=begun)
+            yield self._event("response.in_progress", response=self._response | {"usage": None})
 
     def whole(self) -> dict[str, Any]:
         return self._response
@@ -434,85 +416,60 @@ class ResponseStream(Encoder):
         yield self._event("response.failed", response=self._response)
 
     def text(self, event: Text) -> Iterator[dict[str, Any]]:
-        kind = "reasoning" if event.thinking else "message"
-        if kind != self._open:
+        said = self._thinking if event.thinking else MESSAGE
+        if said is not self._open:
             yield from self._close("completed")
-            yield from self._begin(kind)
+            yield from self._begin(said)
         self._pieces.append(event.text)
-        if event.thinking and self._summary:
-            yield self._of_item("response.reasoning_summary_text.delta", summary_index=0, delta=event.text)
-        elif event.thinking:
-            yield self._of_item("response.reasoning_text.delta", content_index=0, delta=event.text)
-        else:
-            told = logprobs_content(event.logprobs) if self._logprobs else []
-            self._told += told
-            yield self._of_item("response.output_text.delta", content_index=0, delta=event.text, logprobs=told)
+        logprobs = logprobs_content(event.logprobs) if self._logprobs and said is MESSAGE else []
+        self._told += logprobs
+        told = {"logprobs": logprobs} if said is MESSAGE else {}
+        yield self._of_text(said, f"{said.text}.delta", delta=event.text, **told)
 
-    def _begin(self, kind: str) -> Iterator[dict[str, Any]]:
+    def _begin(self, said: Said) -> Iterator[dict[str, Any]]:
         """Open an item for text or thinking, and its part."""
-        self._open = kind
-        if kind == "message":
-            item = {"type": "message", "id": _id("msg"), "status": "in_progress", "role": "assistant", "content": []}
+        self._open = said
+        if said is MESSAGE:
+            item: dict[str, Any] = {"type": "message", "id": _id("msg"), "role": "assistant"}
         else:
-            item = {"type": "reasoning", "id": _id("rs"), "status": "in_progress", "summary": []}
-            if not self._summary:
-                item["content"] = []
-        yield self._added(item)
-        part = self._part("")
-        if self._in_summary:
-            yield self._of_item("response.reasoning_summary_part.added", summary_index=0, part=part)
-        else:
-            yield self._of_item("response.content_part.added", content_index=0, part=part)
+            item = {"type": "reasoning", "id": _id("rs"), "summary": []}
+        yield self._added({**item, "status": "in_progress", said.field: []})
+        yield self._of_text(said, f"{said.part}.added", part=self._part(said, ""))
 
     def _close(self, status: str) -> Iterator[dict[str, Any]]:
         """End the open item of text or thinking."""
-        if not self._open:
+        if (said := self._open) is None:
             return
-        item = self._response["output"][-1]
-        item["status"] = status
         text = "".join(self._pieces)
-        part = self._part(text)
-        if self._in_summary:
-            item["summary"] = [part]
-            yield self._of_item("response.reasoning_summary_text.done", summary_index=0, text=text)
-            yield self._of_item("response.reasoning_summary_part.done", summary_index=0, part=part)
-        else:
-            item["content"] = [part]
-            kind = "reasoning_text" if self._open == "reasoning" else "output_text"
-            told = {"logprobs": self._told} if kind == "output_text" else {}
-            yield self._of_item(f"response.{kind}.done", content_index=0, text=text, **told)
-            yield self._of_item("response.content_part.done", content_index=0, part=part)
-        if self._open == "reasoning" and self._keeps_opaque:
+        part = self._part(said, text)
+        item = self._response["output"][-1] | {"status": status, said.field: [part]}
+        told = {"logprobs": self._told} if said is MESSAGE else {}
+        yield self._of_text(said, f"{said.text}.done", text=text, **told)
+        yield self._of_text(said, f"{said.part}.done", part=part)
+        if said is not MESSAGE and self._keeps_opaque:
             item["encrypted_content"] = opaque(text)
-        self._open, self._pieces, self._told = "", [], []
-        yield self._event("response.output_item.done", output_index=self._index, item=dict(item))
+        self._open, self._pieces, self._told = None, [], []
+        yield self._done(item)
 
     def call(self, event: Call) -> Iterator[dict[str, Any]]:
         yield from self._close("completed")
-        namespace, name = self._namespaces.get(event.name, (None, event.name))
-        custom = event.name in self._custom
-        kind, field = ("custom_tool_call", "input") if custom else ("function_call", "arguments")
-        events = f"response.{kind}_{field}"
-        given = _input(event.arguments) if custom else event.arguments
-        item = {
-            "type": kind,
-            "id": _id("ctc" if custom else "fc"),
-            "call_id": _id("call"),
-            "name": name,
-            field: "",
-            "status": "in_progress",
-            **({} if namespace is None else {"namespace": namespace}),
-        }
-        yield self._added(item)
-        yield self._of_item(f"{events}.delta", delta=given)
-        yield self._of_item(f"{events}.done", **({} if custom else {"name": name}), **{field: given})
-        item |= {field: given, "status": "completed"}
-        yield self._event("response.output_item.done", output_index=self._index, item=dict(item))
+        tool = self._tools.get(event.name, Tool(event.name))
+        named = {"name": tool.name}
+        if tool.namespace is not None:
+            named = {"name": tool.name.removeprefix(_named("", tool.namespace)), "namespace": tool.namespace}
+        kind, field = ("custom_tool_call", "input") if tool.custom else ("function_call", "arguments")
+        given = _input(event.arguments) if tool.custom else event.arguments
+        item = {"type": kind, "id": _id("ctc" if tool.custom else "fc"), "call_id": _id("call"), **named}
+        yield self._added({**item, field: "", "status": "in_progress"})
+        yield self._of_item(f"response.{kind}_{field}.delta", delta=given)
+        told = {} if tool.custom else {"name": named["name"]}
+        yield self._of_item(f"response.{kind}_{field}.done", **told, **{field: given})
+        yield self._done({**item, field: given, "status": "completed"})
 
     def end(self, event: End) -> Iterator[dict[str, Any]]:
         status = "incomplete" if event.reason == "length" else "completed"
         if not self._response["output"]:  # clients look for a message
-            yield from self._begin("message")
+            yield from self._begin(MESSAGE)
         yield from self._close(status)
         usage = self._response["usage"]
         usage["input_tokens_details"]["cached_tokens"] = event.cached_tokens
@@ -526,30 +483,27 @@ class ResponseStream(Encoder):
             self._response["completed_at"] = int(time.time())
         yield self._event(f"response.{status}", response=self._response)
 
-    @property
-    def _index(self) -> int:
-        """Of the last item."""
-        return len(self._response["output"]) - 1
-
-    @property
-    def _in_summary(self) -> bool:
-        """Whether the open item's text is a summary of the thinking: all of it, in that place."""
-        return self._open == "reasoning" and self._summary
-
-    def _part(self, text: str) -> dict[str, Any]:
-        """The part of the open item."""
-        if self._open == "message":
-            return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._told)}
-        return {"type": "summary_text" if self._summary else "reasoning_text", "text": text}
+    def _part(self, said: Said, text: str) -> dict[str, Any]:
+        told = {"annotations": [], "logprobs": list(self._told)} if said is MESSAGE else {}
+        return {"type": said.type, "text": text, **told}
 
     def _added(self, item: dict[str, Any]) -> dict[str, Any]:
         self._response["output"].append(item)
-        return self._event("response.output_item.added", output_index=self._index, item=dict(item))
+        return self._of_last("response.output_item.added", item=item)
+
+    def _done(self, item: dict[str, Any]) -> dict[str, Any]:
+        self._response["output"][-1] = item
+        return self._of_last("response.output_item.done", item=item)
+
+    def _of_text(self, said: Said, event: str, **fields: Any) -> dict[str, Any]:
+        return self._of_item(f"response.{event}", **{f"{said.field}_index": 0}, **fields)
 
     def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return self._of_last(kind, item_id=self._response["output"][-1]["id"], **fields)
+
+    def _of_last(self, kind: str, **fields: Any) -> dict[str, Any]:
         """An event of the last item's."""
-        item_id = self._response["output"][-1]["id"]
-        return self._event(kind, item_id=item_id, output_index=self._index, **fields)
+        return self._event(kind, output_index=len(self._response["output"]) - 1, **fields)
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._events += 1
@@ -558,9 +512,8 @@ class ResponseStream(Encoder):
 
 def _response(model: str, body: ResponsesBody, generation: Generation, sampling: SamplingOptions) -> dict[str, Any]:
     """A response before its first token, with what is in force for it."""
-    reasoning, text, choice = body.reasoning, body.text, generation.tool_choice
-    summary = (reasoning.summary or reasoning.generate_summary) if reasoning is not None else None
-    form = msgspec.to_builtins(text.format) if text is not None and text.format is not None else {"type": "text"}
+    reasoning, text, choice = body.reasoning or Reasoning(), body.text or TextConfig(), generation.tool_choice
+    form = {"type": "text"} if text.format is None else msgspec.to_builtins(text.format)
     return {
         "id": _id("resp"),
         "object": "response",
@@ -579,7 +532,7 @@ def _response(model: str, body: ResponsesBody, generation: Generation, sampling:
         "parallel_tool_calls": generation.parallel_tool_calls,
         "previous_response_id": None,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": reasoning.effort if reasoning is not None else None, "summary": summary},
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": False,

@@ -103,10 +103,9 @@ class Connection(H11Protocol):
 
 def bind(settings: Settings) -> socket.socket:
     """A socket at the server's address, that does not listen yet."""
-    host = settings.host.strip("[]")
     with _can_listen(settings):
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            settings.host.strip("[]"), settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         bound = socket.socket(family, kind, protocol)
         try:

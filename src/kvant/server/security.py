@@ -11,7 +11,6 @@ import re
 import socket
 import uuid
 from collections.abc import Callable
-from ipaddress import ip_address
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -21,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvant.server.errors import ApiError, described, logger
 from kvant.server.left_out import LeftOut
 from kvant.server.service import Service
-from kvant.server.settings import LOOPBACK_NAMES, Settings
+from kvant.server.settings import LOOPBACK_NAMES, address_of
 
 ANTHROPIC_PATH = "/v1/messages"
 WHILE_ENDING = ("/health", "/metrics")  # answered until the end
@@ -46,7 +45,14 @@ class Guard:
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
-        self._hosts = _own_hosts(service.settings)
+        host = service.settings.host.lower().strip("[]")
+        address = address_of(host)
+        self._on_all = address is not None and address.is_unspecified  # it listens on all addresses of its machine
+        own = [f"[{host}]" if ":" in host else host]
+        if self._on_all:
+            machine = socket.gethostname().lower()
+            own = [machine, f"{machine.partition('.')[0]}.local"]
+        self._hosts = {*LOOPBACK_NAMES, *own}  # names, in lower case, that a Host header may have
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = scope.setdefault("state", {})["request_id"] = f"req_{uuid.uuid4().hex}"
@@ -104,7 +110,7 @@ class Guard:
         name = found[1].lower()
         if name in self._hosts:
             return True
-        return _is_any(self._service.settings.host) and _is_address(name)  # a name can be rebound, an address cannot
+        return self._on_all and address_of(name) is not None  # a name can be rebound, an address cannot
 
 
 class Keys:
@@ -112,10 +118,13 @@ class Keys:
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
-        self._digests = service.settings.key_digests
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in service.settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        key = _given_key(Headers(scope=scope))
+        headers = Headers(scope=scope)
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if scheme.lower() == "bearer" else ""
+        key = (given or headers.get("x-api-key", "").strip()).encode("latin-1")  # empty where there is none
         digest = hashlib.sha256(key).digest()
         same = [hmac.compare_digest(digest, each) for each in self._digests]  # each of them, whichever matches
         # The page's own files are the same for everybody; the page asks for the key, and all that it does needs one.
@@ -249,35 +258,3 @@ def count_values(body: bytes) -> int:
 def count_marks(body: bytes) -> int:
     """No fewer than :func:`count_values`, at once: with those in strings."""
     return sum(map(body.count, (b",", b"[", b"{")))
-
-
-def _given_key(headers: Headers) -> bytes:
-    """The key of a request; empty where it has none."""
-    scheme, _, rest = headers.get("authorization", "").partition(" ")
-    rest = rest.strip()
-    if scheme.lower() == "bearer" and rest:
-        return rest.encode("latin-1")
-    return headers.get("x-api-key", "").strip().encode("latin-1")
-
-
-def _own_hosts(settings: Settings) -> set[str]:
-    """The names, in lower case, that a Host header may have."""
-    host = settings.host.lower().strip("[]")
-    names = {*LOOPBACK_NAMES}
-    if _is_any(settings.host):
-        machine = socket.gethostname().lower()
-        return names | {machine, f"{machine.partition('.')[0]}.local"}
-    return names | {f"[{host}]" if ":" in host else host}
-
-
-def _is_any(host: str) -> bool:
-    """Whether a server listens on all addresses of its machine."""
-    return _is_address(host) and ip_address(host.strip("[]")).is_unspecified
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ip_address(name.strip("[]"))
-    except ValueError:
-        return False
-    return True

@@ -33,25 +33,7 @@ MIN_CHARACTERS = 65536  # that any prompt may have: they are encoded in some mil
 
 
 class Service:
-    """A loaded model, its pool and its engine.
-
-    Attributes:
-        settings: that it was started with.
-        model, tokenizer, pool, engine: the loaded model and what computes it.
-        names: that requests may call the model by, patterns such as ``claude-*`` among them. Answers carry the first.
-        sampling: the model's own options, in the names of SamplingOptions.
-        system_place: where its template takes system messages.
-        tool_format: of the model's tool calls; None: its template takes no tools.
-        grammars: that answers can be held to.
-        max_seq_len: tokens that a prompt and its answer can have together.
-        drafts: of a draft model; None: there is none.
-        planned: bytes by name, as the memory was planned; empty: it was not.
-        metrics: counters since the start.
-        live: what the page shows of the pool and the engine.
-        draining: no further request is taken.
-        active: requests that are being answered, their bodies read.
-        started: when it was, in seconds since 1970.
-    """
+    """A loaded model, its pool and its engine."""
 
     def __init__(
         self,
@@ -65,22 +47,22 @@ class Service:
         """Start the engine on a pool."""
         if settings.draft == "model" and drafts is None:
             raise ArgumentError("draft", "is 'model'; expected it with", "draft_model")
-        self.drafts = drafts
+        self.drafts = drafts  # of a draft model; None: there is none
         folder = find_model(settings.model)
         self.settings, self.model, self.tokenizer, self.pool = settings, model, tokenizer, pool
-        self.names = _names(settings, folder)
-        self.sampling = read_model_sampling(folder, vocab_size=model.config.vocab_size)
-        self.tool_format = tool_format(tokenizer)
-        self.system_place = system_place(tokenizer)
-        self.grammars = Grammars(tokenizer, model.config.vocab_size)
+        self.names = _names(settings, folder)  # patterns such as ``claude-*`` among them. Answers carry the first
+        self.sampling = read_model_sampling(folder, vocab_size=model.config.vocab_size)  # the model's own options
+        self.tool_format = tool_format(tokenizer)  # of the model's tool calls; None: its template takes no tools
+        self.system_place = system_place(tokenizer)  # where its template takes system messages
+        self.grammars = Grammars(tokenizer, model.config.vocab_size)  # that answers can be held to
         with suppress(GrammarError):  # whoever asks for a format is told
             self.grammars.prepare()  # a second of a large vocabulary, in which no thread goes on
         limit = context_limit(model, pool.max_seq_len)
         assert limit is not None
-        self.max_seq_len = limit
-        self.planned = dict(planned or {})
-        self.draining = False
-        self.active = 0
+        self.max_seq_len = limit  # tokens that a prompt and its answer can have together
+        self.planned = dict(planned or {})  # bytes by name, as the memory was planned; empty: it was not
+        self.draining = False  # no further request is taken
+        self.active = 0  # requests that are being answered, their bodies read
         self.started = time.time()
         self.live = Live(pool)
         self.engine = BatchEngine(
@@ -137,10 +119,6 @@ class Service:
         if self.draining:
             raise EngineError("the server is ending; it takes no further requests")
         self.engine.submit(request, self.metrics.counting(request, deliver))
-
-    def cancel(self, request: Request, answer: int | None = None) -> None:
-        """End a request's answers, or one of them. One that has ended is no error."""
-        self.engine.cancel(request, answer)
 
     def close(self, timeout: float | None = 10.0) -> bool:
         """End the engine and what is under way. Returns whether it has ended."""

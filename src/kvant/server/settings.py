@@ -1,10 +1,9 @@
 """What a server is started with: the model, its memory, where it listens, and what it grants."""
 
-import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
@@ -19,70 +18,40 @@ MAX_SEQUENCES = 256
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of what a client may send or hold. Times are seconds.
+    """Bounds of what a client may send or hold. Times are seconds."""
 
-    Attributes:
-        body_bytes: of a request's body.
-        all_bodies_bytes: of all bodies that are being read or answered; beyond them a request gets 503.
-        header_bytes: of a request's line and headers that come in pieces.
-        connections: at once; one more is answered with 503.
-        header_s: from the first byte of a request, or from the connection's start, to the end of its headers.
-        idle_s: that a connection may wait for its next request.
-        body_s: for the whole body.
-        write_s: that a client may not read what is written to it.
-        drain_s: that requests under way may go on after the first signal.
-        stall_s: without a sign of life of the engine, after which it counts as failed.
-    """
-
-    body_bytes: int = 8 << 20
-    all_bodies_bytes: int = 32 << 20
-    header_bytes: int = 64 << 10
-    connections: int = 1000
-    header_s: float = 10.0
-    idle_s: float = 30.0
-    body_s: float = 60.0
-    write_s: float = 60.0
-    drain_s: float = 30.0
-    stall_s: float = 120.0
+    body_bytes: int = 8 << 20  # of a request's body
+    all_bodies_bytes: int = 32 << 20  # of all bodies that are being read or answered; beyond them a request gets 503
+    header_bytes: int = 64 << 10  # of a request's line and headers that come in pieces
+    connections: int = 1000  # at once; one more is answered with 503
+    header_s: float = 10.0  # from a request's first byte, or the connection's start, to the end of its headers
+    idle_s: float = 30.0  # that a connection may wait for its next request
+    body_s: float = 60.0  # for the whole body
+    write_s: float = 60.0  # that a client may not read what is written to it
+    drain_s: float = 30.0  # that requests under way may go on after the first signal
+    stall_s: float = 120.0  # without a sign of life of the engine, after which it counts as failed
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Checked settings of a server.
+    """Checked settings of a server."""
 
-    Attributes:
-        model: as for :func:`kvant.engine.load.find_model`.
-        aliases: further names of the model, or patterns of names.
-        host: an address or name to listen on.
-        port: 0: any that is free.
-        sequences: answers at once.
-        max_kv_size: tokens of one sequence; None: the smaller of 4096 and the model's context.
-        cache, prefill_step_size: of the pool.
-        deterministic: an answer does not depend on those beside it.
-        draft: what answers draft from, where a request says nothing: "none", "prompt"; "model" needs a draft model.
-        max_queue: requests that may wait.
-        strict: a field of a request that is not known, or cannot be heeded, is refused; else it is left out, and said.
-        template_variables: for the chat template of every conversation; a request's own go before them.
-        api_keys: one of which a client has to have; none: any will do.
-        allow_origins: web pages of these origins may use the server.
-        limits: bounds of what a client may send or hold.
-    """
-
-    model: str = POCKET
-    aliases: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 8080
-    sequences: int = 4
-    max_kv_size: int | None = None
+    model: str = POCKET  # as for :func:`kvant.engine.load.find_model`
+    aliases: tuple[str, ...] = ()  # further names of the model, or patterns of names
+    host: str = "127.0.0.1"  # an address or name to listen on
+    port: int = 8080  # 0: any that is free
+    sequences: int = 4  # answers at once
+    max_kv_size: int | None = None  # tokens of one sequence; None: the smaller of 4096 and the model's context
     cache: CacheOptions = DEFAULT_OPTIONS
     prefill_step_size: int = 512
-    deterministic: bool = False
-    draft: ServedSource = "none"
-    max_queue: int = 64
-    strict: bool = False
+    deterministic: bool = False  # an answer does not depend on those beside it
+    draft: ServedSource = "none"  # what answers draft from, where a request says nothing; "model" needs a draft model
+    max_queue: int = 64  # requests that may wait
+    strict: bool = False  # what is not known or cannot be heeded of a request is refused; else left out, and said
+    # For the chat template of every conversation; a request's own go before them.
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    allow_origins: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # one of which a client has to have; none: any will do
+    allow_origins: tuple[str, ...] = ()  # web pages of these origins may use the server
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -109,14 +78,13 @@ class Settings:
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine reaches the server."""
-        if self.host.lower() == "localhost":
-            return True
-        try:
-            return ip_address(self.host.strip("[]")).is_loopback
-        except ValueError:
-            return False
+        address = address_of(self.host)
+        return self.host.lower() == "localhost" if address is None else address.is_loopback
 
-    @property
-    def key_digests(self) -> tuple[bytes, ...]:
-        """SHA-256 of each key."""
-        return tuple(hashlib.sha256(key.encode()).digest() for key in self.api_keys)
+
+def address_of(host: str) -> IPv4Address | IPv6Address | None:
+    """The address that a host is; None: it is a name."""
+    try:
+        return ip_address(host.strip("[]"))
+    except ValueError:
+        return None

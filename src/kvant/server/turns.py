@@ -1,6 +1,7 @@
 """A conversation as clients give it: its turns, the tools that the model may call, and its thinking."""
 
 import base64
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,19 +65,13 @@ def text_of(
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
-    for number, given in enumerate(content):
-        at = f"{place}[{number}]"
-        part = typed(given, kinds, at, left_out)
-        text = None if isinstance(part, str) else part.text
-        kind = part if isinstance(part, str) else given["type"]
+    for at, part in typed(content, kinds, place, left_out):
+        text, kind = (None, part) if isinstance(part, str) else (part.text, part.type)
         if text is None and not (notes and kind):
             raise ApiError(f"{at}.type is {kind[:80]!r}; expected text: {' or '.join(kinds)}", param=f"{at}.type")
-        texts.append(f"[{_noted(kind)} is not shown to this model, which reads text]" if text is None else text)
+        noted = "a picture" if kind in PICTURES else f"a part of the type {kind[:80]}"
+        texts.append(f"[{noted} is not shown to this model, which reads text]" if text is None else text)
     return joined(texts)
-
-
-def _noted(kind: str) -> str:
-    return "a picture" if kind in PICTURES else f"a part of the type {kind[:80]}"
 
 
 def check_arguments(texts: Sequence[str]) -> None:
@@ -147,48 +142,23 @@ def _arguments(text: str, place: str) -> dict[str, Any]:
     return arguments
 
 
-def checked_tools(tools: Sequence[Tool], places: Sequence[str]) -> tuple[Tool, ...]:
-    """The tools, each with a name of its own. ``places``: the field of each name."""
+def checked_tools(tools: Mapping[str, Tool]) -> tuple[Tool, ...]:
+    """The tools by the fields of their names, each of which has to be another."""
     if len(tools) > MAX_TOOLS:
         raise ApiError(f"tools has {len(tools)}; expected at most {MAX_TOOLS}", param="tools")
     try:
-        check_size("list of tools", [tool.parameters for tool in tools])
+        check_size("list of tools", [tool.parameters for tool in tools.values()])
     except GrammarError as error:
         raise ApiError(str(error), param="tools") from error
     seen: set[str] = set()
-    for param, tool in zip(places, tools, strict=True):
+    for param, tool in tools.items():
         if not re.fullmatch(f"[a-zA-Z0-9_./:-]{{1,{MAX_NAME}}}", tool.name):
             said = f"expected 1 to {MAX_NAME} letters, digits and any of _-./:"
             raise ApiError(f"{param} is {tool.name[:80]!r}; {said}", param=param)
         if tool.name in seen:
             raise ApiError(f"{param} is {tool.name!r}, which another tool has; expected another name", param=param)
         seen.add(tool.name)
-    return tuple(tools)
-
-
-def known_tools(
-    given: Sequence[Any] | None,
-    kinds: Mapping[str, type[Any]],
-    left_out: LeftOut,
-    default: str = "",
-    *,
-    at: str = "",
-) -> list[tuple[str, Any]]:
-    """The tools of a body whose types are known, and where each is, behind ``at``. Others are left out.
-
-    ``default``: the type of one that names none; "": it is refused.
-    """
-    found = []
-    for number, value in enumerate(given or ()):
-        place = f"{at}tools[{number}]"
-        tool = typed(value, kinds, place, left_out, default)
-        if tool == "":
-            raise ApiError(f"{place} has no type; expected {' or '.join(kinds)}", param=f"{place}.type")
-        if isinstance(tool, str):
-            left_out.add(place, tool)
-        else:
-            found.append((place, tool))
-    return found
+    return tuple(tools.values())
 
 
 def tool_named(tools: Sequence[Tool], name: str, field: str = "tool_choice") -> Tool:
@@ -220,22 +190,21 @@ def for_template(messages: Sequence[Mapping[str, Any]], form: ToolFormat | None)
     """Messages with calls, and the ids of calls, as the model's template takes them."""
     made = [dict(message) for message in messages]
     ids: dict[str, str] = {}
-    count = 0
+    count = itertools.count()
     for place, message in enumerate(made):
-        if form is None and ("tool_calls" in message or message["role"] == "tool"):
-            raise ApiError(f"messages[{place}] has to do with tools; {NO_TOOLS}", param=f"messages[{place}]")
         if form is None:
+            if "tool_calls" in message or message["role"] == "tool":
+                raise ApiError(f"messages[{place}] has to do with tools; {NO_TOOLS}", param=f"messages[{place}]")
             continue
-        if "tool_calls" in message:
-            message["tool_calls"] = calls = [
-                {**call, "function": {**call["function"]}} for call in message["tool_calls"]
-            ]
-            for call in calls:
-                function = call["function"]
-                ids[call["id"]] = call["id"] = form.call_id(call["id"], function["name"], count)
-                count += 1
-                if form.text_arguments:
-                    function["arguments"] = to_json(function["arguments"])
+        calls = []
+        for call in message.get("tool_calls", ()):
+            function = dict(call["function"])
+            ids[call["id"]] = own = form.call_id(call["id"], function["name"], next(count))
+            if form.text_arguments:
+                function["arguments"] = to_json(function["arguments"])
+            calls.append({**call, "id": own, "function": function})
+        if calls:
+            message["tool_calls"] = calls
         if "tool_call_id" in message:
             message["tool_call_id"] = ids[message["tool_call_id"]]
     return made
@@ -270,7 +239,7 @@ def with_system(messages: Sequence[dict[str, Any]], place: str) -> list[dict[str
     return made
 
 
-def switched(tokenizer: Tokenizer, on: bool, field: str, left_out: LeftOut) -> Mapping[str, Any]:
+def switched(tokenizer: Tokenizer, on: bool, field: str, left_out: LeftOut) -> dict[str, Any]:
     """Variables that switch thinking on or off. Where the model cannot do otherwise, the wish is left out."""
     if SWITCH in mentioned(tokenizer):
         return {SWITCH: on}
@@ -279,8 +248,10 @@ def switched(tokenizer: Tokenizer, on: bool, field: str, left_out: LeftOut) -> M
     return {}
 
 
-def with_effort(tokenizer: Tokenizer, effort: str, field: str, left_out: LeftOut) -> Mapping[str, Any]:
-    """Variables for an effort of thinking, the nearest that templates know; "none" switches it off."""
+def with_effort(tokenizer: Tokenizer, effort: str | None, field: str, left_out: LeftOut) -> dict[str, Any]:
+    """Variables for an effort of thinking, the nearest that templates know; "none" switches it off, None is free."""
+    if effort is None:
+        return {}
     if effort == "none":
         return switched(tokenizer, False, field, left_out)
     if effort not in EFFORTS or EFFORT not in mentioned(tokenizer):
@@ -307,19 +278,12 @@ def from_opaque(text: str, field: str, left_out: LeftOut) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """A logits processor of one prompt.
+    """A logits processor of one prompt."""
 
-    Attributes:
-        first: the place of the answer's first token.
-        tokens: of thinking, its marks in the answer among them.
-        start: the token that begins thinking; None: the prompt has begun it.
-        end: the token that ends it.
-    """
-
-    first: int
-    tokens: int
-    start: int | None
-    end: int
+    first: int  # the place of the answer's first token
+    tokens: int  # of thinking, its marks in the answer among them
+    start: int | None  # the token that begins thinking; None: the prompt has begun it
+    end: int  # the token that ends it
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """``tokens``: all so far (T,); ``logits``: (1, vocab)."""

@@ -43,12 +43,12 @@ class AnswerParts:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        prompt: str,
+        prompt: str | None,
         tools: Sequence[Mapping[str, Any]] = (),
         format: ToolFormat | None = None,  # noqa: A002
     ) -> None:
-        """``prompt``: the rendered messages. ``tools``: in OpenAI's form. ``format``: of the model's calls."""
-        self._thinking = Thinking.of(tokenizer, prompt)
+        """``prompt``: the rendered messages; None: text goes on. ``tools``: in OpenAI's form. ``format``: of calls."""
+        self._thinking = None if prompt is None else Thinking.of(tokenizer, prompt)
         self._tools = schemas(tools)
         self._format = format if tools else None
         self._held = ""  # may begin a call, or is one under way
