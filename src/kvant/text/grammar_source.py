@@ -33,25 +33,18 @@ NEXT = 1e-12
 # Comments, texts and regular expressions of a grammar. Their ends may be missing, so that nothing is read twice.
 QUOTED = re.compile(r'(?://|#)[^\n]*|"(?:\\.|[^"\\])*"?|/(?:\\.|[^/\\])*/?', re.DOTALL)
 TEMPERATURE = re.compile(r"\btemperature\b\s*=")  # a rule's
-ANY_TEXT = "/(?s:.*)/"
+ANY_TEXT = "TEXT: /(?s:.*)/"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolGrammar:
-    """Tool calls that an answer has to be, or may have.
-
-    Attributes:
-        schemas: of arguments, by the tool's name; or a grammar in Lark's language, of the one argument ``input``.
-        must: the answer is calls; else it is text, with or without calls.
-        several: there may be more than one.
-        text: kind and source of what the answer is where it is not calls; None: any text, also beside calls.
-    """
+    """Tool calls that an answer has to be, or may have."""
 
     form: ToolFormat
-    schemas: Mapping[str, Mapping[str, Any] | str]
-    must: bool
-    several: bool
-    text: tuple[Kind, Mapping[str, Any] | str | bool] | None = None
+    schemas: Mapping[str, Mapping[str, Any] | str]  # of arguments by name; or a Lark grammar of the one, ``input``
+    must: bool  # the answer is calls; else it is text, with or without calls
+    several: bool  # there may be more than one
+    text: tuple[Kind, Mapping[str, Any] | str | bool] | None = None  # an answer that is not calls; None: any text
 
 
 def build_tool_grammar(
@@ -72,7 +65,7 @@ def build_tool_grammar(
         parallel: there may be more than one call, where the form has several.
         text: with "auto", kind and source of an answer that is not calls. Then all arguments satisfy their schemas.
     """
-    if form.writing.arguments != "json":
+    if form.writing is None:
         raise GrammarError(f"calls in the form {form.name} cannot be forced: their arguments are not JSON")
     if not tools:
         raise GrammarError("there are no tools; expected at least one")
@@ -116,10 +109,11 @@ class Marked:
         pieces = [piece for piece in self._marks.split(text) if piece]
         return " ".join(f"<[{self._ids[piece]}]>" if piece in self._ids else json.dumps(piece) for piece in pieces)
 
-    def begins_with_token(self, text: str) -> bool:
-        """Whether a text begins with a mark that is a token. Other text cannot be taken for it then."""
-        found = self._marks.match(text)
-        return found is not None
+    def up_to(self, rule: str, mark: str) -> str:
+        """A rule of any text and a mark behind it. If the mark begins with a token, text cannot be taken for it."""
+        if self._marks.match(mark):
+            return f"{rule}: TEXT {self.text(mark)}"
+        return f"{rule}[lazy]: /(?s:.*){escaped(mark)}/"
 
 
 def document(
@@ -130,7 +124,7 @@ def document(
         first, *more = _grammars(kind, source, marked)
         thinking = None if prompt is None else _thinking(marked, prompt)
         if thinking is not None:
-            more, first = [{"name": "answer", **first}, *more], _lark([thinking])
+            more, first = [{"name": "answer", **first}, *more], _lark(thinking)
         made = json.dumps({"grammars": [first, *more]})
     except RecursionError:
         raise GrammarError(f"the {kind} is nested too deeply") from None
@@ -258,6 +252,7 @@ def _move(
 def _calls(source: ToolGrammar, marked: Marked) -> tuple[list[str], list[dict[str, Any]]]:
     """The lines of a grammar of tool calls, and the grammars of arguments that they name."""
     form, writing = source.form, source.form.writing
+    assert writing is not None
     rules = {name: f"tool{number}" for number, name in enumerate(source.schemas)}
 
     def call(name: str, cut: str = "") -> str:
@@ -298,26 +293,18 @@ def _free(source: ToolGrammar, marked: Marked, mark: str) -> list[str]:
         first = re.escape(form.first)
         return [f"start: TEXT | rest{marks}", rf"TEXT: /\s*([^\s{first}](?s:.*))?/"]
     times = "*" if source.several else "?"
-    lines = [f"start: (head rest){times} text", "text: TEXT", f"TEXT: {ANY_TEXT}"]
-    if marked.begins_with_token(mark):
-        return [*lines, f"head: text {marked.text(mark)}"]
-    return [*lines, f"head[lazy]: /(?s:.*){escaped(mark)}/"]
+    return [f"start: (head rest){times} text", "text: TEXT", ANY_TEXT, marked.up_to("head", mark)]
 
 
-def _thinking(marked: Marked, prompt: str) -> str | None:
-    """The line of an answer that thinking may come before; None: this tokenizer's model does not think aloud."""
+def _thinking(marked: Marked, prompt: str) -> list[str] | None:
+    """The lines of an answer that thinking may come before; None: this tokenizer's model does not think aloud."""
     marks = marks_of(marked.tokenizer)
     if marks is None:
         return None
-    opened = marks.opened_by(prompt)
-    if marked.begins_with_token(marks.end):
-        thought = f"thought: THOUGHT {marked.text(marks.end)}\nTHOUGHT: {ANY_TEXT}"
-    else:
-        thought = f"thought[lazy]: /(?s:.*){escaped(marks.end)}/"
     begun = " | ".join(map(marked.text, marks.starts))
-    before = "thought SPACE" if opened else f"(({begun}) thought SPACE)?"
+    before = "thought SPACE" if marks.opened_by(prompt) else f"(({begun}) thought SPACE)?"
     left_out = f"({' | '.join(map(marked.text, marks.left_out))})?" if marks.left_out else ""
-    return f"start: {before} {left_out} @answer\n{thought}\nSPACE: /\\n{{0,3}}/"
+    return [f"start: {before} {left_out} @answer", marked.up_to("thought", marks.end), ANY_TEXT, r"SPACE: /\n{0,3}/"]
 
 
 def escaped(text: str) -> str:
