@@ -98,38 +98,38 @@ class Encoder:
             "vocab_size": self._tokenizer.get_vocab_size(with_added_tokens=False),
             "thinking": next((THINKING[tokens] for tokens in THINKING if None not in map(find, tokens)), None),
             "decoder": kind,
-            "pieces": [] if kind == "other" else self.tokens(list(range(last + 1)))["tokens"],
+            "pieces": [] if kind == "other" else self.tokens(list(range(last + 1))),
             "marks": sorted(place for place, each in added.items() if is_mark(each)),
             "strips": isinstance(self._decoder, dict) and STRIP in self._decoder.get("decoders", ()),
         }
 
-    def encode(self, text: str, add_special_tokens: bool) -> dict[str, Any]:
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Text to token ids."""
-        return {"ids": self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids}
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
-    def decode(self, ids: list[int], skip_special_tokens: bool, clean_up: bool | None) -> dict[str, Any]:
+    def decode(self, ids: list[int], skip_special_tokens: bool, clean_up: bool | None) -> str:
         """Token ids to text; ``clean_up``: None is the folder's own choice, and byte pair encoding needs none."""
         text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         if self._kind != "BPE" and (self._clean_up if clean_up is None else clean_up):
             for spaced in SPACES:
                 text = text.replace(spaced, spaced.strip())
-        return {"text": text}
+        return text
 
-    def tokens(self, ids: list[int]) -> dict[str, Any]:
+    def tokens(self, ids: list[int]) -> list[str | None]:
         """Token ids to the vocabulary's strings; None for an id it does not have."""
-        return {"tokens": [self._tokenizer.id_to_token(token) for token in ids]}
+        return [self._tokenizer.id_to_token(token) for token in ids]
 
-    def ids(self, tokens: list[str]) -> dict[str, Any]:
+    def ids(self, tokens: list[str]) -> list[int | None]:
         """The vocabulary's strings to token ids; None for a string it does not have."""
-        return {"ids": [self._tokenizer.token_to_id(token) for token in tokens]}
+        return [self._tokenizer.token_to_id(token) for token in tokens]
 
-    def vocabulary(self) -> dict[str, Any]:
+    def vocabulary(self) -> dict[str, int]:
         """Every token's id."""
-        return {"vocabulary": self._tokenizer.get_vocab(with_added_tokens=True)}
+        return self._tokenizer.get_vocab(with_added_tokens=True)
 
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, str]:
         """A digest of each part that says which ids a text becomes, or which text they are."""
-        return {"parts": digests(self._tokenizer)}
+        return digests(self._tokenizer)
 
     def _finish(self, name: str | None) -> None:
         """The last steps of some classes, after their tokens were added."""

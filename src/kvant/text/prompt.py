@@ -24,8 +24,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int] | mx.array, 
     """
     if isinstance(prompt, str):
         bos = tokenizer.bos_token
-        ids = _encode(tokenizer, prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
-        return token_ids(ids, vocab_size)
+        prompt = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
     return token_ids(prompt, vocab_size)
 
 
@@ -77,12 +76,7 @@ def system_place(tokenizer: Tokenizer) -> Literal["anywhere", "first", "nowhere"
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of text that a chat template wrote. Its special tokens are there already."""
-    return _encode(tokenizer, text, add_special_tokens=False)
-
-
-def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    with library_errors(PromptError, "the prompt cannot be encoded"):
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _token_id(token: object) -> int:

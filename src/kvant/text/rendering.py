@@ -37,12 +37,10 @@ class Generation(Extension):
 class PlainDict:
     """``dict(...)`` and ``dict.fromkeys(...)``, without the attributes of the type."""
 
+    fromkeys = staticmethod(dict.fromkeys)
+
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
         return dict(*args, **values)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """As dict's."""
-        return dict.fromkeys(*args)
 
 
 class PlainNamespace(Namespace):
@@ -101,10 +99,10 @@ def compiled(source: str) -> Template:
     return environment().from_string(source)
 
 
-def render(source: str, variables: dict[str, Any]) -> str:
+def render(template: str, variables: dict[str, Any]) -> str:
     """The template's text for these variables."""
     pieces, length = [], 0
-    for piece in compiled(source).generate(**variables):
+    for piece in compiled(template).generate(**variables):
         length += len(piece)
         if length > MAX_TEXT:
             raise ValueError(f"it writes more than {MAX_TEXT} characters")

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvant.errors import ModelError, PromptError, one_line
+from kvant.errors import ModelError, PromptError, library_errors, one_line
 from kvant.text.detokenizer import ByteDetokenizer, StreamingDetokenizer, WindowDetokenizer, token_bytes
 from kvant.text.folder import read_tokenizer_files
-from kvant.text.process import TextError, TextProcess
+from kvant.text.process import TextProcess
 from kvant.text.template import choose_template, cut_at_mark, mark_continuation, plain_data, prepare, render
 
 MAX_IDS = 2**32  # the tokenizers library's ids
@@ -32,20 +32,13 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
 def begin_loading(folder: Path, process: TextProcess) -> Callable[[], "Tokenizer"]:
     """:func:`load_tokenizer` in two parts. The process loads while this one goes on; the result waits for it."""
     content, settings, templates = read_tokenizer_files(folder)
-
-    def failed(error: TextError) -> ModelError:
-        return ModelError(f"{folder}: the tokenizer cannot be loaded: {error}")
-
-    try:
+    failure = f"{folder}: the tokenizer cannot be loaded"
+    with library_errors(ModelError, failure):
         answer = process.load({"do": "load", **settings}, content)
-    except TextError as error:
-        raise failed(error) from error
 
     def finish() -> Tokenizer:
-        try:
+        with library_errors(ModelError, failure):
             return Tokenizer(process, answer(), templates)
-        except TextError as error:
-            raise failed(error) from error
 
     return finish
 
@@ -139,7 +132,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise PromptError(f"the prompt has {text[error.start]!r}, half of a character; expected Unicode") from error
         request = {"do": "encode", "text": text, "add_special_tokens": bool(add_special_tokens)}
-        return list(self._ask(request, "the prompt cannot be encoded", PromptError)["ids"])
+        return list(self._ask(request, "the prompt cannot be encoded", PromptError))
 
     def decode(
         self,
@@ -155,12 +148,12 @@ class Tokenizer:
         """
         request = {"do": "decode", "ids": _ids(token_ids), "skip_special_tokens": bool(skip_special_tokens)}
         request["clean_up"] = clean_up_tokenization_spaces
-        return str(self._ask(request, "the tokenizer cannot decode")["text"])
+        return str(self._ask(request, "the tokenizer cannot decode"))
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
         """The vocabulary's string of an id, or those of several; None for an id it does not have."""
         found = self._ask({"do": "tokens", "ids": _ids(ids)}, "no such ids")
-        return found["tokens"][0] if isinstance(ids, int) else found["tokens"]
+        return found[0] if isinstance(ids, int) else found
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         """The id of a string of the vocabulary, or those of several; the unknown token's for any other string."""
@@ -170,11 +163,11 @@ class Tokenizer:
 
     def get_vocab(self) -> dict[str, int]:
         """Every token's id."""
-        return dict(self._ask({"do": "vocabulary"}, "the vocabulary cannot be had")["vocabulary"])
+        return dict(self._ask({"do": "vocabulary"}, "the vocabulary cannot be had"))
 
     def parts(self) -> dict[str, str]:
         """A digest of each part of the tokenizer that has an effect on ids or text, by the part's name."""
-        return dict(self._ask({"do": "parts"}, "the tokenizer cannot be compared")["parts"])
+        return dict(self._ask({"do": "parts"}, "the tokenizer cannot be compared"))
 
     @property
     def mark_ids(self) -> list[int]:
@@ -264,15 +257,13 @@ class Tokenizer:
         return found
 
     def _find(self, tokens: list[str]) -> list[int | None]:
-        return list(self._ask({"do": "ids", "tokens": tokens}, "no such tokens")["ids"])
+        return list(self._ask({"do": "ids", "tokens": tokens}, "no such tokens"))
 
     def _ask(
         self, request: dict[str, Any], failure: str, kind: type[ModelError] | type[PromptError] = ModelError
-    ) -> dict[str, Any]:
-        try:
+    ) -> Any:
+        with library_errors(kind, failure):
             return self._process.ask(request)
-        except TextError as error:
-            raise kind(f"{failure}: {error}") from error
 
 
 def _schema(tool: object) -> dict[str, Any]:
