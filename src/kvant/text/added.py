@@ -5,7 +5,8 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-TOKEN_KEYS = {"content", "single_word", "lstrip", "rstrip", "normalized", "special"}
+from kvant.text.folder import TOKEN_KEYS
+
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTS = ("extra_special_tokens", "additional_special_tokens")  # today's name, and the one before
 Token = str | AddedToken
@@ -23,9 +24,8 @@ def folder_tokens(
 
     ``rebuilt``: the tokenizer begins without them. ``defaults``: tokens by their role, if no file names one.
 
-    Returns:
-        Tokens by their role, the model's own (``image_token``) too; special ones without a role; and what is to be
-        added to the tokenizer, in this order.
+    Returns tokens by their role, the model's own (``image_token``) too; special ones without a role; and what is to be
+    added to the tokenizer, in this order.
     """
     settings = dict(config)
     if not settings.get(LISTS[0]) and LISTS[1] in settings:

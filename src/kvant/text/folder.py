@@ -11,16 +11,15 @@ from kvant.files import read_bytes, read_optional, read_text, refuse_code
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 MAX_TEMPLATE_BYTES = 1024 * 1024  # the longest published ones have some 30,000
-TOKEN_KEYS = {"__type", "id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"}
+TOKEN_KEYS = {"content", "single_word", "lstrip", "rstrip", "normalized", "special"}  # of a token in any file
 TEMPLATES = "additional_chat_templates"  # a folder of further ones
 
 
 def read_tokenizer_files(folder: Path) -> tuple[bytes, dict[str, Any], dict[str, str]]:
     """Read them; nothing else of the folder is opened.
 
-    Returns:
-        The bytes of tokenizer.json; what the other files say, as arguments of :class:`kvant.text.encoding.Encoder`; and
-        chat templates by name: "default" is the one that is used when none is named.
+    Returns the bytes of tokenizer.json; what the other files say, as arguments of :class:`kvant.text.encoding.Encoder`;
+    and chat templates by name: "default" is the one that is used when none is named.
     """
     if not os.path.lexists(folder / "tokenizer.json"):
         raise ModelError(
@@ -84,9 +83,15 @@ def _check_tokens(path: Path, raw: Mapping[str, Any]) -> None:
     roles = (value for key, value in raw.items() if key.endswith("_token"))
     for token in chain(roles, *groups):
         if isinstance(token, dict):
-            unknown = sorted(token.keys() - TOKEN_KEYS)
-            if unknown or not isinstance(token.get("content"), str):
-                what = repr(unknown[0]) if unknown else "no content"
-                raise ModelError(f"{path}: a token has {what}; expected {', '.join(sorted(TOKEN_KEYS))}")
+            check_token(path, token, {"__type", "id"})
         elif isinstance(token, int | float | list) and not isinstance(token, bool):
             raise ModelError(f"{path}: a token is a JSON {type(token).__name__}; expected a string")
+
+
+def check_token(shown: object, token: Mapping[str, Any], more: set[str]) -> None:
+    """Refuse a description of a token that has other keys than all have, and ``more``."""
+    known = TOKEN_KEYS | more
+    unknown = sorted(token.keys() - known)
+    if unknown or not isinstance(token.get("content"), str):
+        what = repr(unknown[0]) if unknown else "no content"
+        raise ModelError(f"{shown}: a token has {what}; expected {', '.join(sorted(known))}")
