@@ -17,6 +17,7 @@ from kvant.text.thinking import marks_of
 from kvant.text.tokenizer import Tokenizer
 
 Kind = Literal["json_object", "json_schema", "regex", "grammar", "tool_calls"]
+Source = Mapping[str, Any] | str | bool  # a schema as an object or as JSON text; of other kinds text
 
 MAX_SOURCE = 64 * 1024  # bytes
 # A model splits forced text into tokens as it likes: else the library would ask the tokenizer's process at each.
@@ -44,7 +45,7 @@ class ToolGrammar:
     schemas: Mapping[str, Mapping[str, Any] | str]  # of arguments by name; or a Lark grammar of the one, ``input``
     must: bool  # the answer is calls; else it is text, with or without calls
     several: bool  # there may be more than one
-    text: tuple[Kind, Mapping[str, Any] | str | bool] | None = None  # an answer that is not calls; None: any text
+    text: tuple[Kind, Source] | None = None  # an answer that is not calls; None: any text
 
 
 def build_tool_grammar(
@@ -52,7 +53,7 @@ def build_tool_grammar(
     tools: Sequence[Mapping[str, Any]],
     choice: Literal["auto", "required"] = "required",
     parallel: bool = True,
-    text: tuple[Kind, Mapping[str, Any] | str | bool] | None = None,
+    text: tuple[Kind, Source] | None = None,
 ) -> ToolGrammar:
     """A source for :meth:`kvant.text.grammar.Grammars.compile`.
 
@@ -116,9 +117,7 @@ class Marked:
         return f"{rule}[lazy]: /(?s:.*){escaped(mark)}/"
 
 
-def document(
-    kind: Kind, source: Mapping[str, Any] | str | bool | ToolGrammar, marked: Marked, prompt: str | None
-) -> str:
+def document(kind: Kind, source: Source | ToolGrammar, marked: Marked, prompt: str | None) -> str:
     """The JSON document of a source, whose arguments are those of :meth:`kvant.text.grammar.Grammars.compile`."""
     try:
         first, *more = _grammars(kind, source, marked)
@@ -133,7 +132,7 @@ def document(
     return made
 
 
-def _grammars(kind: Kind, source: Mapping[str, Any] | str | bool | ToolGrammar, marked: Marked) -> list[dict[str, Any]]:
+def _grammars(kind: Kind, source: Source | ToolGrammar, marked: Marked) -> list[dict[str, Any]]:
     """The grammar of an answer, and those that it refers to by name."""
     check_size(kind, list(source.schemas.items()) if isinstance(source, ToolGrammar) else source)
     named: list[dict[str, Any]] = []
@@ -158,7 +157,8 @@ def _grammars(kind: Kind, source: Mapping[str, Any] | str | bool | ToolGrammar, 
 
 def _json(name: str, schema: Mapping[str, Any], how: Mapping[str, Any]) -> dict[str, Any]:
     """A grammar of JSON by its schema, under a name."""
-    return {"name": name, "json_schema": _exact(schema) | {"x-guidance": how}}
+    exact = _exact(schema, closes=not OPEN & set(_keywords(schema)))
+    return {"name": name, "json_schema": exact | {"x-guidance": how}}
 
 
 def _without_temperature(source: str) -> str:
@@ -186,19 +186,6 @@ def _schema(source: object) -> Mapping[str, Any]:
     return schema
 
 
-def _exact(schema: Any) -> Any:
-    """A schema as answers are held to it: stricter than it is in two ways.
-
-    The library allows 9 where a number must be above 9 and at most 9.5. So an exclusive bound becomes the next number,
-    nearly: one that is a billionth of a thousandth further.
-
-    An object that lists its properties has no others, where the schema does not say that it may: a model would write
-    one after the other. So do OpenAI's strict mode and llama.cpp.
-    """
-    closes = not OPEN & set(_keywords(schema))
-    return _made_exact(schema, closes)
-
-
 def _keywords(schema: Any) -> Iterator[str]:
     """The keywords of a schema and all its parts, and the names in it."""
     for part in schema if isinstance(schema, list) else schema.values() if isinstance(schema, Mapping) else ():
@@ -207,22 +194,30 @@ def _keywords(schema: Any) -> Iterator[str]:
         yield from schema
 
 
-def _made_exact(schema: Any, closes: bool) -> Any:
+def _exact(schema: Any, closes: bool) -> Any:
+    """A schema as answers are held to it: stricter than it is in two ways.
+
+    The library allows 9 where a number must be above 9 and at most 9.5. So an exclusive bound becomes the next number,
+    nearly: one that is a billionth of a thousandth further.
+
+    If ``closes``, an object that lists its properties has no others, unless the schema says so: a model would write
+    one after the other. So do OpenAI's strict mode and llama.cpp.
+    """
     if isinstance(schema, list):
-        return [_made_exact(each, closes) for each in schema]
+        return [_exact(each, closes) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     made: dict[str, Any] = {}
     for key, value in schema.items():
         if key in SCHEMAS and isinstance(value, Mapping):
-            made[key] = {name: _made_exact(each, closes) for name, each in value.items()}
+            made[key] = {name: _exact(each, closes) for name, each in value.items()}
         elif key in VALUES:
             made[key] = value
         else:  # an alternative does not close the object that it is a part of
-            made[key] = _made_exact(value, closes and not (key in ALTERNATIVES and "properties" in schema))
+            made[key] = _exact(value, closes and not (key in ALTERNATIVES and "properties" in schema))
     if made.get("type") != "integer":
-        _move(made, "exclusiveMinimum", "minimum", NEXT, max)
-        _move(made, "exclusiveMaximum", "maximum", -NEXT, min)
+        _move(made, "Minimum", NEXT, max)
+        _move(made, "Maximum", -NEXT, min)
     listed, required = made.get("properties"), made.get("required", ())
     if (
         closes
@@ -235,10 +230,9 @@ def _made_exact(schema: Any, closes: bool) -> Any:
     return made
 
 
-def _move(
-    schema: dict[str, Any], exclusive: str, inclusive: str, by: float, strictest: Callable[[Any, Any], Any]
-) -> None:
+def _move(schema: dict[str, Any], bound_name: str, by: float, strictest: Callable[[Any, Any], Any]) -> None:
     """Replace an exclusive bound of a schema by an inclusive one."""
+    exclusive, inclusive = f"exclusive{bound_name}", bound_name.lower()
     bound, other = schema.get(exclusive), schema.get(inclusive)
     if isinstance(bound, int | float) and not isinstance(bound, bool):
         del schema[exclusive]
