@@ -121,7 +121,7 @@ class _JsonReader(Reader):
 
     def __init__(self, form: JsonForm) -> None:
         self._form = form
-        self._keys = [f'"{key}"' for key in form.keys]
+        self._keys = tuple(f'"{key}"' for key in form.keys)
         self._start: int | None = None
         self._at = self._depth = 0
         self._in_string = False
@@ -134,7 +134,8 @@ class _JsonReader(Reader):
                 return None
             self._at = self._start
         if self._end is None:
-            self._check_key(text, self._start + 1)
+            if self._keys:
+                self._check_key(text, self._start + 1)
             self._end = self._find(text)
         if self._end is None:
             if is_all:
@@ -148,14 +149,12 @@ class _JsonReader(Reader):
         return len(text) if end is None and is_all else end
 
     def _check_key(self, text: str, start: int) -> None:
-        if not self._keys:
-            return
         at = skip_space(text, start)
         begun = text[at : at + max(map(len, self._keys))]
-        if not any(begun.startswith(key) or key.startswith(begun) for key in self._keys):
+        if begun.startswith(self._keys):
+            self._keys = ()
+        elif not any(key.startswith(begun) for key in self._keys):
             raise NoCallError("an object that is no call", start)
-        if any(begun.startswith(key) for key in self._keys):
-            self._keys = []
 
     def _find(self, text: str) -> int | None:
         while True:

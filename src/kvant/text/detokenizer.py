@@ -126,11 +126,6 @@ def _table() -> dict[str, int]:
 BYTES = _table()
 
 
-def token_bytes(pieces: Sequence[str | None], *, byte_level: bool) -> list[bytes]:
-    """The bytes that each of a vocabulary's strings stands for; none for an id that it does not have."""
-    return [_piece_bytes(piece or "", byte_level)[0] for piece in pieces]
-
-
 def _piece_bytes(piece: str, byte_level: bool) -> tuple[bytes, bool]:
     """The bytes, and whether they may be a part of a character; of a vocabulary with byte fallback those as <0xE2>."""
     if byte_level:  # one that has any other letter, such as an added one with a space, stands for itself

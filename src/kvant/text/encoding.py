@@ -19,6 +19,7 @@ from kvant.files import parse_json
 from kvant.text.added import folder_tokens, token
 from kvant.text.folder import check_token
 
+Json = dict[str, Any]
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token
 STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
 MAX_ID = 2**24  # a token's id is a place in a table
@@ -50,21 +51,14 @@ DEFAULTS: dict[str, dict[str, str | None]] = {  # special tokens of a class wher
 class Encoder:
     """A loaded tokenizer; its methods answer the worker's requests."""
 
-    def __init__(
-        self,
-        content: bytes,
-        config: dict[str, Any],
-        special_tokens: dict[str, Any],
-        added_tokens: dict[str, Any],
-        model_type: str | None,
-        tokenizer_class: str | None,
-    ) -> None:
+    def __init__(self, content: bytes, config: Json, special_tokens: Json, added_tokens: Json, model: Json) -> None:
         """From the bytes of tokenizer.json, the folder's other files, and config.json's two words."""
         raw = parse_json(content, "tokenizer.json")
         _check(raw)
         self._decoder = raw.get("decoder")
         self._kind = str(raw["model"].get("type"))
-        pipeline = pipeline_class(model_type, config.get("tokenizer_class") or tokenizer_class, content, self._kind)
+        declared = config.get("tokenizer_class") or model.get("tokenizer_class")
+        pipeline = pipeline_class(model.get("model_type"), declared, content, self._kind)
         present = {added["id"]: token(added) for added in raw.get("added_tokens") or ()}
         padding = raw.get("padding") or {}  # there is none; transformers takes its token
         listed = config.get("added_tokens_decoder")

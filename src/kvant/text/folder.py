@@ -26,27 +26,26 @@ def read_tokenizer_files(folder: Path) -> tuple[bytes, dict[str, Any], dict[str,
             f"{folder}: no tokenizer.json; transformers makes one: "
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
-    config = dict(read_optional(folder / "tokenizer_config.json"))
-    refuse_code(config, str(folder / "tokenizer_config.json"))
+    path = folder / "tokenizer_config.json"
+    config = dict(read_optional(path))
+    refuse_code(config, str(path))
     if config.get("fast_tokenizer_files"):
-        path = folder / "tokenizer_config.json"
         raise ModelError(f"{path}: fast_tokenizer_files names other files; expected tokenizer.json")
     special = read_optional(folder / "special_tokens_map.json")
     added = read_optional(folder / "added_tokens.json")
-    _check_tokens(folder / "tokenizer_config.json", config)
+    _check_tokens(path, config)
     _check_tokens(folder / "special_tokens_map.json", special)
     if not all(type(value) is int for value in added.values()):
         raise ModelError(f"{folder / 'added_tokens.json'}: expected an id for every token")
-    templates = _templates(folder, config.pop("chat_template", None))
+    templates = _templates(folder, path, config.pop("chat_template", None))
     model = read_optional(folder / "config.json")
-    settings: dict[str, Any] = {"config": config, "special_tokens": special, "added_tokens": added}
-    for key in ("model_type", "tokenizer_class"):
-        settings[key] = model.get(key) if isinstance(model.get(key), str) else None
+    words = {key: value for key in ("model_type", "tokenizer_class") if isinstance(value := model.get(key), str)}
+    settings = {"config": config, "special_tokens": special, "added_tokens": added, "model": words}
     return read_bytes(folder / "tokenizer.json", MAX_TOKENIZER_BYTES), settings, templates
 
 
-def _templates(folder: Path, stored: object) -> dict[str, str]:
-    """Templates in files of their own, else those in tokenizer_config.json."""
+def _templates(folder: Path, config: Path, stored: object) -> dict[str, str]:
+    """Templates in files of their own, else those ``stored`` in tokenizer_config.json, the file ``config``."""
     found = {}
     if os.path.lexists(folder / "chat_template.jinja"):
         found["default"] = read_text(folder / "chat_template.jinja", MAX_TEMPLATE_BYTES)
@@ -56,19 +55,14 @@ def _templates(folder: Path, stored: object) -> dict[str, str]:
     if more.is_dir():
         for path in sorted(more.glob("[!.]*.jinja")):
             found[path.stem] = read_text(path, MAX_TEMPLATE_BYTES, folder)
-    in_config = _stored_templates(folder / "tokenizer_config.json", stored)
-    return found or in_config
-
-
-def _stored_templates(path: Path, stored: object) -> dict[str, str]:
     if isinstance(stored, str):
-        return {"default": stored}
-    if stored is not None and not isinstance(stored, list):
-        raise ModelError(f"{path}: chat_template is a JSON {type(stored).__name__}; expected a string")
+        stored = [{"name": "default", "template": stored}]
+    if not isinstance(stored, list | None):
+        raise ModelError(f"{config}: chat_template is a JSON {type(stored).__name__}; expected a string")
     entries = [entry if isinstance(entry, dict) else {} for entry in stored or ()]
     if not all(isinstance(entry.get(key), str) for entry in entries for key in ("name", "template")):
-        raise ModelError(f"{path}: chat_template is a list; expected objects of a name and a template")
-    return {entry["name"]: entry["template"] for entry in entries}
+        raise ModelError(f"{config}: chat_template is a list; expected objects of a name and a template")
+    return found or {entry["name"]: entry["template"] for entry in entries}
 
 
 def _check_tokens(path: Path, raw: Mapping[str, Any]) -> None:

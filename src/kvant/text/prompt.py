@@ -148,6 +148,4 @@ class KnownText:
         return text.startswith(self._text[:characters]) and list(ids[:tokens]) == self._ids[:tokens]
 
     def _decode(self, ids: Sequence[int]) -> str:
-        if not ids:
-            return ""
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import ModelError, PromptError, library_errors, one_line
-from kvant.text.detokenizer import ByteDetokenizer, StreamingDetokenizer, WindowDetokenizer, token_bytes
+from kvant.text.detokenizer import ByteDetokenizer, StreamingDetokenizer, WindowDetokenizer
 from kvant.text.folder import read_tokenizer_files
 from kvant.text.process import TextProcess
 from kvant.text.template import choose_template, cut_at_mark, mark_continuation, plain_data, prepare, render
@@ -66,10 +66,9 @@ class Tokenizer:
         self.pad_token, self.pad_token_id = self.special_tokens_map.get("pad_token"), ids.get("pad_token")
         self.all_special_tokens = list(dict.fromkeys([*self.special_tokens_map.values(), *facts["extra"]]))
         self.vocab_size = int(facts["vocab_size"])
-        only_default = list(templates) == ["default"]
-        self.chat_template: str | dict[str, str] | None = (
-            templates["default"] if only_default else dict(templates) or None
-        )
+        self.chat_template: str | dict[str, str] | None = dict(templates) or None
+        if list(templates) == ["default"]:
+            self.chat_template = templates["default"]
         thinking: Sequence[str | None] = facts["thinking"] or (None, None)
         self.think_start, self.think_end = thinking
         self._eos_token_ids = set() if self.eos_token_id is None else {self.eos_token_id}
@@ -176,8 +175,8 @@ class Tokenizer:
 
     def token_bytes(self) -> list[bytes] | None:
         """The bytes of every token by its id; None: this tokenizer's tokens are not bytes."""
-        kind = self._facts["decoder"]
-        return None if kind == "other" else token_bytes(self._facts["pieces"], byte_level=kind == "byte_level")
+        known = self._facts["decoder"] != "other"
+        return [*map(self.detokenizer.token_bytes, range(len(self._facts["pieces"])))] if known else None
 
     @property
     def detokenizer(self) -> StreamingDetokenizer:
@@ -221,12 +220,8 @@ class Tokenizer:
                 raise ValueError(f"{name} is not supported by kvant's apply_chat_template")
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt are given; expected one of them")
-        given: dict[str, Any] = {
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "tokenize": tokenize,
-        }
-        given |= {"continue_final_message": continue_final_message, **variables}
+        given: dict[str, Any] = {"chat_template": chat_template, "tokenize": tokenize, **variables}
+        given |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         if conversation and all(isinstance(each, list | tuple) for each in conversation):
             return [self.apply_chat_template(prepare(each), tools, documents, **given) for each in conversation]
         if tools is not None:
