@@ -72,13 +72,13 @@ def _take_older(settings: dict[str, Any], own: dict[str, Any], special_tokens: M
     """In an older folder special_tokens_map.json counts before tokenizer_config.json."""
     for name, value in special_tokens.items():
         if name != LISTS[0]:
-            settings[name] = token({**value, "special": True}) if isinstance(value, dict) else value
+            settings[name] = _given(value, special=True)
         elif isinstance(value, dict):
             own |= value
         else:
             found = list(settings.get(name) or ())
             for item in value or ():
-                more = token({**item, "special": True}) if isinstance(item, dict) else item
+                more = _given(item, special=True)
                 found += [more] if more not in found else []
             settings[name] = found
 
@@ -107,5 +107,5 @@ def _is_own(name: str) -> bool:
     return name.endswith("_token") and name not in NAMED
 
 
-def _given(value: str | dict[str, Any] | AddedToken) -> Token:
-    return token(value) if isinstance(value, dict) else value
+def _given(value: str | dict[str, Any] | AddedToken, **more: bool) -> Token:
+    return token({**value, **more}) if isinstance(value, dict) else value

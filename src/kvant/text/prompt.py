@@ -133,7 +133,9 @@ class KnownText:
     def answered(self, text: str, ids: Sequence[int], answer: Sequence[int]) -> None:
         """Remember a rendered conversation, its ids, and the ids of the answer to it without a token that ended it."""
         kept = len(self._answers)
-        while kept and not self._repeated(text, ids, *self._answers[kept - 1]):
+        for characters, tokens in reversed(self._answers):
+            if text.startswith(self._text[:characters]) and list(ids[:tokens]) == self._ids[:tokens]:
+                break
             kept -= 1
         decoded = self._decode(answer)
         ends = [*self._answers[:kept], (len(text) + len(decoded), len(ids) + len(answer))]
@@ -143,9 +145,6 @@ class KnownText:
         """Remember ids alone, which end with an answer."""
         text = self._decode(ids)
         self._text, self._ids, self._answers = text, list(ids), [(len(text), len(ids))]
-
-    def _repeated(self, text: str, ids: Sequence[int], characters: int, tokens: int) -> bool:
-        return text.startswith(self._text[:characters]) and list(ids[:tokens]) == self._ids[:tokens]
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -48,19 +48,14 @@ class PlainNamespace(Namespace):
 
     def __init__(*args: Any, **values: Any) -> None:  # a template may have a value named self
         self, *given = args
-        plain = dict(*given, **values)
-        for name in plain:
-            _check_name(name)
-        Namespace.__init__(self, plain)
+        Namespace.__init__(self)
+        for name, value in dict(*given, **values).items():
+            self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace cannot hold {name!r}")
         super().__setitem__(name, value)
-
-
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace cannot hold {name!r}")
 
 
 def raise_exception(message: object) -> None:
