@@ -181,12 +181,9 @@ class Encoder:
             self._decoder = {"type": "Sequence", "decoders": SPM + [STRIP] * spaced}
             return
         tokenizer.normalizer = None if name == "GPT2Tokenizer" else normalizers.NFC()
+        by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix), use_regex=name != "Qwen2Tokenizer")
         split = pre_tokenizers.Split(Regex(QWEN), behavior="isolated", invert=False)
-        if name == "Qwen2Tokenizer":
-            last = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix), use_regex=False)
-            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, last])
-        else:
-            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, by_bytes]) if name == "Qwen2Tokenizer" else by_bytes
         tokenizer.decoder = decoders.ByteLevel()
         self._decoder = {"type": "ByteLevel"}
 

@@ -84,9 +84,10 @@ class _QwenCoderReader(Reader):
         start = len("<tool_call>")
         at = skip_space(text, start)
         if may_be("<function=", text, at, start) is not None:
-            if found := _FUNCTION_END.search(text, max(at, self._at)):
+            self._at = max(self._at, at)
+            if found := _FUNCTION_END.search(text, self._at):
                 return found.end()
-            last = text.rfind("</function>", max(at, self._at))
+            last = text.rfind("</function>", self._at)
             self._at = last if last >= 0 else max(at, len(text) - len("</function>"))
         return len(text) if is_all else None
 
