@@ -122,14 +122,20 @@ def read_text(path: Path, limit: int, folder: Path | None = None, error: type[Mo
 
 
 def read_json(path: Path, limit: int = MAX_CONFIG_BYTES, error: type[ModelError] = ModelError) -> Mapping[str, Any]:
+    """The JSON object of a file of the folder."""
+    return parse_json(read_bytes(path, limit, error=error), path, error)
+
+
+def parse_json(data: bytes, shown: object, error: type[ModelError] = ModelError) -> dict[str, Any]:
     """A JSON object, in which no key is there twice: readers disagree about which one counts."""
-    text = read_text(path, limit, error=error)
     try:
-        raw = json.loads(text, object_pairs_hook=unique_keys)
+        raw = json.loads(data.decode(), object_pairs_hook=unique_keys)
+    except UnicodeDecodeError as failed:
+        raise error(f"{shown}: not text: {one_line(failed)}") from failed
     except (ValueError, RecursionError) as failed:
-        raise error(f"{path}: not JSON: {one_line(failed)}") from failed
+        raise error(f"{shown}: not JSON: {one_line(failed)}") from failed
     if not isinstance(raw, dict):
-        raise error(f"{path}: a JSON {type(raw).__name__}; expected an object")
+        raise error(f"{shown}: a JSON {type(raw).__name__}; expected an object")
     return raw
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from support.tokenizers_made import write_tokenizer
 from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
@@ -23,6 +24,7 @@ from kvant.text import rendering
 from kvant.text.process import TextProcess
 from kvant.text.prompt import render_chat
 from kvant.text.template import MAX_TEMPLATE, render
+from kvant.text.tokenizer import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi <there>", "reasoning": "why"}]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -74,6 +76,19 @@ def test_memory_where_the_system_does_not_limit_it(monkeypatch: pytest.MonkeyPat
     with pytest.raises(PromptError, match="too much memory"):
         render(process, "{% for i in range(300) %}{% set x = 'a' * 10**4 %}{% endfor %}" + grow, {})
     assert render(process, "{{ a }}", {"a": 1}) == "1"
+
+
+def test_memory_of_a_tokenizer_that_was_loaded_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It does not count: after a new start all of the process did."""
+    monkeypatch.setattr(bounded, "ADDRESS_LIMIT", 0)
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, "llama3"))
+    ids = tokenizer.encode("a")
+    tokenizer._process._process.kill()
+    tokenizer._process._process.wait()
+    assert tokenizer.encode("a") == ids
+    monkeypatch.setattr(bounded, "MEMORY_LIMIT", 20_000_000)
+    slow = "{% for i in range(1500) %}{% for j in range(1500) %}{% endfor %}{% endfor %}{{ a }}"
+    assert render(tokenizer._process, slow, {"a": 1}) == "1"
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS])

@@ -128,12 +128,14 @@ def test_the_form_is_the_templates_own(pair: tuple[str, Tokenizer, Any]) -> None
     form = tool_format(tokenizer)
     assert form is not None
     assert form.name == FORMS[family]
+    assert (form.writing is None) is (family == "qwen3_coder")
+    if form.writing is None:
+        return
     # What a grammar would write begins as the template begins it.
     writing = form.writing
-    value = "<parameter=text>\n" if writing.arguments == "xml" else '{"text": "'
     said = {"id": "abcdefghi", "type": "function", "function": {"name": "look_up", "arguments": {"text": "x"}}}
     messages = [USER, {"role": "assistant", "content": "", "tool_calls": [said]}]
-    begun = f"{writing.begin}{writing.before_name}look_up{writing.before_arguments}{value}x"
+    begun = f'{writing.begin}{writing.before_name}look_up{writing.before_arguments}{{"text": "x'
     assert begun in tokenizer.apply_chat_template(messages, [TOOL], tokenize=False)
 
 

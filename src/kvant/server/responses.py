@@ -313,7 +313,7 @@ def _custom(tool: CustomBody, place: str, service: Service, left_out: LeftOut) -
     if not isinstance(form, GrammarFormat):
         return Tool(tool.name, said, INPUT, custom=True)
     grammar = form.definition if form.syntax == "lark" else f"start: {as_lark(form.definition)}"
-    held = service.tool_format is None or service.tool_format.writing.arguments == "json"
+    held = service.tool_format is None or service.tool_format.writing is not None
     if not held:
         left_out.add(f"{place}.format", form.syntax)
     said = f"{said}\n\nThe input is text that follows this grammar ({form.syntax}):\n{form.definition}"

@@ -5,7 +5,8 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-TOKEN_KEYS = {"content", "single_word", "lstrip", "rstrip", "normalized", "special"}
+from kvant.text.folder import TOKEN_KEYS
+
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTS = ("extra_special_tokens", "additional_special_tokens")  # today's name, and the one before
 Token = str | AddedToken
@@ -23,9 +24,8 @@ def folder_tokens(
 
     ``rebuilt``: the tokenizer begins without them. ``defaults``: tokens by their role, if no file names one.
 
-    Returns:
-        Tokens by their role, the model's own (``image_token``) too; special ones without a role; and what is to be
-        added to the tokenizer, in this order.
+    Returns tokens by their role, the model's own (``image_token``) too; special ones without a role; and what is to be
+    added to the tokenizer, in this order.
     """
     settings = dict(config)
     if not settings.get(LISTS[0]) and LISTS[1] in settings:
@@ -72,13 +72,13 @@ def _take_older(settings: dict[str, Any], own: dict[str, Any], special_tokens: M
     """In an older folder special_tokens_map.json counts before tokenizer_config.json."""
     for name, value in special_tokens.items():
         if name != LISTS[0]:
-            settings[name] = token({**value, "special": True}) if isinstance(value, dict) else value
+            settings[name] = _given(value, special=True)
         elif isinstance(value, dict):
             own |= value
         else:
             found = list(settings.get(name) or ())
             for item in value or ():
-                more = token({**item, "special": True}) if isinstance(item, dict) else item
+                more = _given(item, special=True)
                 found += [more] if more not in found else []
             settings[name] = found
 
@@ -107,5 +107,5 @@ def _is_own(name: str) -> bool:
     return name.endswith("_token") and name not in NAMED
 
 
-def _given(value: str | dict[str, Any] | AddedToken) -> Token:
-    return token(value) if isinstance(value, dict) else value
+def _given(value: str | dict[str, Any] | AddedToken, **more: bool) -> Token:
+    return token({**value, **more}) if isinstance(value, dict) else value

@@ -20,14 +20,10 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """A whole call of a known tool. Without a grammar its arguments may not keep to the tool's schema.
-
-    Attributes:
-        arguments: an object, as JSON text.
-    """
+    """A whole call of a known tool. Without a grammar its arguments may not keep to the tool's schema."""
 
     name: str
-    arguments: str
+    arguments: str  # an object, as JSON text
 
 
 Part = TextPart | CallPart

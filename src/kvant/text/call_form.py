@@ -5,7 +5,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 MAX_DEPTH = 64  # of a call's JSON
 Call = tuple[str, dict[str, Any]]  # a name and arguments
@@ -13,15 +13,11 @@ Schemas = Mapping[str, Mapping[str, Any]]  # of arguments, by the tool's name
 
 
 class NoCallError(Exception):
-    """Text that began as a call does is none.
-
-    Attributes:
-        length: characters of it that are text; a call may begin after them.
-    """
+    """Text that began as a call does is none."""
 
     def __init__(self, reason: str, length: int) -> None:
         super().__init__(reason)
-        self.length = length
+        self.length = length  # characters of it that are text; a call may begin after them
 
 
 class Reader(ABC):
@@ -39,10 +35,7 @@ class Reader(ABC):
 class Writing:
     """How calls are written, for a grammar: begin, calls with ``between`` between them, end.
 
-    A call is before_name, its name, before_arguments, its arguments, after_arguments.
-
-    Attributes:
-        arguments: a JSON object; or, of Qwen3-Coder, an XML element for each.
+    A call is before_name, its name, before_arguments, its arguments as a JSON object, after_arguments.
     """
 
     before_name: str
@@ -51,27 +44,17 @@ class Writing:
     between: str = "\n"
     begin: str = ""
     end: str = ""
-    arguments: Literal["json", "xml"] = "json"
 
 
 class ToolFormat(ABC):
-    """One form of tool calls.
-
-    Attributes:
-        name: of the form.
-        starts: texts that may begin calls anywhere in an answer.
-        first: one that may begin them where an answer begins; "": none.
-        several: an answer may have more than one call.
-        writing: how they are written.
-        text_arguments: the template takes arguments as JSON text.
-    """
+    """One form of tool calls."""
 
     name: ClassVar[str]
-    starts: ClassVar[tuple[str, ...]]
-    first: ClassVar[str] = ""
-    several: ClassVar[bool] = True
-    text_arguments: ClassVar[bool] = False
-    writing: Writing
+    starts: ClassVar[tuple[str, ...]]  # texts that may begin calls anywhere in an answer
+    first: ClassVar[str] = ""  # one that may begin them where an answer begins; "": none
+    several: ClassVar[bool] = True  # an answer may have more than one call
+    text_arguments: ClassVar[bool] = False  # the template takes arguments as JSON text
+    writing: Writing | None = None  # None: arguments are not JSON, and calls cannot be forced
 
     @abstractmethod
     def reader(self) -> Reader:
@@ -90,7 +73,11 @@ class ToolFormat(ABC):
         try:
             found = self.read(text, tools)
             for name, arguments in found:
-                _check(name, arguments, tools)
+                if not isinstance(name, str) or name not in tools:
+                    raise ValueError(f"a call of {name!r}, which is no tool")
+                if not isinstance(arguments, dict):
+                    raise ValueError(f"{name}: the arguments are no object")
+                to_json(arguments).encode()  # fails at a number that JSON cannot write, and at half of a character
             if not found:
                 raise ValueError("no calls")
         except (ValueError, RecursionError) as error:
@@ -109,46 +96,65 @@ def to_json(arguments: Mapping[str, Any]) -> str:
     return json.dumps(arguments, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def _check(name: object, arguments: object, tools: Schemas) -> None:
-    if not isinstance(name, str) or name not in tools:
-        raise ValueError(f"a call of {name!r}, which is no tool")
-    if not isinstance(arguments, dict):
-        raise ValueError(f"{name}: the arguments are no object")
-    to_json(arguments).encode()  # fails at a number that JSON cannot write, and at half of a character
+class JsonForm(ToolFormat):
+    """A form whose calls are a JSON object or list behind a mark."""
+
+    keys: ClassVar[tuple[str, ...]] = ()  # the first key of the object is one of them; (): any
+    end: ClassVar[str] = ""  # the mark behind it; an answer may end before it
+    needs_end: ClassVar[bool] = True  # what is no such mark makes it text
+
+    def reader(self) -> Reader:
+        return _JsonReader(self)
+
+    def json_start(self, text: str, is_all: bool) -> int | None:
+        """The place of its first bracket; None: not known yet."""
+        start = len(self.starts[0]) if text.startswith(self.starts[0]) else 0
+        at = skip_space(text, start)
+        if at == len(text) and not is_all:
+            return None
+        may_be("{", text, at, start)
+        return at
 
 
-class JsonEnd:
-    """Finds the end of a JSON object or list. Only brackets and strings are looked at; its text is read later."""
+class _JsonReader(Reader):
+    """Only brackets and strings are looked at, and the first key: so text that only begins as a call is known early."""
 
-    def __init__(self, start: int, keys: Sequence[str] = ()) -> None:
-        """Of one whose first bracket is at ``start``; of an object, the first key is one of ``keys`` if there are any.
-
-        So text that only begins as a call does is known early.
-        """
-        self._start = self._at = start
-        self._keys = [f'"{key}"' for key in keys]
-        self._depth = 0
+    def __init__(self, form: JsonForm) -> None:
+        self._form = form
+        self._keys = tuple(f'"{key}"' for key in form.keys)
+        self._start: int | None = None
+        self._at = self._depth = 0
         self._in_string = False
-        self._end: int | None = None
+        self._end: int | None = None  # of the JSON
 
     def end(self, text: str, is_all: bool) -> int | None:
-        """Where it ends in a text that has grown; None: not yet."""
+        if self._start is None:
+            self._start = self._form.json_start(text, is_all)
+            if self._start is None:
+                return None
+            self._at = self._start
         if self._end is None:
-            self._check_key(text)
+            if self._keys:
+                self._check_key(text, self._start + 1)
             self._end = self._find(text)
-        if self._end is None and is_all:
-            raise NoCallError("the answer ends inside a call", len(text))
-        return self._end
+        if self._end is None:
+            if is_all:
+                raise NoCallError("the answer ends inside a call", len(text))
+            return None
+        at, mark = skip_space(text, self._end), self._form.end
+        if not mark or not (self._form.needs_end or mark.startswith(text[at : at + len(mark)])):
+            return self._end
+        end = may_be(mark, text, at, self._end)
+        # A model may end its answer without the mark. The call is whole.
+        return len(text) if end is None and is_all else end
 
-    def _check_key(self, text: str) -> None:
-        if not self._keys:
-            return
-        at = skip_space(text, self._start + 1)
+    def _check_key(self, text: str, start: int) -> None:
+        at = skip_space(text, start)
         begun = text[at : at + max(map(len, self._keys))]
-        if not any(begun.startswith(key) or key.startswith(begun) for key in self._keys):
-            raise NoCallError("an object that is no call", self._start + 1)
-        if any(begun.startswith(key) for key in self._keys):
-            self._keys = []
+        if begun.startswith(self._keys):
+            self._keys = ()
+        elif not any(key.startswith(begun) for key in self._keys):
+            raise NoCallError("an object that is no call", start)
 
     def _find(self, text: str) -> int | None:
         while True:

@@ -9,20 +9,15 @@ SPACE = "▁".encode()
 
 
 class StreamingDetokenizer(ABC):
-    """Text of a growing sequence of token ids.
-
-    Attributes:
-        text: the certain text so far.
-        tokens: the ids so far.
-    """
+    """Text of a growing sequence of token ids."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Begin anew."""
-        self.text = ""
-        self.tokens: list[int] = []
+        self.text = ""  # the certain text so far
+        self.tokens: list[int] = []  # the ids so far
         self.offset = 0
 
     @abstractmethod
@@ -54,7 +49,6 @@ class ByteDetokenizer(StreamingDetokenizer):
 
     def __init__(self, pieces: Sequence[str | None], *, byte_level: bool, strips: bool) -> None:
         """``pieces``: the vocabulary's strings by id; ``strips``: the first space goes."""
-        self._bytes: dict[int, tuple[bytes, bool]] = {}
         self._pieces = pieces
         self._byte_level = byte_level
         self._strips = strips
@@ -83,10 +77,8 @@ class ByteDetokenizer(StreamingDetokenizer):
 
     def _content(self, token: int) -> tuple[bytes, bool]:
         """Its bytes, and whether they may be a part of a character."""
-        if token not in self._bytes:
-            piece = (self._pieces[token] if token < len(self._pieces) else None) or ""
-            self._bytes[token] = _piece_bytes(piece, self._byte_level)
-        return self._bytes[token]
+        piece = self._pieces[token] if token < len(self._pieces) else None
+        return _piece_bytes(piece or "", self._byte_level)
 
     def _append(self, text: str) -> None:
         if self._strip and text:
@@ -132,11 +124,6 @@ def _table() -> dict[str, int]:
 
 
 BYTES = _table()
-
-
-def token_bytes(pieces: Sequence[str | None], *, byte_level: bool) -> list[bytes]:
-    """The bytes that each of a vocabulary's strings stands for; none for an id that it does not have."""
-    return [_piece_bytes(piece or "", byte_level)[0] for piece in pieces]
 
 
 def _piece_bytes(piece: str, byte_level: bool) -> tuple[bytes, bool]:

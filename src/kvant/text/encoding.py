@@ -15,9 +15,11 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # before the import: one text at
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from kvant.files import unique_keys
-from kvant.text.added import TOKEN_KEYS, folder_tokens, token
+from kvant.files import parse_json
+from kvant.text.added import folder_tokens, token
+from kvant.text.folder import check_token
 
+Json = dict[str, Any]
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token
 STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
 MAX_ID = 2**24  # a token's id is a place in a table
@@ -49,26 +51,21 @@ DEFAULTS: dict[str, dict[str, str | None]] = {  # special tokens of a class wher
 class Encoder:
     """A loaded tokenizer; its methods answer the worker's requests."""
 
-    def __init__(
-        self,
-        content: bytes,
-        config: dict[str, Any],
-        special_tokens: dict[str, Any],
-        added_tokens: dict[str, Any],
-        model_type: str | None,
-        tokenizer_class: str | None,
-    ) -> None:
+    def __init__(self, content: bytes, config: Json, special_tokens: Json, added_tokens: Json, model: Json) -> None:
         """From the bytes of tokenizer.json, the folder's other files, and config.json's two words."""
-        raw = _parse(content)
+        raw = parse_json(content, "tokenizer.json")
         _check(raw)
         self._decoder = raw.get("decoder")
         self._kind = str(raw["model"].get("type"))
-        pipeline = pipeline_class(model_type, config.get("tokenizer_class") or tokenizer_class, content, self._kind)
+        declared = config.get("tokenizer_class") or model.get("tokenizer_class")
+        pipeline = pipeline_class(model.get("model_type"), declared, content, self._kind)
         present = {added["id"]: token(added) for added in raw.get("added_tokens") or ()}
         padding = raw.get("padding") or {}  # there is none; transformers takes its token
         listed = config.get("added_tokens_decoder")
-        if pipeline is not None and listed is not None and _differ(listed, present):  # then the file's do not count
-            content = json.dumps({**raw, "added_tokens": []}).encode()
+        if pipeline is not None and listed is not None:
+            described = {int(key): repr(token(value)) for key, value in listed.items()}
+            if described != {key: repr(value) for key, value in present.items()}:  # then the file's do not count
+                content = json.dumps({**raw, "added_tokens": []}).encode()
         del raw
         self._tokenizer = Tokenizer.from_buffer(content)
         self._tokenizer.no_truncation()
@@ -98,38 +95,57 @@ class Encoder:
             "vocab_size": self._tokenizer.get_vocab_size(with_added_tokens=False),
             "thinking": next((THINKING[tokens] for tokens in THINKING if None not in map(find, tokens)), None),
             "decoder": kind,
-            "pieces": [] if kind == "other" else self.tokens(list(range(last + 1)))["tokens"],
-            "marks": sorted(place for place, each in added.items() if is_mark(each)),
+            "pieces": [] if kind == "other" else self.tokens(list(range(last + 1))),
+            # Marks such as <|im_end|> are more than text; added spaces and line breaks are text.
+            "marks": sorted(place for place, each in added.items() if each.special or each.content.strip()),
             "strips": isinstance(self._decoder, dict) and STRIP in self._decoder.get("decoders", ()),
         }
 
-    def encode(self, text: str, add_special_tokens: bool) -> dict[str, Any]:
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Text to token ids."""
-        return {"ids": self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids}
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
-    def decode(self, ids: list[int], skip_special_tokens: bool, clean_up: bool | None) -> dict[str, Any]:
+    def decode(self, ids: list[int], skip_special_tokens: bool, clean_up: bool | None) -> str:
         """Token ids to text; ``clean_up``: None is the folder's own choice, and byte pair encoding needs none."""
         text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         if self._kind != "BPE" and (self._clean_up if clean_up is None else clean_up):
             for spaced in SPACES:
                 text = text.replace(spaced, spaced.strip())
-        return {"text": text}
+        return text
 
-    def tokens(self, ids: list[int]) -> dict[str, Any]:
+    def tokens(self, ids: list[int]) -> list[str | None]:
         """Token ids to the vocabulary's strings; None for an id it does not have."""
-        return {"tokens": [self._tokenizer.id_to_token(token) for token in ids]}
+        return [self._tokenizer.id_to_token(token) for token in ids]
 
-    def ids(self, tokens: list[str]) -> dict[str, Any]:
+    def ids(self, tokens: list[str]) -> list[int | None]:
         """The vocabulary's strings to token ids; None for a string it does not have."""
-        return {"ids": [self._tokenizer.token_to_id(token) for token in tokens]}
+        return [self._tokenizer.token_to_id(token) for token in tokens]
 
-    def vocabulary(self) -> dict[str, Any]:
+    def vocabulary(self) -> dict[str, int]:
         """Every token's id."""
-        return {"vocabulary": self._tokenizer.get_vocab(with_added_tokens=True)}
+        return self._tokenizer.get_vocab(with_added_tokens=True)
 
-    def parts(self) -> dict[str, Any]:
-        """A digest of each part that says which ids a text becomes, or which text they are."""
-        return {"parts": digests(self._tokenizer)}
+    def parts(self) -> dict[str, str]:
+        """SHA-256 by the part's name, the vocabulary first: of what differs, the first part is named.
+
+        What has no effect on ids or text is left out: the order in a file, merges as text or as pairs, a sequence of
+        one step, whether a token is special. What is put around a text is left out, too: a draft model is given ids.
+        """
+        raw, listed = json.loads(self._tokenizer.to_str()), self.vocabulary()
+        model = raw["model"]
+        vocabulary = model.pop("vocab", None)
+        scores = None if isinstance(vocabulary, dict) else vocabulary  # of a Unigram: pieces with a score each
+        parts: dict[str, Any] = {
+            "vocabulary": sorted((place, token) for token, place in listed.items()),
+            "merges": [scores, model.pop("merges", None)],
+            "model": {key: value for key, value in model.items() if value not in (None, "", False)},
+            "added tokens": sorted([each["id"], *(each[flag] for flag in FLAGS)] for each in raw["added_tokens"]),
+        }
+        for name, steps in STEPS.items():
+            parts[name.replace("_", "-")] = _step(raw[name], steps)
+        return {
+            name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest() for name, part in parts.items()
+        }
 
     def _finish(self, name: str | None) -> None:
         """The last steps of some classes, after their tokens were added."""
@@ -165,12 +181,9 @@ class Encoder:
             self._decoder = {"type": "Sequence", "decoders": SPM + [STRIP] * spaced}
             return
         tokenizer.normalizer = None if name == "GPT2Tokenizer" else normalizers.NFC()
+        by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix), use_regex=name != "Qwen2Tokenizer")
         split = pre_tokenizers.Split(Regex(QWEN), behavior="isolated", invert=False)
-        if name == "Qwen2Tokenizer":
-            last = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix), use_regex=False)
-            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, last])
-        else:
-            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, by_bytes]) if name == "Qwen2Tokenizer" else by_bytes
         tokenizer.decoder = decoders.ByteLevel()
         self._decoder = {"type": "ByteLevel"}
 
@@ -188,27 +201,6 @@ def pipeline_class(model_type: str | None, declared: object, content: bytes, kin
     return None if name == "LlamaTokenizer" and b'"ByteLevel"' in content else name
 
 
-def digests(tokenizer: Tokenizer) -> dict[str, str]:
-    """SHA-256 by the part's name, the vocabulary first: of what differs, the first part is named.
-
-    What has no effect on ids or text is left out: the order in a file, merges as text or as pairs, a sequence of one
-    step, whether a token is special. What is put around a text is left out, too: a draft model is given ids.
-    """
-    raw = json.loads(tokenizer.to_str())
-    model = raw["model"]
-    vocabulary = model.pop("vocab", None)
-    scores = None if isinstance(vocabulary, dict) else vocabulary  # of a Unigram: pieces with a score each
-    parts: dict[str, Any] = {
-        "vocabulary": sorted((place, token) for token, place in tokenizer.get_vocab(with_added_tokens=True).items()),
-        "merges": [scores, model.pop("merges", None)],
-        "model": {key: value for key, value in model.items() if value not in (None, "", False)},
-        "added tokens": sorted([each["id"], *(each[flag] for flag in FLAGS)] for each in raw["added_tokens"]),
-    }
-    for name, steps in STEPS.items():
-        parts[name.replace("_", "-")] = _step(raw[name], steps)
-    return {name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest() for name, part in parts.items()}
-
-
 def _step(step: Any, steps: str) -> Any:
     """A step without what has no effect."""
     if not isinstance(step, dict):
@@ -221,18 +213,6 @@ def _step(step: Any, steps: str) -> Any:
     return {key: value for key, value in step.items() if key != "trim_offsets"}
 
 
-def _differ(listed: Mapping[str, Any], present: Mapping[int, AddedToken]) -> bool:
-    """Whether tokenizer_config.json lists other tokens than tokenizer.json, or describes them otherwise."""
-    return {int(key): repr(token(value)) for key, value in listed.items()} != {
-        key: repr(present[key]) for key in present
-    }
-
-
-def is_mark(added: AddedToken) -> bool:
-    """Whether an added token is more than text, such as ``<|im_end|>``. Added spaces and line breaks are text."""
-    return bool(added.special or added.content.strip())
-
-
 def decoder_kind(decoder: object) -> str:
     """How tokens become bytes: ``byte_level``, ``byte_fallback``, or ``other``: only the library can decode."""
     if not isinstance(decoder, dict):
@@ -241,18 +221,6 @@ def decoder_kind(decoder: object) -> str:
         return "byte_level"
     steps = decoder.get("decoders") if decoder.get("type") == "Sequence" else None
     return "byte_fallback" if steps in (SPM, [*SPM, STRIP]) else "other"
-
-
-def _parse(content: bytes) -> dict[str, Any]:
-    try:
-        raw = json.loads(content.decode(), object_pairs_hook=unique_keys)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"tokenizer.json: not text: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"tokenizer.json: not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"tokenizer.json: a JSON {type(raw).__name__}; expected an object")
-    return raw
 
 
 def _check(raw: dict[str, Any]) -> None:
@@ -265,10 +233,7 @@ def _check(raw: dict[str, Any]) -> None:
     vocabulary = raw["model"].get("vocab")
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
     for item in added:
-        unknown = sorted(item.keys() - TOKEN_KEYS - {"id"})
-        if unknown or not isinstance(item.get("content"), str):
-            what = f"{unknown[0]!r}" if unknown else "no content"
-            raise ValueError(f"tokenizer.json: a token has {what}; expected id, {', '.join(sorted(TOKEN_KEYS))}")
+        check_token("tokenizer.json", item, {"id"})
         ids.append(item.get("id"))
     for place in ids:
         if type(place) is not int or not 0 <= place < MAX_ID:

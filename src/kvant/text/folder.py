@@ -11,43 +11,41 @@ from kvant.files import read_bytes, read_optional, read_text, refuse_code
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 MAX_TEMPLATE_BYTES = 1024 * 1024  # the longest published ones have some 30,000
-TOKEN_KEYS = {"__type", "id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"}
+TOKEN_KEYS = {"content", "single_word", "lstrip", "rstrip", "normalized", "special"}  # of a token in any file
 TEMPLATES = "additional_chat_templates"  # a folder of further ones
 
 
 def read_tokenizer_files(folder: Path) -> tuple[bytes, dict[str, Any], dict[str, str]]:
     """Read them; nothing else of the folder is opened.
 
-    Returns:
-        The bytes of tokenizer.json; what the other files say, as arguments of :class:`kvant.text.encoding.Encoder`; and
-        chat templates by name: "default" is the one that is used when none is named.
+    Returns the bytes of tokenizer.json; what the other files say, as arguments of :class:`kvant.text.encoding.Encoder`;
+    and chat templates by name: "default" is the one that is used when none is named.
     """
     if not os.path.lexists(folder / "tokenizer.json"):
         raise ModelError(
             f"{folder}: no tokenizer.json; transformers makes one: "
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
-    config = dict(read_optional(folder / "tokenizer_config.json"))
-    refuse_code(config, str(folder / "tokenizer_config.json"))
+    path = folder / "tokenizer_config.json"
+    config = dict(read_optional(path))
+    refuse_code(config, str(path))
     if config.get("fast_tokenizer_files"):
-        path = folder / "tokenizer_config.json"
         raise ModelError(f"{path}: fast_tokenizer_files names other files; expected tokenizer.json")
     special = read_optional(folder / "special_tokens_map.json")
     added = read_optional(folder / "added_tokens.json")
-    _check_tokens(folder / "tokenizer_config.json", config)
+    _check_tokens(path, config)
     _check_tokens(folder / "special_tokens_map.json", special)
     if not all(type(value) is int for value in added.values()):
         raise ModelError(f"{folder / 'added_tokens.json'}: expected an id for every token")
-    templates = _templates(folder, config.pop("chat_template", None))
+    templates = _templates(folder, path, config.pop("chat_template", None))
     model = read_optional(folder / "config.json")
-    settings: dict[str, Any] = {"config": config, "special_tokens": special, "added_tokens": added}
-    for key in ("model_type", "tokenizer_class"):
-        settings[key] = model.get(key) if isinstance(model.get(key), str) else None
+    words = {key: value for key in ("model_type", "tokenizer_class") if isinstance(value := model.get(key), str)}
+    settings = {"config": config, "special_tokens": special, "added_tokens": added, "model": words}
     return read_bytes(folder / "tokenizer.json", MAX_TOKENIZER_BYTES), settings, templates
 
 
-def _templates(folder: Path, stored: object) -> dict[str, str]:
-    """Templates in files of their own, else those in tokenizer_config.json."""
+def _templates(folder: Path, config: Path, stored: object) -> dict[str, str]:
+    """Templates in files of their own, else those ``stored`` in tokenizer_config.json, the file ``config``."""
     found = {}
     if os.path.lexists(folder / "chat_template.jinja"):
         found["default"] = read_text(folder / "chat_template.jinja", MAX_TEMPLATE_BYTES)
@@ -57,19 +55,14 @@ def _templates(folder: Path, stored: object) -> dict[str, str]:
     if more.is_dir():
         for path in sorted(more.glob("[!.]*.jinja")):
             found[path.stem] = read_text(path, MAX_TEMPLATE_BYTES, folder)
-    in_config = _stored_templates(folder / "tokenizer_config.json", stored)
-    return found or in_config
-
-
-def _stored_templates(path: Path, stored: object) -> dict[str, str]:
     if isinstance(stored, str):
-        return {"default": stored}
-    if stored is not None and not isinstance(stored, list):
-        raise ModelError(f"{path}: chat_template is a JSON {type(stored).__name__}; expected a string")
+        stored = [{"name": "default", "template": stored}]
+    if not isinstance(stored, list | None):
+        raise ModelError(f"{config}: chat_template is a JSON {type(stored).__name__}; expected a string")
     entries = [entry if isinstance(entry, dict) else {} for entry in stored or ()]
     if not all(isinstance(entry.get(key), str) for entry in entries for key in ("name", "template")):
-        raise ModelError(f"{path}: chat_template is a list; expected objects of a name and a template")
-    return {entry["name"]: entry["template"] for entry in entries}
+        raise ModelError(f"{config}: chat_template is a list; expected objects of a name and a template")
+    return found or {entry["name"]: entry["template"] for entry in entries}
 
 
 def _check_tokens(path: Path, raw: Mapping[str, Any]) -> None:
@@ -84,9 +77,15 @@ def _check_tokens(path: Path, raw: Mapping[str, Any]) -> None:
     roles = (value for key, value in raw.items() if key.endswith("_token"))
     for token in chain(roles, *groups):
         if isinstance(token, dict):
-            unknown = sorted(token.keys() - TOKEN_KEYS)
-            if unknown or not isinstance(token.get("content"), str):
-                what = repr(unknown[0]) if unknown else "no content"
-                raise ModelError(f"{path}: a token has {what}; expected {', '.join(sorted(TOKEN_KEYS))}")
+            check_token(path, token, {"__type", "id"})
         elif isinstance(token, int | float | list) and not isinstance(token, bool):
             raise ModelError(f"{path}: a token is a JSON {type(token).__name__}; expected a string")
+
+
+def check_token(shown: object, token: Mapping[str, Any], more: set[str]) -> None:
+    """Refuse a description of a token that has other keys than all have, and ``more``."""
+    known = TOKEN_KEYS | more
+    unknown = sorted(token.keys() - known)
+    if unknown or not isinstance(token.get("content"), str):
+        what = repr(unknown[0]) if unknown else "no content"
+        raise ModelError(f"{shown}: a token has {what}; expected {', '.join(sorted(known))}")

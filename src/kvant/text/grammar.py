@@ -1,12 +1,12 @@
 """Answers that have to follow a JSON schema, a regular expression or a grammar: which tokens may come next."""
 
 import threading
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from kvant.errors import GrammarError
 from kvant.text import guidance
-from kvant.text.grammar_source import Kind, Marked, ToolGrammar, build_tool_grammar, document
+from kvant.text.grammar_source import Kind, Marked, Source, ToolGrammar, build_tool_grammar, document
 from kvant.text.process import TextError, TextProcess
 from kvant.text.tokenizer import Tokenizer
 
@@ -45,9 +45,7 @@ class Grammars:
             if self._prepared is not None:
                 self._prepared.process.close()
 
-    def compile(
-        self, kind: Kind, source: Mapping[str, Any] | str | bool | ToolGrammar = "", prompt: str | None = None
-    ) -> "Grammar":
+    def compile(self, kind: Kind, source: Source | ToolGrammar = "", prompt: str | None = None) -> "Grammar":
         """A grammar that answers can be held to.
 
         Args:

@@ -17,6 +17,7 @@ from kvant.text.thinking import marks_of
 from kvant.text.tokenizer import Tokenizer
 
 Kind = Literal["json_object", "json_schema", "regex", "grammar", "tool_calls"]
+Source = Mapping[str, Any] | str | bool  # a schema as an object or as JSON text; of other kinds text
 
 MAX_SOURCE = 64 * 1024  # bytes
 # A model splits forced text into tokens as it likes: else the library would ask the tokenizer's process at each.
@@ -33,25 +34,18 @@ NEXT = 1e-12
 # Comments, texts and regular expressions of a grammar. Their ends may be missing, so that nothing is read twice.
 QUOTED = re.compile(r'(?://|#)[^\n]*|"(?:\\.|[^"\\])*"?|/(?:\\.|[^/\\])*/?', re.DOTALL)
 TEMPERATURE = re.compile(r"\btemperature\b\s*=")  # a rule's
-ANY_TEXT = "/(?s:.*)/"
+ANY_TEXT = "TEXT: /(?s:.*)/"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolGrammar:
-    """Tool calls that an answer has to be, or may have.
-
-    Attributes:
-        schemas: of arguments, by the tool's name; or a grammar in Lark's language, of the one argument ``input``.
-        must: the answer is calls; else it is text, with or without calls.
-        several: there may be more than one.
-        text: kind and source of what the answer is where it is not calls; None: any text, also beside calls.
-    """
+    """Tool calls that an answer has to be, or may have."""
 
     form: ToolFormat
-    schemas: Mapping[str, Mapping[str, Any] | str]
-    must: bool
-    several: bool
-    text: tuple[Kind, Mapping[str, Any] | str | bool] | None = None
+    schemas: Mapping[str, Mapping[str, Any] | str]  # of arguments by name; or a Lark grammar of the one, ``input``
+    must: bool  # the answer is calls; else it is text, with or without calls
+    several: bool  # there may be more than one
+    text: tuple[Kind, Source] | None = None  # an answer that is not calls; None: any text
 
 
 def build_tool_grammar(
@@ -59,7 +53,7 @@ def build_tool_grammar(
     tools: Sequence[Mapping[str, Any]],
     choice: Literal["auto", "required"] = "required",
     parallel: bool = True,
-    text: tuple[Kind, Mapping[str, Any] | str | bool] | None = None,
+    text: tuple[Kind, Source] | None = None,
 ) -> ToolGrammar:
     """A source for :meth:`kvant.text.grammar.Grammars.compile`.
 
@@ -72,7 +66,7 @@ def build_tool_grammar(
         parallel: there may be more than one call, where the form has several.
         text: with "auto", kind and source of an answer that is not calls. Then all arguments satisfy their schemas.
     """
-    if form.writing.arguments != "json":
+    if form.writing is None:
         raise GrammarError(f"calls in the form {form.name} cannot be forced: their arguments are not JSON")
     if not tools:
         raise GrammarError("there are no tools; expected at least one")
@@ -116,21 +110,20 @@ class Marked:
         pieces = [piece for piece in self._marks.split(text) if piece]
         return " ".join(f"<[{self._ids[piece]}]>" if piece in self._ids else json.dumps(piece) for piece in pieces)
 
-    def begins_with_token(self, text: str) -> bool:
-        """Whether a text begins with a mark that is a token. Other text cannot be taken for it then."""
-        found = self._marks.match(text)
-        return found is not None
+    def up_to(self, rule: str, mark: str) -> str:
+        """A rule of any text and a mark behind it. If the mark begins with a token, text cannot be taken for it."""
+        if self._marks.match(mark):
+            return f"{rule}: TEXT {self.text(mark)}"
+        return f"{rule}[lazy]: /(?s:.*){escaped(mark)}/"
 
 
-def document(
-    kind: Kind, source: Mapping[str, Any] | str | bool | ToolGrammar, marked: Marked, prompt: str | None
-) -> str:
+def document(kind: Kind, source: Source | ToolGrammar, marked: Marked, prompt: str | None) -> str:
     """The JSON document of a source, whose arguments are those of :meth:`kvant.text.grammar.Grammars.compile`."""
     try:
         first, *more = _grammars(kind, source, marked)
         thinking = None if prompt is None else _thinking(marked, prompt)
         if thinking is not None:
-            more, first = [{"name": "answer", **first}, *more], _lark([thinking])
+            more, first = [{"name": "answer", **first}, *more], _lark(thinking)
         made = json.dumps({"grammars": [first, *more]})
     except RecursionError:
         raise GrammarError(f"the {kind} is nested too deeply") from None
@@ -139,7 +132,7 @@ def document(
     return made
 
 
-def _grammars(kind: Kind, source: Mapping[str, Any] | str | bool | ToolGrammar, marked: Marked) -> list[dict[str, Any]]:
+def _grammars(kind: Kind, source: Source | ToolGrammar, marked: Marked) -> list[dict[str, Any]]:
     """The grammar of an answer, and those that it refers to by name."""
     check_size(kind, list(source.schemas.items()) if isinstance(source, ToolGrammar) else source)
     named: list[dict[str, Any]] = []
@@ -164,7 +157,8 @@ def _grammars(kind: Kind, source: Mapping[str, Any] | str | bool | ToolGrammar, 
 
 def _json(name: str, schema: Mapping[str, Any], how: Mapping[str, Any]) -> dict[str, Any]:
     """A grammar of JSON by its schema, under a name."""
-    return {"name": name, "json_schema": _exact(schema) | {"x-guidance": how}}
+    exact = _exact(schema, closes=not OPEN & set(_keywords(schema)))
+    return {"name": name, "json_schema": exact | {"x-guidance": how}}
 
 
 def _without_temperature(source: str) -> str:
@@ -192,19 +186,6 @@ def _schema(source: object) -> Mapping[str, Any]:
     return schema
 
 
-def _exact(schema: Any) -> Any:
-    """A schema as answers are held to it: stricter than it is in two ways.
-
-    The library allows 9 where a number must be above 9 and at most 9.5. So an exclusive bound becomes the next number,
-    nearly: one that is a billionth of a thousandth further.
-
-    An object that lists its properties has no others, where the schema does not say that it may: a model would write
-    one after the other. So do OpenAI's strict mode and llama.cpp.
-    """
-    closes = not OPEN & set(_keywords(schema))
-    return _made_exact(schema, closes)
-
-
 def _keywords(schema: Any) -> Iterator[str]:
     """The keywords of a schema and all its parts, and the names in it."""
     for part in schema if isinstance(schema, list) else schema.values() if isinstance(schema, Mapping) else ():
@@ -213,22 +194,30 @@ def _keywords(schema: Any) -> Iterator[str]:
         yield from schema
 
 
-def _made_exact(schema: Any, closes: bool) -> Any:
+def _exact(schema: Any, closes: bool) -> Any:
+    """A schema as answers are held to it: stricter than it is in two ways.
+
+    The library allows 9 where a number must be above 9 and at most 9.5. So an exclusive bound becomes the next number,
+    nearly: one that is a billionth of a thousandth further.
+
+    If ``closes``, an object that lists its properties has no others, unless the schema says so: a model would write
+    one after the other. So do OpenAI's strict mode and llama.cpp.
+    """
     if isinstance(schema, list):
-        return [_made_exact(each, closes) for each in schema]
+        return [_exact(each, closes) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     made: dict[str, Any] = {}
     for key, value in schema.items():
         if key in SCHEMAS and isinstance(value, Mapping):
-            made[key] = {name: _made_exact(each, closes) for name, each in value.items()}
+            made[key] = {name: _exact(each, closes) for name, each in value.items()}
         elif key in VALUES:
             made[key] = value
         else:  # an alternative does not close the object that it is a part of
-            made[key] = _made_exact(value, closes and not (key in ALTERNATIVES and "properties" in schema))
+            made[key] = _exact(value, closes and not (key in ALTERNATIVES and "properties" in schema))
     if made.get("type") != "integer":
-        _move(made, "exclusiveMinimum", "minimum", NEXT, max)
-        _move(made, "exclusiveMaximum", "maximum", -NEXT, min)
+        _move(made, "Minimum", NEXT, max)
+        _move(made, "Maximum", -NEXT, min)
     listed, required = made.get("properties"), made.get("required", ())
     if (
         closes
@@ -241,10 +230,9 @@ def _made_exact(schema: Any, closes: bool) -> Any:
     return made
 
 
-def _move(
-    schema: dict[str, Any], exclusive: str, inclusive: str, by: float, strictest: Callable[[Any, Any], Any]
-) -> None:
+def _move(schema: dict[str, Any], bound_name: str, by: float, strictest: Callable[[Any, Any], Any]) -> None:
     """Replace an exclusive bound of a schema by an inclusive one."""
+    exclusive, inclusive = f"exclusive{bound_name}", bound_name.lower()
     bound, other = schema.get(exclusive), schema.get(inclusive)
     if isinstance(bound, int | float) and not isinstance(bound, bool):
         del schema[exclusive]
@@ -258,6 +246,7 @@ def _move(
 def _calls(source: ToolGrammar, marked: Marked) -> tuple[list[str], list[dict[str, Any]]]:
     """The lines of a grammar of tool calls, and the grammars of arguments that they name."""
     form, writing = source.form, source.form.writing
+    assert writing is not None
     rules = {name: f"tool{number}" for number, name in enumerate(source.schemas)}
 
     def call(name: str, cut: str = "") -> str:
@@ -298,26 +287,18 @@ def _free(source: ToolGrammar, marked: Marked, mark: str) -> list[str]:
         first = re.escape(form.first)
         return [f"start: TEXT | rest{marks}", rf"TEXT: /\s*([^\s{first}](?s:.*))?/"]
     times = "*" if source.several else "?"
-    lines = [f"start: (head rest){times} text", "text: TEXT", f"TEXT: {ANY_TEXT}"]
-    if marked.begins_with_token(mark):
-        return [*lines, f"head: text {marked.text(mark)}"]
-    return [*lines, f"head[lazy]: /(?s:.*){escaped(mark)}/"]
+    return [f"start: (head rest){times} text", "text: TEXT", ANY_TEXT, marked.up_to("head", mark)]
 
 
-def _thinking(marked: Marked, prompt: str) -> str | None:
-    """The line of an answer that thinking may come before; None: this tokenizer's model does not think aloud."""
+def _thinking(marked: Marked, prompt: str) -> list[str] | None:
+    """The lines of an answer that thinking may come before; None: this tokenizer's model does not think aloud."""
     marks = marks_of(marked.tokenizer)
     if marks is None:
         return None
-    opened = marks.opened_by(prompt)
-    if marked.begins_with_token(marks.end):
-        thought = f"thought: THOUGHT {marked.text(marks.end)}\nTHOUGHT: {ANY_TEXT}"
-    else:
-        thought = f"thought[lazy]: /(?s:.*){escaped(marks.end)}/"
     begun = " | ".join(map(marked.text, marks.starts))
-    before = "thought SPACE" if opened else f"(({begun}) thought SPACE)?"
+    before = "thought SPACE" if marks.opened_by(prompt) else f"(({begun}) thought SPACE)?"
     left_out = f"({' | '.join(map(marked.text, marks.left_out))})?" if marks.left_out else ""
-    return f"start: {before} {left_out} @answer\n{thought}\nSPACE: /\\n{{0,3}}/"
+    return [f"start: {before} {left_out} @answer", marked.up_to("thought", marks.end), ANY_TEXT, r"SPACE: /\n{0,3}/"]
 
 
 def escaped(text: str) -> str:

@@ -14,8 +14,7 @@ from kvant.errors import GrammarError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Endings of a matcher that are no failure.
-FINE = ("NotStopped", "NoExtension", "NoExtensionBias", "EndOfSentence")
+FINE = ("NotStopped", "NoExtension", "NoExtensionBias", "EndOfSentence")  # endings of a matcher that are no failure
 SHOWN = re.compile(r"\^*|\d+ \|.*|<non-verbose/>")  # lines of an error that show the place in the source
 MAX_STATES = 50_000  # of a grammar's automaton, 2 kB each; they are made as answers need them
 
@@ -42,15 +41,9 @@ class Vocabulary:
     def single_bytes(self) -> str:
         """Tokens of one byte and marks: enough to compile any grammar, as JSON text for :func:`check`."""
         marks = set(self.special_token_ids)
-        some = {i: token for i, token in enumerate(self.tokens) if len(token) == 1 or i in marks}
-        return json.dumps(
-            {
-                "size": len(self.tokens),
-                "tokens": [[i, token.hex()] for i, token in some.items()],
-                "marks": self.special_token_ids,
-                "eos": self.eos_token_ids,
-            }
-        )
+        some = [[i, token.hex()] for i, token in enumerate(self.tokens) if len(token) == 1 or i in marks]
+        given = {"size": len(self.tokens), "tokens": some, "marks": self.special_token_ids, "eos": self.eos_token_ids}
+        return json.dumps(given)
 
     def for_library(self) -> "LLTokenizer":
         """It, prepared: half a second for 150,000 tokens, in which no other thread of Python goes on."""

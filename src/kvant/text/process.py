@@ -53,7 +53,6 @@ class TextProcess:
         self._given_limit_s = time_limit_s
         self._lock = threading.RLock()  # a thread that was interrupted while it gave the lock back may go on
         self._tokenizer = tokenizer
-        self._ready = False  # whether it has said so
         self._start()
 
     def load(self, request: dict[str, Any], payload: bytes) -> Callable[[], dict[str, Any]]:
@@ -67,29 +66,26 @@ class TextProcess:
 
         def answer() -> dict[str, Any]:
             with self._lock, self._ended_on_error():
-                found = json.loads(self._answer())
-            if "error" in found:
-                raise TextError(found["error"])
+                found = self._answer()
+            facts: dict[str, Any] = _result(found)
             self._tokenizer = request, payload
             self._resting = resident_bytes(self._process.pid) if not ADDRESS_LIMIT else 0
-            return dict(found)
+            return facts
 
         return answer
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The worker's answer to a request of JSON."""
+    def ask(self, request: dict[str, Any]) -> Any:
+        """The worker's result for a request of JSON."""
         line = _encoded(request)
         with self._lock:
             try:
                 try:
-                    answer = json.loads(self._exchange(line))
+                    answer = self._exchange(line)
                 except _GoneError:
-                    answer = json.loads(self._exchange(line))
+                    answer = self._exchange(line)
             except _GoneError as error:
                 raise EngineError(f"the tokenizer's process was ended from outside: {error}; try again") from None
-        if "error" in answer:
-            raise TextError(answer["error"])
-        return dict(answer)
+        return _result(answer)
 
     def close(self) -> None:
         """End the process, also one that is stopped. A further request starts another one."""
@@ -100,7 +96,7 @@ class TextProcess:
 
     @property
     def _time_limit_s(self) -> float:
-        return TIME_LIMIT_S if self._given_limit_s is None else self._given_limit_s
+        return self._given_limit_s or TIME_LIMIT_S
 
     def _start(self) -> None:
         limits = [str(self._time_limit_s), str(ADDRESS_LIMIT)]
@@ -117,30 +113,27 @@ class TextProcess:
         except OSError as error:
             raise ModelError(f"the process for the tokenizer cannot be started: {error}") from error
         self._owner = os.getpid()
-        self._ready = False
+        self._ready = False  # whether it has said so
         self._unread = bytearray()
         self._resting = 0
         self._end = weakref.finalize(self, _end, self._process, self._owner)
 
-    def _exchange(self, line: bytes) -> bytes:
+    def _exchange(self, line: bytes) -> dict[str, Any]:
         if self._owner != os.getpid() or self._process.poll() is not None:  # after a fork: the process is the parent's
             self._end()
             self._start()
         with self._ended_on_error():
             if not self._ready and self._tokenizer is not None:
-                request, payload = self._tokenizer
-                self._send(_encoded(request, payload), payload)
-                if "error" in (answer := json.loads(self._answer())):
-                    raise TextError(answer["error"])
+                self.load(*self._tokenizer)()
             self._send(line)
             return self._answer()
 
-    def _answer(self) -> bytes:
+    def _answer(self) -> dict[str, Any]:
         """The next answer. A process that was started says first that it is ready."""
         if not self._ready:
             self._read(START_LIMIT_S)
             self._ready = True
-        return self._read(self._time_limit_s)
+        return dict(json.loads(self._read(self._time_limit_s)))
 
     @contextmanager
     def _ended_on_error(self) -> Iterator[None]:
@@ -204,6 +197,12 @@ def _encoded(request: dict[str, Any], payload: bytes = b"") -> bytes:
         return text.encode("utf-8", "surrogatepass") + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise TextError(f"it cannot be given this: {error}") from error
+
+
+def _result(answer: dict[str, Any]) -> Any:
+    if "error" in answer:
+        raise TextError(answer["error"])
+    return answer["result"]
 
 
 def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:

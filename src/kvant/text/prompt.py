@@ -24,8 +24,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int] | mx.array, 
     """
     if isinstance(prompt, str):
         bos = tokenizer.bos_token
-        ids = _encode(tokenizer, prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
-        return token_ids(ids, vocab_size)
+        prompt = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
     return token_ids(prompt, vocab_size)
 
 
@@ -77,12 +76,7 @@ def system_place(tokenizer: Tokenizer) -> Literal["anywhere", "first", "nowhere"
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of text that a chat template wrote. Its special tokens are there already."""
-    return _encode(tokenizer, text, add_special_tokens=False)
-
-
-def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    with library_errors(PromptError, "the prompt cannot be encoded"):
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _token_id(token: object) -> int:
@@ -139,7 +133,9 @@ class KnownText:
     def answered(self, text: str, ids: Sequence[int], answer: Sequence[int]) -> None:
         """Remember a rendered conversation, its ids, and the ids of the answer to it without a token that ended it."""
         kept = len(self._answers)
-        while kept and not self._repeated(text, ids, *self._answers[kept - 1]):
+        for characters, tokens in reversed(self._answers):
+            if text.startswith(self._text[:characters]) and list(ids[:tokens]) == self._ids[:tokens]:
+                break
             kept -= 1
         decoded = self._decode(answer)
         ends = [*self._answers[:kept], (len(text) + len(decoded), len(ids) + len(answer))]
@@ -150,10 +146,5 @@ class KnownText:
         text = self._decode(ids)
         self._text, self._ids, self._answers = text, list(ids), [(len(text), len(ids))]
 
-    def _repeated(self, text: str, ids: Sequence[int], characters: int, tokens: int) -> bool:
-        return text.startswith(self._text[:characters]) and list(ids[:tokens]) == self._ids[:tokens]
-
     def _decode(self, ids: Sequence[int]) -> str:
-        if not ids:
-            return ""
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

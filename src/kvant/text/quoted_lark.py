@@ -44,11 +44,7 @@ RUST = re.compile(r"(?<!\\)\[|&&|--|~~|\\[pPux]")  # in a set, and not in Python
 
 
 def quoted(source: str) -> str:
-    """A grammar whose texts are those of another one, as JSON writes them between quotes.
-
-    Raises:
-        GrammarError: it has something that cannot be written so.
-    """
+    """A grammar whose texts are those of another one, as JSON writes them between quotes. Others are refused."""
     return PIECE.sub(_piece, IMPORT.sub(_imported, source))
 
 

@@ -37,12 +37,10 @@ class Generation(Extension):
 class PlainDict:
     """``dict(...)`` and ``dict.fromkeys(...)``, without the attributes of the type."""
 
+    fromkeys = staticmethod(dict.fromkeys)
+
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
         return dict(*args, **values)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """As dict's."""
-        return dict.fromkeys(*args)
 
 
 class PlainNamespace(Namespace):
@@ -50,19 +48,14 @@ class PlainNamespace(Namespace):
 
     def __init__(*args: Any, **values: Any) -> None:  # a template may have a value named self
         self, *given = args
-        plain = dict(*given, **values)
-        for name in plain:
-            _check_name(name)
-        Namespace.__init__(self, plain)
+        Namespace.__init__(self)
+        for name, value in dict(*given, **values).items():
+            self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace cannot hold {name!r}")
         super().__setitem__(name, value)
-
-
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace cannot hold {name!r}")
 
 
 def raise_exception(message: object) -> None:
@@ -101,10 +94,10 @@ def compiled(source: str) -> Template:
     return environment().from_string(source)
 
 
-def render(source: str, variables: dict[str, Any]) -> str:
+def render(template: str, variables: dict[str, Any]) -> str:
     """The template's text for these variables."""
     pieces, length = [], 0
-    for piece in compiled(source).generate(**variables):
+    for piece in compiled(template).generate(**variables):
         length += len(piece)
         if length > MAX_TEXT:
             raise ValueError(f"it writes more than {MAX_TEXT} characters")

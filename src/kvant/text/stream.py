@@ -1,8 +1,7 @@
 """Tokens to text as they come: whole characters only, and never a part of a stop string."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from kvant.errors import ModelError, library_errors
 from kvant.text.tokenizer import Tokenizer
 
 
@@ -24,34 +23,26 @@ class TextStream:
 
     def add(self, token: int) -> str:
         """Take a token; return the text that is now certain. It may be empty."""
-        return self._stop.add(self._segment(lambda: self._detokenizer.add_token(token)))
+        self._detokenizer.add_token(token)
+        return self._stop.add(self._detokenizer.last_segment)
 
     def finish(self) -> str:
         """Return the text that was held back, at the end of the sequence."""
-        return self._stop.add(self._segment(self._detokenizer.finalize)) + self._stop.finish()
+        self._detokenizer.finalize()
+        return self._stop.add(self._detokenizer.last_segment) + self._stop.finish()
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for, which need not be whole characters."""
-        with library_errors(ModelError, "the tokenizer cannot decode a token"):
-            return self._detokenizer.token_bytes(token)
-
-    def _segment(self, advance: Callable[[], object]) -> str:
-        with library_errors(ModelError, "the tokenizer cannot decode the generated tokens"):
-            advance()
-            return str(self._detokenizer.last_segment)
+        return self._detokenizer.token_bytes(token)
 
 
 class StopText:
-    """Cuts a growing text before the stop string that ends first, and holds back what may still become one.
-
-    Attributes:
-        found: the stop string that ended the text; None: there was none yet.
-    """
+    """Cuts a growing text before the stop string that ends first, and holds back what may still become one."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self._held = ""
-        self.found: str | None = None
+        self.found: str | None = None  # the stop string that ended the text
 
     def add(self, text: str) -> str:
         """Take text; return what is now certain. It may be empty."""

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvant.errors import ArgumentError, PromptError
-from kvant.text.process import TextError, TextProcess
+from kvant.errors import ArgumentError, PromptError, library_errors
+from kvant.text.process import TextProcess
 
 MAX_TEMPLATE = 1024 * 1024  # characters; the longest published ones have some 30,000
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field of a message
@@ -16,10 +16,8 @@ def render(process: TextProcess, template: str, variables: Mapping[str, Any]) ->
     """A template's text for variables of JSON."""
     if len(template) > MAX_TEMPLATE:
         raise PromptError(f"the chat template has {len(template)} characters; expected at most {MAX_TEMPLATE}")
-    try:
-        return str(process.ask({"do": "render", "template": template, "variables": variables})["text"])
-    except TextError as error:
-        raise PromptError(f"the chat template failed: {error}") from error
+    with library_errors(PromptError, "the chat template failed"):
+        return str(process.ask({"do": "render", "template": template, "variables": variables}))
 
 
 def choose_template(templates: str | Mapping[str, str] | None, wanted: str | None, tools: object) -> str:

@@ -2,22 +2,17 @@
 
 from dataclasses import dataclass
 
+from kvant.text.stream import overlap
 from kvant.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Texts around what a model thinks.
+    """Texts around what a model thinks."""
 
-    Attributes:
-        starts: any of them begins thinking.
-        end: ends it.
-        left_out: texts before an answer that are no part of it.
-    """
-
-    starts: tuple[str, ...]
+    starts: tuple[str, ...]  # any of them begins thinking
     end: str
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # texts before an answer that are no part of it
 
     def opened_by(self, prompt: str) -> bool:
         """Whether a rendered prompt has begun the thinking, as some templates do."""
@@ -91,16 +86,21 @@ class Thinking:
             self._after_mark = not self._held
         if not self._held:
             return False
-        return {"before": self._before, "thinking": self._thinking, "answer": self._answer}[self._state](pieces)
+        if self._state == "answer":
+            pieces.append((False, self._held))
+            self._held = ""
+            return False
+        return self._before() if self._state == "before" else self._thinking(pieces)
 
-    def _before(self, pieces: list[tuple[bool, str]]) -> bool:
+    def _before(self) -> bool:
         text = self._held.lstrip()
-        for mark in (*self._marks.starts, *self._marks.left_out):
+        marks = (*self._marks.starts, *self._marks.left_out)
+        for mark in marks:
             if text.startswith(mark):
                 self._held, self._after_mark = text[len(mark) :], True
                 self._state = "thinking" if mark in self._marks.starts else "before"
                 return True
-        if any(mark.startswith(text) for mark in (*self._marks.starts, *self._marks.left_out)):
+        if any(mark.startswith(text) for mark in marks):
             return False
         self._state = "answer"
         return True
@@ -113,14 +113,9 @@ class Thinking:
                 pieces.append((True, thought))
             self._held, self._state, self._after_mark = rest, "before", True
             return True
-        begun = next(n for n in range(len(end) - 1, -1, -1) if self._held.endswith(end[:n]))
+        begun = overlap(self._held, end)
         certain = self._held[: len(self._held) - begun].rstrip("\n")
         if certain:
             pieces.append((True, certain))
             self._held = self._held[len(certain) :]
-        return False
-
-    def _answer(self, pieces: list[tuple[bool, str]]) -> bool:
-        pieces.append((False, self._held))
-        self._held = ""
         return False

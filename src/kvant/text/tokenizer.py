@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvant.errors import ModelError, PromptError, one_line
-from kvant.text.detokenizer import ByteDetokenizer, StreamingDetokenizer, WindowDetokenizer, token_bytes
+from kvant.errors import ModelError, PromptError, library_errors, one_line
+from kvant.text.detokenizer import ByteDetokenizer, StreamingDetokenizer, WindowDetokenizer
 from kvant.text.folder import read_tokenizer_files
-from kvant.text.process import TextError, TextProcess
+from kvant.text.process import TextProcess
 from kvant.text.template import choose_template, cut_at_mark, mark_continuation, plain_data, prepare, render
 
 MAX_IDS = 2**32  # the tokenizers library's ids
@@ -32,20 +32,13 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
 def begin_loading(folder: Path, process: TextProcess) -> Callable[[], "Tokenizer"]:
     """:func:`load_tokenizer` in two parts. The process loads while this one goes on; the result waits for it."""
     content, settings, templates = read_tokenizer_files(folder)
-
-    def failed(error: TextError) -> ModelError:
-        return ModelError(f"{folder}: the tokenizer cannot be loaded: {error}")
-
-    try:
+    failure = f"{folder}: the tokenizer cannot be loaded"
+    with library_errors(ModelError, failure):
         answer = process.load({"do": "load", **settings}, content)
-    except TextError as error:
-        raise failed(error) from error
 
     def finish() -> Tokenizer:
-        try:
+        with library_errors(ModelError, failure):
             return Tokenizer(process, answer(), templates)
-        except TextError as error:
-            raise failed(error) from error
 
     return finish
 
@@ -73,10 +66,9 @@ class Tokenizer:
         self.pad_token, self.pad_token_id = self.special_tokens_map.get("pad_token"), ids.get("pad_token")
         self.all_special_tokens = list(dict.fromkeys([*self.special_tokens_map.values(), *facts["extra"]]))
         self.vocab_size = int(facts["vocab_size"])
-        only_default = list(templates) == ["default"]
-        self.chat_template: str | dict[str, str] | None = (
-            templates["default"] if only_default else dict(templates) or None
-        )
+        self.chat_template: str | dict[str, str] | None = dict(templates) or None
+        if list(templates) == ["default"]:
+            self.chat_template = templates["default"]
         thinking: Sequence[str | None] = facts["thinking"] or (None, None)
         self.think_start, self.think_end = thinking
         self._eos_token_ids = set() if self.eos_token_id is None else {self.eos_token_id}
@@ -139,7 +131,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise PromptError(f"the prompt has {text[error.start]!r}, half of a character; expected Unicode") from error
         request = {"do": "encode", "text": text, "add_special_tokens": bool(add_special_tokens)}
-        return list(self._ask(request, "the prompt cannot be encoded", PromptError)["ids"])
+        return list(self._ask(request, "the prompt cannot be encoded", PromptError))
 
     def decode(
         self,
@@ -155,12 +147,12 @@ class Tokenizer:
         """
         request = {"do": "decode", "ids": _ids(token_ids), "skip_special_tokens": bool(skip_special_tokens)}
         request["clean_up"] = clean_up_tokenization_spaces
-        return str(self._ask(request, "the tokenizer cannot decode")["text"])
+        return str(self._ask(request, "the tokenizer cannot decode"))
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
         """The vocabulary's string of an id, or those of several; None for an id it does not have."""
         found = self._ask({"do": "tokens", "ids": _ids(ids)}, "no such ids")
-        return found["tokens"][0] if isinstance(ids, int) else found["tokens"]
+        return found[0] if isinstance(ids, int) else found
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         """The id of a string of the vocabulary, or those of several; the unknown token's for any other string."""
@@ -170,11 +162,11 @@ class Tokenizer:
 
     def get_vocab(self) -> dict[str, int]:
         """Every token's id."""
-        return dict(self._ask({"do": "vocabulary"}, "the vocabulary cannot be had")["vocabulary"])
+        return dict(self._ask({"do": "vocabulary"}, "the vocabulary cannot be had"))
 
     def parts(self) -> dict[str, str]:
         """A digest of each part of the tokenizer that has an effect on ids or text, by the part's name."""
-        return dict(self._ask({"do": "parts"}, "the tokenizer cannot be compared")["parts"])
+        return dict(self._ask({"do": "parts"}, "the tokenizer cannot be compared"))
 
     @property
     def mark_ids(self) -> list[int]:
@@ -183,8 +175,8 @@ class Tokenizer:
 
     def token_bytes(self) -> list[bytes] | None:
         """The bytes of every token by its id; None: this tokenizer's tokens are not bytes."""
-        kind = self._facts["decoder"]
-        return None if kind == "other" else token_bytes(self._facts["pieces"], byte_level=kind == "byte_level")
+        known = self._facts["decoder"] != "other"
+        return [*map(self.detokenizer.token_bytes, range(len(self._facts["pieces"])))] if known else None
 
     @property
     def detokenizer(self) -> StreamingDetokenizer:
@@ -228,12 +220,8 @@ class Tokenizer:
                 raise ValueError(f"{name} is not supported by kvant's apply_chat_template")
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt are given; expected one of them")
-        given: dict[str, Any] = {
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "tokenize": tokenize,
-        }
-        given |= {"continue_final_message": continue_final_message, **variables}
+        given: dict[str, Any] = {"chat_template": chat_template, "tokenize": tokenize, **variables}
+        given |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         if conversation and all(isinstance(each, list | tuple) for each in conversation):
             return [self.apply_chat_template(prepare(each), tools, documents, **given) for each in conversation]
         if tools is not None:
@@ -264,15 +252,13 @@ class Tokenizer:
         return found
 
     def _find(self, tokens: list[str]) -> list[int | None]:
-        return list(self._ask({"do": "ids", "tokens": tokens}, "no such tokens")["ids"])
+        return list(self._ask({"do": "ids", "tokens": tokens}, "no such tokens"))
 
     def _ask(
         self, request: dict[str, Any], failure: str, kind: type[ModelError] | type[PromptError] = ModelError
-    ) -> dict[str, Any]:
-        try:
+    ) -> Any:
+        with library_errors(kind, failure):
             return self._process.ask(request)
-        except TextError as error:
-            raise kind(f"{failure}: {error}") from error
 
 
 def _schema(tool: object) -> dict[str, Any]:

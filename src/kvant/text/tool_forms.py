@@ -15,7 +15,7 @@ from kvant.errors import PromptError
 from kvant.text.answer_parts import AnswerParts, CallPart
 from kvant.text.call_form import (
     Call,
-    JsonEnd,
+    JsonForm,
     NoCallError,
     Reader,
     Schemas,
@@ -30,42 +30,18 @@ from kvant.text.call_form import (
 from kvant.text.tokenizer import Tokenizer
 
 
-class Hermes(ToolFormat):
+class Hermes(JsonForm):
     """Of Qwen2.5, Qwen3 and Hermes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
 
     name = "hermes"
     starts = ("<tool_call>",)
+    keys = ("name", "arguments")
+    end = "</tool_call>"
     writing = Writing('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>")
-
-    def reader(self) -> Reader:
-        return _ObjectReader("<tool_call>", ("name", "arguments"), "</tool_call>")
 
     def read(self, text: str, tools: Schemas) -> list[Call]:
         body = text[len("<tool_call>") : text.rindex("}") + 1]
         return [call_of(load_json(body), "arguments")]
-
-
-class _ObjectReader(Reader):
-    """Of a call that is a JSON object, whose first key is one of ``keys``, between two marks."""
-
-    def __init__(self, mark: str, keys: Sequence[str], end: str = "") -> None:
-        self._mark, self._keys, self._end = mark, keys, end
-        self._json: JsonEnd | None = None
-
-    def end(self, text: str, is_all: bool) -> int | None:
-        if self._json is None:
-            start = len(self._mark) if text.startswith(self._mark) else 0
-            at = skip_space(text, start)
-            if at == len(text) and not is_all:
-                return None
-            may_be("{", text, at, start)
-            self._json = JsonEnd(at, self._keys)
-        json_end = self._json.end(text, is_all)
-        if json_end is None or not self._end:
-            return json_end
-        end = may_be(self._end, text, skip_space(text, json_end), json_end)
-        # A model may end its answer without the mark. The call is whole.
-        return len(text) if end is None and is_all else end
 
 
 class QwenCoder(ToolFormat):
@@ -73,14 +49,14 @@ class QwenCoder(ToolFormat):
 
     name = "qwen3_coder"
     starts = ("<tool_call>",)
-    writing = Writing("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", arguments="xml")
 
     def reader(self) -> Reader:
         return _QwenCoderReader()
 
     def read(self, text: str, tools: Schemas) -> list[Call]:
+        text, _, end = text.rpartition("</function>")
         found = _FUNCTION.fullmatch(text)
-        if found is None:
+        if found is None or not "</tool_call>".startswith(end.lstrip()):
             raise ValueError("not a function")
         name, rest = found[1], found[2]
         schema = tools.get(name, {})
@@ -95,7 +71,7 @@ class QwenCoder(ToolFormat):
 
 
 # A value may have the marks in it, where they are not followed by what follows a value.
-_FUNCTION = re.compile(r"<tool_call>\s*<function=([^<>\s]+)\s*>(.*)</function>\s*(?:</[a-z_]*>?)?", re.DOTALL)
+_FUNCTION = re.compile(r"<tool_call>\s*<function=([^<>\s]+)\s*>(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\s]+)\s*>\n?(.*?)\n?</parameter>(?=\s*<parameter=|\s*\Z)", re.DOTALL)
 _FUNCTION_END = re.compile(r"</function>\s*</tool_call>")
 
@@ -108,17 +84,12 @@ class _QwenCoderReader(Reader):
         start = len("<tool_call>")
         at = skip_space(text, start)
         if may_be("<function=", text, at, start) is not None:
-            if found := _FUNCTION_END.search(text, max(at, self._at)):
+            self._at = max(self._at, at)
+            if found := _FUNCTION_END.search(text, self._at):
                 return found.end()
-            last = text.rfind("</function>", max(at, self._at))
-            if is_all and last >= 0:
-                after = last + len("</function>")
-                may_be("</tool_call>", text, skip_space(text, after), len(text))
-                return len(text)
+            last = text.rfind("</function>", self._at)
             self._at = last if last >= 0 else max(at, len(text) - len("</function>"))
-        if is_all:
-            raise NoCallError("the answer ends inside a call", len(text))
-        return None
+        return len(text) if is_all else None
 
 
 def _value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
@@ -189,7 +160,7 @@ def _as_json(found: re.Match[str]) -> str:
     return '"' + _ESCAPED.sub(lambda piece: _IN_JSON.get(piece[0], piece[0]), literal[1:-1]) + '"'
 
 
-class Mistral(ToolFormat):
+class Mistral(JsonForm):
     """Of Mistral: ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``; its later one is read, too."""
 
     name = "mistral"
@@ -205,8 +176,18 @@ class Mistral(ToolFormat):
             return given
         return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
-    def reader(self) -> Reader:
-        return _MistralReader()
+    def json_start(self, text: str, is_all: bool) -> int | None:
+        start = len("[TOOL_CALLS]")
+        at = skip_space(text, start)
+        if text.startswith("[", at):
+            return at
+        header = _HEADER.match(text, at)
+        if header and header.end() < len(text):
+            may_be("{", text, header.end(), start)
+            return header.end()
+        if is_all or not (header or _HEADER_BEGUN.fullmatch(text, at)):
+            raise NoCallError("neither a list nor a name and arguments", start)
+        return None
 
     def read(self, text: str, tools: Schemas) -> list[Call]:
         body = text.removeprefix("[TOOL_CALLS]").strip()
@@ -231,27 +212,7 @@ _HEADER = re.compile(r"([\w./:-]{1,256})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]\s*")
 _HEADER_BEGUN = re.compile(r"[\w./:-]{0,256}(?:\[[A-Z_]{0,7}(?:\]\w{0,64}(?:\[[A-Z]{0,4})?)?)?")
 
 
-class _MistralReader(Reader):
-    def __init__(self) -> None:
-        self._json: JsonEnd | None = None
-
-    def end(self, text: str, is_all: bool) -> int | None:
-        start = len("[TOOL_CALLS]")
-        if self._json is None:
-            at = skip_space(text, start)
-            if text.startswith("[", at):
-                self._json = JsonEnd(at)
-            elif (header := _HEADER.match(text, at)) and header.end() < len(text):
-                may_be("{", text, header.end(), start)
-                self._json = JsonEnd(header.end())
-            elif is_all or not (header or _HEADER_BEGUN.fullmatch(text, at)):
-                raise NoCallError("neither a list nor a name and arguments", start)
-            else:
-                return None
-        return self._json.end(text, is_all)
-
-
-class Llama3(ToolFormat):
+class Llama3(JsonForm):
     """Of Llama 3.1 to 3.3: ``{"name": ..., "parameters": {...}}``, alone or after ``<|python_tag|>``.
 
     The calls of its builtin tools, ``<|python_tag|>brave_search.call(...)``, are text.
@@ -260,34 +221,22 @@ class Llama3(ToolFormat):
     name = "llama3"
     starts = ("<|python_tag|>",)
     first = "{"
+    keys = ("name", "parameters", "arguments", "type")
     several = False  # "This model only supports single tool-calls at once", its template says
     writing = Writing('{"name": "', '", "parameters": ', "}")
-
-    def reader(self) -> Reader:
-        return _ObjectReader("<|python_tag|>", ("name", "parameters", "arguments", "type"))
 
     def read(self, text: str, tools: Schemas) -> list[Call]:
         return [call_of(load_json(text.removeprefix("<|python_tag|>")), "parameters", "arguments")]
 
 
 class _Marked(ToolFormat):
-    """Calls between two marks. A value may not have the marks that end it in it.
+    """Calls between two marks. A value may not have the marks that end it in it."""
 
-    Attributes:
-        end: the mark that ends the calls; an answer may end before it.
-        call_end: ends each of them; "": there is one.
-        call: what is before that: a name and arguments, as JSON or each with its end.
-        argument_end, argument: of an argument, its name and value; "" and None: arguments are JSON.
-    """
-
-    end: ClassVar[str]
-    call_end: ClassVar[str] = ""
-    call: ClassVar[re.Pattern[str]]
+    end: ClassVar[str]  # the mark that ends the calls; an answer may end before it
+    call_end: ClassVar[str] = ""  # ends each of them; "": there is one
+    call: ClassVar[re.Pattern[str]]  # before that: a name and arguments, as JSON or each with its end
     argument_end: ClassVar[str] = ""
-    argument: ClassVar[re.Pattern[str] | None] = None
-
-    def __init__(self) -> None:
-        self.writing = Writing("", "", "", begin=self.starts[0], arguments="xml")
+    argument: ClassVar[re.Pattern[str] | None] = None  # its name and value; None: arguments are JSON
 
     def reader(self) -> Reader:
         return _MarkedReader(self.end)
@@ -405,7 +354,7 @@ def _gemma_as_json(found: re.Match[str]) -> str:
     return json.dumps(found["text"]) if found["key"] is None else found["before"] + json.dumps(found["key"])
 
 
-class Harmony(ToolFormat):
+class Harmony(JsonForm):
     """Of gpt-oss: ``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>``.
 
     The name may be before the channel, as its template writes it. A call ends the answer.
@@ -418,43 +367,27 @@ class Harmony(ToolFormat):
         for name in ("<|channel|>commentary to=", "<|channel|>analysis to=", " to=functions.")
     )
     several = False
-    writing = Writing("", "", "", arguments="xml")
+    end = "<|call|>"
+    needs_end = False
 
-    def reader(self) -> Reader:
-        return _HarmonyReader()
+    def json_start(self, text: str, is_all: bool) -> int | None:
+        found = text.find("<|message|>", 0, MOST_HEAD)
+        at = skip_space(text, found + len("<|message|>"))
+        if found >= 0 and at < len(text):
+            may_be("{", text, at, 1)
+            return at
+        if is_all or (found < 0 and len(text) >= MOST_HEAD):
+            raise NoCallError("a call without arguments", 1)
+        return None
 
     def read(self, text: str, tools: Schemas) -> list[Call]:
         head, _, body = text.partition("<|message|>")
         name, *_ = _RECIPIENT.findall(head)  # a ValueError where it calls no function
-        return [(name, load_json(body.strip().removesuffix("<|call|>")))]
+        return [(name, load_json(body[: body.rindex("}") + 1]))]
 
 
 _RECIPIENT = re.compile(r"to=functions\.([^\s<>]+)")
 MOST_HEAD = 400  # characters of a call before its arguments
-
-
-class _HarmonyReader(Reader):
-    def __init__(self) -> None:
-        self._json: JsonEnd | None = None
-
-    def end(self, text: str, is_all: bool) -> int | None:
-        if self._json is None:
-            found = text.find("<|message|>", 0, MOST_HEAD)
-            at = skip_space(text, found + len("<|message|>"))
-            if found < 0 or at == len(text):
-                if is_all or (found < 0 and len(text) >= MOST_HEAD):
-                    raise NoCallError("a call without arguments", 1)
-                return None
-            may_be("{", text, at, 1)
-            self._json = JsonEnd(at)
-        end = self._json.end(text, is_all)
-        if end is None:
-            return None
-        at = skip_space(text, end)
-        rest = text[at : at + len("<|call|>")]
-        if rest == "<|call|>":
-            return at + len(rest)
-        return None if "<|call|>".startswith(rest) and not is_all else end
 
 
 FORMS: tuple[ToolFormat, ...] = (
@@ -502,6 +435,7 @@ def _form_of(tokenizer: Tokenizer, prompt: str, called: str, forms: Sequence[Too
     written = called[same:]
     for form in forms:
         parts = AnswerParts(tokenizer, prompt[:same], [PROBE_TOOL], form)
-        if form.writing.begin in written and CallPart(PROBE, '{"value":"x"}') in [*parts.add(written), *parts.finish()]:
+        begin = form.writing.begin if form.writing is not None else ""
+        if begin in written and CallPart(PROBE, '{"value":"x"}') in [*parts.add(written), *parts.finish()]:
             return form
     return None

@@ -1,15 +1,9 @@
 """The program that renders chat templates and runs the tokenizer; kvant.text.process starts it by its path.
 
-A request is a line of JSON and the bytes it announces as ``payload``; the answer is a line of JSON, after a first line
-that says the process is ready. It ends when its standard input does.
-
-    {"do": "load", "config": {...}, ...} and tokenizer.json -> what is known of the tokenizer (encoding.Encoder.facts)
-    {"do": "render", "template": ..., "variables": {...}}   -> {"text": ...}
-    {"do": "encode", "text": ..., "add_special_tokens": ...} -> {"ids": [...]}
-    {"do": "decode", "ids": [...], "skip_special_tokens": ..., "clean_up": ...} -> {"text": ...}
-    {"do": "tokens", "ids": [...]} -> {"tokens": [...]}   and   {"do": "ids", "tokens": [...]} -> {"ids": [...]}
-    {"do": "vocabulary"} -> {"vocabulary": {...}}   and   {"do": "parts"} -> {"parts": {name: digest}}
-    anything that fails -> {"error": a line}
+A request is a line of JSON and the bytes it announces as ``payload``. ``do`` says what is done: "load" a tokenizer,
+"render" a template, "check_grammar", or a method of encoding.Encoder; the rest are its arguments. The answer is a line
+of JSON, {"result": ...} or {"error": a line}, after a first line that says the process is ready. It ends when its
+standard input does.
 """
 
 import json
@@ -39,9 +33,9 @@ class Worker:
         self._encoder: Encoder | None = None
 
     def answer(self, request: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        """The answer, or a line that says why there is none."""
+        """The result, or a line that says why there is none."""
         try:
-            return self._do(request, payload)
+            return {"result": self._do(request, payload)}
         except MemoryError:
             return {"error": "it needs too much memory"}
         except RecursionError:
@@ -50,30 +44,24 @@ class Worker:
             lines = str(error).strip().splitlines()
             return {"error": lines[0] if lines else type(error).__name__}
 
-    def _do(self, request: dict[str, Any], payload: bytes) -> dict[str, Any]:
+    def _do(self, request: dict[str, Any], payload: bytes) -> Any:
         do = request.pop("do")
         if do == "render":
-            return {"text": render(request["template"], request["variables"])}
+            return render(**request)
         if do == "check_grammar":
-            guidance.check(**request)
-            return {}
+            return guidance.check(**request)
         if do == "load":
             self._encoder = Encoder(payload, **request)
             return self._encoder.facts()
         if self._encoder is None:
             raise ValueError("no tokenizer is loaded")
-        return dict(getattr(self._encoder, do)(**request))
+        return getattr(self._encoder, do)(**request)
 
 
 def limit(what: int, value: int) -> None:
     """Limit this process, unless it is limited more already."""
     _, most = resource.getrlimit(what)
     resource.setrlimit(what, (value if most == resource.RLIM_INFINITY else min(value, most), most))
-
-
-def address_space() -> int:
-    """Bytes this process has mapped."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def main(time_limit_s: float, memory_limit: int) -> None:
@@ -85,8 +73,10 @@ def main(time_limit_s: float, memory_limit: int) -> None:
     requests = sys.stdin.buffer
 
     def bound() -> None:
+        """Limit the memory beside what is mapped now."""
         if memory_limit:
-            limit(resource.RLIMIT_AS, address_space() + memory_limit)
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit(resource.RLIMIT_AS, pages * resource.getpagesize() + memory_limit)
 
     bound()
     answers.write(b"{}\n")
