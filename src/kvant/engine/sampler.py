@@ -83,6 +83,11 @@ def greedy(logprobs: mx.array) -> mx.array:
     return mx.argmax(logprobs, axis=-1)
 
 
+def is_ours(sampler: Sampler) -> bool:
+    """Whether it is kvant's own, and no function of the caller's."""
+    return isinstance(sampler, SeededSampler) or sampler is greedy
+
+
 def for_a_run(sampler: Sampler) -> Sampler:
     """The sampler of one run: without a seed it takes one now, of MLX's random state or of the operating system."""
     if not isinstance(sampler, SeededSampler) or sampler.seed is not None:

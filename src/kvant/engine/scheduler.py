@@ -15,7 +15,7 @@ from kvant.engine.decoding import BatchDecoder, Step, kernel_failures, pick
 from kvant.engine.drafts import DraftCounts, check_drafts
 from kvant.engine.request import CHUNK, FinishReason, Request, Token, check_count
 from kvant.engine.row_sampling import Picked
-from kvant.engine.work import Answer, Work, check_request
+from kvant.engine.work import Answer, Work
 from kvant.errors import ArgumentError, ContextError, QueueFullError
 from kvant.models import LanguageModel
 from kvant.threads import check_process
@@ -132,13 +132,13 @@ class Scheduler:
         return found
 
     def check(self, request: Request) -> Work:
-        """As :func:`kvant.engine.work.check_request`, and of its drafts; any thread may call it."""
+        """What the pool can serve, or an error; any thread may call it."""
         drafts = request.drafts
         check_drafts(drafts, self._pool, deterministic=self._deterministic)
         if drafts is not None and not drafts.side_by_side:
             name, given = drafts.asked
             raise ArgumentError(name, f"{given} for a single sequence; expected what beside makes of it")
-        return check_request(request, self._model, self._pool, self._max_batch, is_exact=self._deterministic)
+        return Work(request, self._model, self._pool, self._max_batch, is_exact=self._deterministic)
 
     def submit(self, request: Request | Work) -> None:
         """Take a request in."""
