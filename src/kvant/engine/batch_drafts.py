@@ -162,26 +162,23 @@ class BatchDrafter:
         """
         assert step.drafts is not None
         found = _found(step, step.drafts, picked)
-        fed = [[answer.tokens[-1], *draft] for answer, draft in zip(step.answers, step.drafts, strict=True)]
-        counts = [len(own) for own in found]
-        self._count_in(step, [ids[:count] for ids, count in zip(fed, counts, strict=True)])
+        each = zip(step.answers, step.drafts, found, strict=True)
+        ids = [[answer.tokens[-1], *draft][: len(own)] for answer, draft, own in each]
+        counts = [len(own) for own in ids]
+        if self._pool.takes_back or counts[0] == step.logits.shape[1]:
+            step.batch.commit(counts, ids=ids)
+        else:  # a state has taken all of the step: its first tokens are fed again
+            started = time.perf_counter()
+            step.batch.end_step()
+            self._decoder.feed(step.batch, ids)
+            took = time.perf_counter() - started  # a part of the step's time, and not of the next one's
+            self._seconds = None if self._seconds is None else self._seconds + took
+            self._read_at = None if self._read_at is None else self._read_at + took
         self.counts.tokens += sum(counts)
         self.counts.drafted += sum(map(len, step.drafts))
         self.counts.accepted += sum(is_drafted for own in found for _, is_drafted in own)
         self._choice.verified(sum(counts) / len(counts), self._seconds)
         return found
-
-    def _count_in(self, step: Step, ids: list[list[int]]) -> None:
-        """Commit the first tokens of a step. Where a state has taken all of it, feed them again instead."""
-        if self._pool.takes_back or len(ids[0]) == step.logits.shape[1]:
-            step.batch.commit([len(own) for own in ids], ids=ids)
-            return
-        started = time.perf_counter()
-        step.batch.end_step()
-        self._decoder.feed(step.batch, ids)
-        took = time.perf_counter() - started  # a part of the step's time, and not of the next one's
-        self._seconds = None if self._seconds is None else self._seconds + took
-        self._read_at = None if self._read_at is None else self._read_at + took
 
 
 def _found(step: Step, drafts: Sequence[list[int]], picked: Sequence[Picked | Exception] | None) -> Found:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
-from kvant.engine.drafts import DraftCounts, check_drafts
-from kvant.engine.model_drafts import ModelDrafts, asked_drafts
+from kvant.engine.drafts import DraftCounts
+from kvant.engine.model_drafts import PooledDrafts, asked_drafts, check_drafts
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.request import (
     CHUNK,
@@ -229,10 +229,9 @@ def batch_generate(
         )
         check_drafts(drafts, pool, deterministic=deterministic)
         stats.reserved_bytes = pool.nbytes
-        if isinstance(drafts, ModelDrafts):
-            drafts = drafts.beside(pool)
-            stats.reserved_bytes += drafts.pool.nbytes
-        wanted = [replace(each, request=replace(each.request, drafts=drafts)) for each in wanted]
+        beside = None if drafts is None else drafts.beside(pool)
+        stats.reserved_bytes += beside.pool.nbytes if isinstance(beside, PooledDrafts) else 0
+        wanted = [replace(each, request=replace(each.request, drafts=beside)) for each in wanted]
         say(f"Reserved: {format_bytes(stats.reserved_bytes)} for {pool.max_sequences} sequences at once")
         scheduler = Scheduler(model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
         finished, started = 0, time.perf_counter()

@@ -253,9 +253,9 @@ class Conversation:
         self._turn = self._record(prompts, answer)
         return self._turn
 
-    def _beside(self, drafts: Drafts, pool: ModelCache) -> Drafts:
+    def _beside(self, drafts: Drafts | ModelDrafts, pool: ModelCache) -> Drafts:
         """These drafts beside the cache. What a draft model holds is kept for the next turn."""
-        if not isinstance(drafts, ModelDrafts):
+        if isinstance(drafts, Drafts):
             return drafts
         known = self._drafts
         if known is None or known.model is not drafts.model or known.most != drafts.most:

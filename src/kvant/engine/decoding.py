@@ -9,7 +9,7 @@ import mlx.core as mx
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
-from kvant.engine.row_sampling import Picked, Sampled, pick_rows
+from kvant.engine.row_sampling import Picked, Row, Sampled, pick_rows
 from kvant.engine.sampler import rows_of
 from kvant.engine.work import Answer
 from kvant.errors import GrammarError, KernelError, one_line
@@ -45,13 +45,9 @@ class BatchDecoder:
         if padding := rows - len(answers):
             ids = mx.concatenate([ids, mx.zeros(padding, ids.dtype)])
         batch = self._pool.batch([answer.sequence for answer in answers], rows)
-        logits = self._model.next_logits(ids[:, None], batch)
-        sampled = None
+        logits, sampled = self._model.next_logits(ids[:, None], batch), None
         if unread or not any(answer.waits for answer in answers):
-            each = [
-                answer.row(ids[number : number + 1] if answer in unread else ())
-                for number, answer in enumerate(answers)
-            ]
+            each = [one.row(ids[place : place + 1] if one in unread else ()) for place, one in enumerate(answers)]
             sampled = pick_rows(logits, each)
         return Step(list(answers), batch, logits, sampled, is_ahead=bool(unread))
 
@@ -104,30 +100,29 @@ def pick(logits: mx.array, answers: Sequence[Answer]) -> list[Picked | Exception
         answers: those that call functions of the caller's are the last. Each of these is sampled and evaluated
             alone, so that an error, or an array that this thread cannot compute, is nobody else's.
     """
-    masks: list[bytes | GrammarError | None] = []
-    for answer in answers:
+    rows: list[Row] = []
+    errors: dict[int, GrammarError] = {}
+    for number, answer in enumerate(answers):
+        mask = None
         try:
-            masks.append(None if answer.matcher is None else answer.matcher.mask())
+            mask = None if answer.matcher is None else answer.matcher.mask()
         except GrammarError as error:
-            masks.append(error)
-    together = sum(not answer.work.calls_out for answer in answers)
+            errors[number] = error
+        rows.append(answer.row(mask=mask))
     picked: list[Picked | Exception] = []
+    together = sum(not answer.work.calls_out for answer in answers)
     for first, end in [(0, together), *((row, row + 1) for row in range(together, len(answers)))]:
-        some = list(zip(answers, masks, strict=True))[first:end]
-        rows = [answer.row(mask=mask if isinstance(mask, bytes) else None) for answer, mask in some]
         try:
-            picked += pick_rows(logits[first:], rows).read() if some else []
+            picked += pick_rows(logits[first:], rows[first:end]).read() if first < end else []
         except Exception as error:
             picked += [error] * (end - first)
-    for row, (answer, mask, each) in enumerate(zip(answers, masks, picked, strict=True)):
+    for number, (answer, each) in enumerate(zip(answers, picked, strict=True)):
         try:
-            if isinstance(mask, GrammarError):
-                raise mask
-            if answer.matcher is not None and isinstance(each, Picked):
+            if answer.matcher is not None and isinstance(each, Picked) and number not in errors:
                 answer.matcher.take(each.token)
         except GrammarError as error:
-            picked[row] = error
-    return picked
+            errors[number] = error
+    return [errors.get(number, each) for number, each in enumerate(picked)]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
@@ -135,14 +135,10 @@ class Drafts:
     """Where drafts come from: what the sequence holds so far."""
 
     asked: ClassVar[tuple[str, str]] = "draft", "is 'prompt'"  # by which argument, and its value; for a refusal
-    side_by_side: ClassVar[bool] = True  # answers can draft; else :meth:`beside` makes what can
 
-    @property
-    def most(self) -> int:
-        """Tokens that are drafted a step, at most."""
-        return MOST
+    most: int = MOST  # tokens that are drafted a step, at most
 
-    def beside(self, pool: Pool | ModelCache) -> "Drafts":
+    def beside(self, pool: Pool | ModelCache) -> Self:
         """For the sequences of a pool."""
         return self
 
@@ -160,21 +156,3 @@ def drafts_of(draft: object) -> Drafts | None:
     if draft not in get_args(Source):
         raise ArgumentError("draft", f"is {draft!r}; expected {' or '.join(map(repr, get_args(Source)))}")
     return None if draft == "none" else Drafts()
-
-
-def check_drafts(drafts: Drafts | None, pool: Pool | ModelCache, *, deterministic: bool = False) -> None:
-    """Refuse drafts where a step of several tokens cannot be verified.
-
-    What of a step cannot be taken back in part, because of states, is fed again; of one sequence alone.
-    """
-    if drafts is None:
-        return
-    name, given = drafts.asked
-    if deterministic:
-        raise ArgumentError(
-            name, f"{given}; a step of more tokens rounds differently: it is refused with", "deterministic"
-        )
-    if pool.divided and name == "draft_model":
-        raise ArgumentError(name, f"{given}; several ranks draft from prompt and answer alone")
-    if not (pool.takes_back or isinstance(pool, ModelCache)):
-        raise ArgumentError(name, f"{given}; side by side drafts are for models that kvant computes without mlx-lm")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -14,7 +14,7 @@ from kvant.cache import ModelCache
 from kvant.cache.options import DEFAULT_KV_GROUP_SIZE, DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool, PoolSequence
-from kvant.engine.drafts import MOST, Drafter, Drafts, check_drafts, drafts_of
+from kvant.engine.drafts import MOST, Drafter, Drafts, drafts_of
 from kvant.engine.request import CHUNK
 from kvant.errors import ArgumentError, ContextError, ModelError, one_line
 from kvant.models import LanguageModel
@@ -31,11 +31,10 @@ _same: WeakKeyDictionary[Tokenizer, set[str]] = WeakKeyDictionary()  # digests o
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ModelDrafts(Drafts):
-    """What is asked of a model that drafts; :meth:`beside` makes the drafts."""
+class ModelDrafts:
+    """What is asked of a model that drafts."""
 
-    asked = "draft_model", "is given"
-    side_by_side: ClassVar[bool] = False
+    asked: ClassVar[tuple[str, str]] = "draft_model", "is given"
 
     model: LanguageModel  # drafts; its tokenizer was compared
     num_draft_tokens: int | None = None  # a step, at most; None: 3
@@ -43,10 +42,11 @@ class ModelDrafts(Drafts):
 
     @property
     def most(self) -> int:
+        """Tokens that are drafted a step, at most."""
         return self.num_draft_tokens or DEFAULT_DRAFT_TOKENS
 
     def beside(self, pool: Pool | ModelCache) -> "PooledDrafts":
-        """These drafts for the sequences of a pool: as many are reserved for the draft model, in the same format.
+        """The drafts for the sequences of a pool: as many are reserved for the draft model, in the same format.
 
         Each has as many tokens as one of the pool's, at most the draft model's own context.
         """
@@ -77,22 +77,18 @@ class ModelDrafts(Drafts):
         if not made.takes_back:
             raise ArgumentError("draft_model", f"has {config.model_type}'s layers; {refused}")
         mx.eval(self.model.arrays)  # a thread cannot compute what another one left undone
-        return PooledDrafts(**{own.name: getattr(self, own.name) for own in fields(ModelDrafts)}, pool=made)
+        return PooledDrafts(most=self.most, model=self.model, pool=made)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PooledDrafts(ModelDrafts):
+class PooledDrafts(Drafts):
     """Drafts of a model for the sequences of one scheduler."""
 
-    side_by_side: ClassVar[bool] = True
+    asked = ModelDrafts.asked
 
-    # the draft model's, of as many sequences as that of the model that is drafted for; nobody else uses it
-    pool: Pool | ModelCache
+    model: LanguageModel
+    pool: Pool | ModelCache  # the draft model's, of as many sequences as the other's; nobody else uses it
     drafters: list["ModelDrafter"] = field(default_factory=list)  # of answers that have not ended
-
-    def beside(self, pool: Pool | ModelCache) -> "PooledDrafts":
-        """These, which are beside one already."""
-        return self
 
     def describe(self) -> str:
         """The reservation in a line."""
@@ -253,9 +249,9 @@ def asked_drafts(
     num_draft_tokens: int | None,
     model: LanguageModel,
     tokenizer: Tokenizer,
-) -> Drafts | None:
+) -> Drafts | ModelDrafts | None:
     """What a request of this model asks for, by its arguments or by ``draft`` as made before; None: no drafts."""
-    if isinstance(draft, Drafts):
+    if isinstance(draft, Drafts | ModelDrafts):
         return draft
     found = drafts_of(draft)
     check_draft_tokens(num_draft_tokens, has_model=draft_model is not None)
@@ -268,6 +264,24 @@ def asked_drafts(
     chosen = cast(LanguageModel, draft_model)
     check_draft_model(model, tokenizer, chosen)
     return ModelDrafts(model=chosen, num_draft_tokens=num_draft_tokens)
+
+
+def check_drafts(drafts: Drafts | ModelDrafts | None, pool: Pool | ModelCache, *, deterministic: bool = False) -> None:
+    """Refuse drafts where a step of several tokens cannot be verified.
+
+    What of a step cannot be taken back in part, because of states, is fed again; of one sequence alone.
+    """
+    if drafts is None:
+        return
+    name, given = drafts.asked
+    if deterministic:
+        raise ArgumentError(
+            name, f"{given}; a step of more tokens rounds differently: it is refused with", "deterministic"
+        )
+    if pool.divided and name == "draft_model":
+        raise ArgumentError(name, f"{given}; several ranks draft from prompt and answer alone")
+    if not (pool.takes_back or isinstance(pool, ModelCache)):
+        raise ArgumentError(name, f"{given}; side by side drafts are for models that kvant computes without mlx-lm")
 
 
 def check_draft_tokens(num_draft_tokens: int | None, *, has_model: bool) -> None:

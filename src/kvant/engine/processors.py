@@ -13,6 +13,7 @@ from kvant.text.grammar import Grammar
 
 Change = Callable[[mx.array, mx.array], mx.array]  # tokens so far (T,), logits (B, vocab) -> logits
 LogitsProcessor = Change | Grammar
+CONTEXT_SIZE = 20  # mlx-lm's default
 Tokens = Sequence[int] | mx.array  # in an array they need not be known yet
 
 
@@ -38,7 +39,7 @@ class _Penalty:
     """A penalty on recent tokens; what it does is :meth:`change` of each kind. Those before ``first`` do not count."""
 
     penalty: float
-    context_size: int
+    context_size: int = CONTEXT_SIZE
     first: int = 0
 
     def __call__(self, tokens: Tokens, logits: mx.array) -> mx.array:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from kvant.engine.processors import Bias, Frequency, LogitsProcessor, Presence, Repetition
+from kvant.engine.processors import CONTEXT_SIZE, Bias, Frequency, LogitsProcessor, Presence, Repetition
 from kvant.engine.row_sampling import check_options
 from kvant.engine.sampler import Sampler, SeededSampler, greedy
 from kvant.errors import ArgumentError, ModelError
@@ -14,7 +14,7 @@ from kvant.fields import shown
 from kvant.files import read_optional
 from kvant.text.tokenizer import Tokenizer
 
-XTC_THRESHOLD, CONTEXT_SIZE = 0.1, 20  # mlx-lm's defaults
+XTC_THRESHOLD = 0.1  # mlx-lm's default
 MIN_TEMP = 1e-3  # logits divided by less leave float32
 FILE = "generation_config.json"
 

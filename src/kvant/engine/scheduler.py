@@ -12,7 +12,8 @@ from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.engine.batch_drafts import BatchDrafter
 from kvant.engine.decoding import BatchDecoder, Step, kernel_failures, pick
-from kvant.engine.drafts import DraftCounts, check_drafts
+from kvant.engine.drafts import DraftCounts
+from kvant.engine.model_drafts import ModelDrafts, check_drafts
 from kvant.engine.request import CHUNK, FinishReason, Request, Token, check_count
 from kvant.engine.row_sampling import Picked
 from kvant.engine.work import Answer, Work
@@ -50,10 +51,6 @@ class Scheduler:
 
     Deterministic: the tokens of a request, and its logits on a CPU, do not depend on the other requests. Every step has
     ``max_batch`` rows then, chunks end at multiples of 128, and only pages that such chunks computed are shared.
-
-    Attributes:
-        steps: that gave running answers a token.
-        feeding_s, decoding_s: seconds that prompts and these steps took.
     """
 
     def __init__(
@@ -67,9 +64,7 @@ class Scheduler:
     ) -> None:
         """For a model and its pool, which serves nobody else.
 
-        Args:
-            max_batch: answers that run at once, at most.
-            max_queue: requests that wait to be admitted, at most; None: any number.
+        ``max_batch``: answers that run at once, at most. ``max_queue``: requests that wait, at most; None: any number.
         """
         check_count("max_batch", max_batch)
         if max_batch > pool.max_sequences:
@@ -96,8 +91,8 @@ class Scheduler:
         self._burst = 0  # prompt tokens that are fed before those that run go on
         self._queued: Step | None = None  # the next one of answers that run, where it could be begun
         self._ready: list[Token] = []
-        self.steps = 0
-        self.feeding_s = self.decoding_s = 0.0
+        self.steps = 0  # that gave running answers a token
+        self.feeding_s = self.decoding_s = 0.0  # seconds that prompts and these steps took
 
     @property
     def idle(self) -> bool:
@@ -112,8 +107,8 @@ class Scheduler:
     @property
     def counts(self) -> Counts:
         """What there is to do. Another thread must not ask during a step."""
-        prefilling = 0 if self._prompt is None else len(self._prompt.open)
-        return Counts(len(self._waiting), prefilling, len(self._running), self._pool.num_free)
+        fed = () if self._prompt is None else self._prompt.open
+        return Counts(len(self._waiting), len(fed), len(self._running), self._pool.num_free)
 
     @property
     def drafts(self) -> DraftCounts:
@@ -122,10 +117,7 @@ class Scheduler:
 
     @property
     def held(self) -> list[tuple[Request, int, PoolSequence]]:
-        """Every answer whose pages are reserved: its request, its number and its sequence, those that run first.
-
-        Another thread must not ask during a step.
-        """
+        """Every answer whose pages are reserved: its request, number and sequence. Another thread must not ask."""
         found = [(answer.work.request, answer.number, answer.sequence) for answer in self._running]
         if (work := self._prompt) is not None:
             found += [(work.request, number, each) for number, each in enumerate(work.sequences)]
@@ -133,11 +125,9 @@ class Scheduler:
 
     def check(self, request: Request) -> Work:
         """What the pool can serve, or an error; any thread may call it."""
-        drafts = request.drafts
-        check_drafts(drafts, self._pool, deterministic=self._deterministic)
-        if drafts is not None and not drafts.side_by_side:
-            name, given = drafts.asked
-            raise ArgumentError(name, f"{given} for a single sequence; expected what beside makes of it")
+        check_drafts(request.drafts, self._pool, deterministic=self._deterministic)
+        if isinstance(request.drafts, ModelDrafts):
+            raise ArgumentError("draft_model", "is given for a single sequence; expected what beside makes of it")
         return Work(request, self._model, self._pool, self._max_batch, is_exact=self._deterministic)
 
     def submit(self, request: Request | Work) -> None:
