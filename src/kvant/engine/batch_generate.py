@@ -1,8 +1,7 @@
 """Many prompts at once through one reserved pool: mlx-lm's ``batch_generate``."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -196,11 +195,13 @@ def batch_generate(
         limit = max_tokens[number] if isinstance(max_tokens, Sequence) else max_tokens
         cache = None if prompt_caches is None else prompt_caches[number]
         own = None if samplers is None else samplers[number]
-        with _named(number):
+        try:
             ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
             held = 0 if cache is None else model.check_cache(cache).offset
             check_count("max_tokens", limit)
             needs.append(reservation(model, held + len(ids), limit, max_kv_size))
+        except (ContextError, PromptError) as error:
+            raise type(error)(f"prompts[{number}]: {error}") from error
         request = Request(
             ids,
             max_tokens=limit,
@@ -261,12 +262,3 @@ def batch_generate(
         token_ids=[[piece.token for piece in own] for own in counted] if return_token_ids else None,
         logprobs=[[piece.logprob for piece in own] for own in counted] if return_logprobs else None,
     )
-
-
-@contextmanager
-def _named(number: int) -> Iterator[None]:
-    """Errors of a prompt say which one it is."""
-    try:
-        yield
-    except (ContextError, PromptError) as error:
-        raise type(error)(f"prompts[{number}]: {error}") from error

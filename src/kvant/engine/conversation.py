@@ -82,10 +82,8 @@ class Conversation:
         """
         if overflow not in get_args(Overflow):
             raise ValueError(f"overflow is {overflow!r}; expected {' or '.join(map(repr, get_args(Overflow)))}")
-        self._model = model
-        self._tokenizer = tokenizer
+        self._model, self._tokenizer, self._overflow = model, tokenizer, overflow
         self._cache = model.check_cache(cache)
-        self._overflow = overflow
         self._variables = dict(template_variables or {})
         self._turn: Generator[GenerationResponse, None, None] | None = None
         self._drafts: PooledDrafts | None = None  # of the last turn that had a draft model

@@ -94,14 +94,12 @@ def stream_generate(
         ValueError: any other argument out of range. Nothing has been fed then.
     """
     started = time.perf_counter()
-    other: object = stream
-    if other is not None:
-        words = f"is a {type(stream).__name__}; expected None: kvant computes on MLX's default stream"
-        raise ArgumentError("stream", words)
+    if stream is not None:
+        raise ArgumentError("stream", f"is a {type(stream).__name__}; expected None: MLX's default stream computes")
     options = cache_options(max_kv_size, kv_bits=kv_bits, kv_group_size=kv_group_size)
-    if quantized_kv_start is not None and quantized_kv_start != 0 and kv_bits != 0:
-        words = f"is {quantized_kv_start!r}; a cache is quantized from the first token: expected 0"
-        raise ArgumentError("quantized_kv_start", words)
+    if quantized_kv_start and kv_bits != 0:
+        said = f"is {quantized_kv_start!r}; a cache is quantized from the first token: expected 0"
+        raise ArgumentError("quantized_kv_start", said)
     stops = check_stops(stop)
     drafts = asked_drafts(draft, draft_model, num_draft_tokens, model, tokenizer)
     if input_embeddings is not None and not isinstance(prompt, str) and not len(prompt):

@@ -52,13 +52,9 @@ class ModelDrafts:
         """
         check_drafts(self, pool)
         config, formats = self.model.config, pool.formats
-        chosen = draft_format(
-            config,
-            replace(
-                self.options.at(max((own.kv_bits for own in formats), default=0)),
-                kv_group_size=max((own.kv_group_size for own in formats), default=0) or DEFAULT_KV_GROUP_SIZE,
-            ),
-        )
+        bits = max((own.kv_bits for own in formats), default=0)
+        group = max((own.kv_group_size for own in formats), default=0) or DEFAULT_KV_GROUP_SIZE
+        chosen = draft_format(config, replace(self.options, kv_bits=bits, kv_group_size=group, kv_format=None))
         tokens = context_limit(self.model, pool.max_seq_len) or pool.max_seq_len
         made: Pool | ModelCache
         if isinstance(pool, ModelCache):
@@ -154,8 +150,9 @@ class PooledDrafts(Drafts):
             left = [each for each in left if len(found[each]) < counts[each] and each.room]
             widest = 1
         for each, draft in found.items():
-            if draft:
-                each.has_drafted(draft)
+            if draft:  # the last one drafted was not fed
+                each.held = len(each.tokens)
+                each.drafted = draft[: each.sequence.length - each.held]
         return found
 
 
@@ -173,7 +170,7 @@ class ModelDrafter(Drafter):
         self.drafts, self._salt, self._reserved = drafts, salt, reserved
         self.tokens: list[int] = []  # of its answer
         self.held = 0  # of these, the first that its sequence has
-        self._drafted: Sequence[int] = ()  # what its sequence has behind them
+        self.drafted: Sequence[int] = ()  # what its sequence has behind them
         self._sequence: PoolSequence | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -212,17 +209,12 @@ class ModelDrafter(Drafter):
                 self.ended = str(error)
                 return False
             self.held = self._sequence.length
-        came = takewhile(lambda pair: pair[0] == pair[1], zip(self._drafted, self.rest, strict=False))
+        came = takewhile(lambda pair: pair[0] == pair[1], zip(self.drafted, self.rest, strict=False))
         # One has to be fed for there to be logits.
         self.held = min(self.held + sum(1 for _ in came), len(self.tokens) - 1)
-        self._drafted = ()
+        self.drafted = ()
         self._sequence.trim_to(self.held)
         return True
-
-    def has_drafted(self, draft: Sequence[int]) -> None:
-        """This was drafted behind its tokens, all of which were fed; the last one drafted was not."""
-        self.held = len(self.tokens)
-        self._drafted = draft[: self.sequence.length - self.held]
 
     def release(self, *, failed: bool = False) -> None:
         """Give its pages back, once; later sequences may begin with what it has, unless that failed."""

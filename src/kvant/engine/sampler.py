@@ -169,7 +169,14 @@ def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
 
     A token that is as likely as the last one kept is kept too.
     """
-    descending = mx.sort(_without_lost(logprobs), axis=-1)[..., ::-1]
+    able = logprobs
+    if mx.default_device().type != mx.gpu:
+        # Tokens whose probability is lost when it is added to the likeliest one's change no sum: none is kept, and a
+        # CPU sorts many equal numbers fast. Of 151,936 logits most are such. A GPU adds parts that are summed before.
+        likeliest = logprobs.max(axis=-1, keepdims=True).astype(mx.float32)
+        lost = likeliest + math.log(2**-25) - 0.1  # less than half of float32's last place, with a margin for rounding
+        able = mx.where(logprobs < lost, -math.inf, logprobs)
+    descending = mx.sort(able, axis=-1)[..., ::-1]
     probs = mx.exp(descending.astype(mx.float32))
     likelier = mx.cumsum(probs, axis=-1, inclusive=False)  # probability of all tokens before each one
     total = likelier[..., -1:] + probs[..., -1:]
@@ -177,19 +184,6 @@ def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
     # None is kept where top_p is too small for float32: the likeliest one is kept then.
     least = mx.take_along_axis(descending, mx.maximum(kept, 1) - 1, axis=-1)
     return mx.where(logprobs < least, -math.inf, logprobs)
-
-
-def _without_lost(logprobs: mx.array) -> mx.array:
-    """The same with -inf for tokens whose probability is lost when it is added to the likeliest one's, on a CPU.
-
-    They change no sum from the likeliest token on, so :func:`keep_top_p` never keeps them; and a CPU sorts many equal
-    numbers fast: of 151,936 logits of a model most are such tokens. A GPU adds parts that are summed before.
-    """
-    if mx.default_device().type == mx.gpu:
-        return logprobs
-    likeliest = logprobs.max(axis=-1, keepdims=True).astype(mx.float32)
-    lost = likeliest + math.log(2**-25) - 0.1  # less than half of float32's last place, with a margin for rounding
-    return mx.where(logprobs < lost, -math.inf, logprobs)
 
 
 def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int) -> mx.array:

@@ -25,11 +25,15 @@ SHARE: Range = ("above 0, at most 1", lambda value: 0 < value <= 1)
 FRACTION: Range = ("from 0 to 1", lambda value: 0 <= value <= 1)
 COUNT: Range = ("at least 1", lambda value: value >= 1)
 FINITE: Range = ("a finite number", math.isfinite)
+NUMBER: Range = ("0 (off) or more", lambda value: value >= 0)
+POSITIVE: Range = ("above 0", lambda value: 0 < value < math.inf)
+HALF: Range = ("from 0 to 0.5", lambda value: 0 <= value <= 0.5)
+SEED: Range = (f"from 0 to {2**64 - 1}", lambda value: 0 <= value < 2**64)
 RECENT = f"How many recent tokens that penalty looks at; default: {CONTEXT_SIZE}."
 
 
-def _option(default: Any, values: Range, text: str, needs: str = "") -> Any:
-    """A field of SamplingOptions: its default, range and help; ``needs``: an option without which it has no effect."""
+def _option(values: Range, text: str, needs: str = "", *, default: Any = None) -> Any:
+    """A field of SamplingOptions: its range, help and default; ``needs``: an option without which it has no effect."""
     return field(default=default, metadata={"expected": values[0], "holds": values[1], "help": text, "needs": needs})
 
 
@@ -42,57 +46,40 @@ class SamplingOptions:
     """
 
     temp: float | None = _option(
-        None, TEMP, "Sampling temperature; 0 always picks the likeliest token; default: the model's, else 0."
+        TEMP, "Sampling temperature; 0 always picks the likeliest token; default: the model's, else 0."
     )
     top_p: float | None = _option(
-        None,
         SHARE,
         "Sample from the likeliest tokens that together have this probability; default: the model's, else 1.",
         "temp",
     )
     min_p: float | None = _option(
-        None,
-        FRACTION,
-        "Drop tokens less likely than this share of the likeliest one; default: the model's, else 0.",
-        "temp",
+        FRACTION, "Drop tokens less likely than this share of the likeliest one; default: the model's, else 0.", "temp"
     )
     min_tokens_to_keep: int = _option(
-        1, COUNT, "Keep at least this many of the likeliest tokens, whatever min-p says.", "min_p"
+        COUNT, "Keep at least this many of the likeliest tokens, whatever min-p says.", "min_p", default=1
     )
     top_k: int | None = _option(
-        None,
-        ("0 (off) or more", lambda value: value >= 0),
-        "Sample from this many of the likeliest tokens; 0: all; default: the model's, else 0.",
-        "temp",
+        NUMBER, "Sample from this many of the likeliest tokens; 0: all; default: the model's, else 0.", "temp"
     )
     xtc_probability: float = _option(
-        0.0, FRACTION, "How often to drop all likely tokens but the least likely of them; 0: never.", "temp"
+        FRACTION, "How often to drop all likely tokens but the least likely of them; 0: never.", "temp", default=0.0
     )
     xtc_threshold: float | None = _option(
-        None,
-        ("from 0 to 0.5", lambda value: 0 <= value <= 0.5),
-        f"Probability from which on XTC calls a token likely; default: {XTC_THRESHOLD}.",
-        "xtc_probability",
+        HALF, f"Probability from which on XTC calls a token likely; default: {XTC_THRESHOLD}.", "xtc_probability"
     )
     repetition_penalty: float | None = _option(
-        None,
-        ("above 0", lambda value: 0 < value < math.inf),
-        "Divide the logits of recent tokens by this; 1: off; default: the model's, else 1.",
+        POSITIVE, "Divide the logits of recent tokens by this; 1: off; default: the model's, else 1."
     )
-    repetition_context_size: int | None = _option(None, COUNT, RECENT, "repetition_penalty")
-    presence_penalty: float = _option(0.0, FINITE, "Subtract this from the logits of recent tokens; 0: off.")
-    presence_context_size: int | None = _option(None, COUNT, RECENT, "presence_penalty")
+    repetition_context_size: int | None = _option(COUNT, RECENT, "repetition_penalty")
+    presence_penalty: float = _option(FINITE, "Subtract this from the logits of recent tokens; 0: off.", default=0.0)
+    presence_context_size: int | None = _option(COUNT, RECENT, "presence_penalty")
     frequency_penalty: float = _option(
-        0.0, FINITE, "Subtract this from a recent token's logit once an occurrence; 0: off."
+        FINITE, "Subtract this from a recent token's logit once an occurrence; 0: off.", default=0.0
     )
-    frequency_context_size: int | None = _option(None, COUNT, RECENT, "frequency_penalty")
+    frequency_context_size: int | None = _option(COUNT, RECENT, "frequency_penalty")
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> number added to its logit
-    seed: int | None = _option(
-        None,
-        (f"from 0 to {2**64 - 1}", lambda value: 0 <= value < 2**64),
-        "Seed of the random numbers; without one every run differs.",
-        "temp",
-    )
+    seed: int | None = _option(SEED, "Seed of the random numbers; without one every run differs.", "temp")
 
     def __post_init__(self) -> None:
         for token, bias in self.logit_bias.items():
