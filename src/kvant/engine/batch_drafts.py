@@ -47,14 +47,11 @@ class DraftChoice:
         return min(match, most) if match >= 1 << self._level else 0
 
     def stepped(self, seconds: float, *, ahead: bool) -> None:
-        """A step of one token of each answer took so long.
-
-        ``ahead``: it was begun while the one before it ran. If not, what might have been drafted cost time.
-        """
+        """A step of one token of each answer took so long; ``ahead``: it was begun while the one before it ran."""
         if ahead:
             self._plain.append(seconds)
             self._count(0.0)
-        else:
+        else:  # what might have been drafted cost time
             self._count(min(0.0, 1 - self._cost(self._alone, seconds)))
 
     def verified(self, tokens: float, seconds: float | None) -> None:

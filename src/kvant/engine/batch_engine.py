@@ -70,10 +70,7 @@ class BatchEngine:
         atexit.register(self.close, drain=False, timeout=10)
 
     def submit(self, request: Request, deliver: Deliver) -> None:
-        """Take a request in. ``deliver`` is called with each token, in the engine's thread.
-
-        It must not wait. An error of it cancels the request.
-        """
+        """Take a request in; ``deliver`` gets its tokens in the engine's thread: it must not wait; an error cancels."""
         check_process()
         work = self._scheduler.check(request)
         with self._changed:

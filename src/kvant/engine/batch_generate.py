@@ -34,29 +34,17 @@ MOST_ROWS = 1024  # of a deterministic step, which has completion_batch_size row
 
 @dataclass(kw_only=True, slots=True)
 class BatchStats:
-    """What a batch took. The fields and properties are mlx-lm's, ``reserved_bytes`` and ``drafts``.
+    """What a batch took. The fields and properties are mlx-lm's, ``reserved_bytes`` and ``drafts``."""
 
-    Attributes:
-        prompt_tokens: tokens of prompts that were fed; those of a shared prefix are fed once.
-        prompt_time: seconds that feeding them took.
-        generation_tokens: tokens generated, those that ended a text included.
-        generation_steps: steps, each of one token of every sequence that ran, and of drafts that were accepted.
-        decode_time: seconds that these steps took.
-        wall_time: seconds in all.
-        peak_memory: most memory that MLX held so far, in GB (1e9 bytes).
-        reserved_bytes: of the pool, and of a draft model's.
-        drafts: what drafts did; None: there were none.
-    """
-
-    prompt_tokens: int = 0
-    prompt_time: float = 0.0
-    generation_tokens: int = 0
-    generation_steps: int = 0
-    decode_time: float = 0.0
-    wall_time: float = 0.0
-    peak_memory: float = 0.0
-    reserved_bytes: int = 0
-    drafts: DraftCounts | None = None
+    prompt_tokens: int = 0  # of prompts that were fed; those of a shared prefix are fed once
+    prompt_time: float = 0.0  # seconds that feeding them took
+    generation_tokens: int = 0  # those that ended a text included
+    generation_steps: int = 0  # each of one token of every sequence that ran, and of drafts that were accepted
+    decode_time: float = 0.0  # seconds that these steps took
+    wall_time: float = 0.0  # seconds in all
+    peak_memory: float = 0.0  # most that MLX held so far, in GB (1e9 bytes)
+    reserved_bytes: int = 0  # of the pool, and of a draft model's
+    drafts: DraftCounts | None = None  # what drafts did; None: there were none
 
     @property
     def prompt_tps(self) -> float:
@@ -86,21 +74,13 @@ class BatchStats:
 
 @dataclass(slots=True)
 class BatchResponse:
-    """The answers, in the order of the prompts. The fields are mlx-lm's.
+    """The answers, in the order of the prompts. The fields are mlx-lm's; None: not asked for."""
 
-    Attributes:
-        texts: without what ended them.
-        stats: counts and times.
-        caches: of prompt and answer, where they were asked for, each in memory of its own: ``cache.save(path)`` works.
-        token_ids: of the answers, where they were asked for, without the token that ended a text.
-        logprobs: of these tokens, where they were asked for.
-    """
-
-    texts: list[str]
+    texts: list[str]  # without what ended them
     stats: BatchStats
-    caches: list[ModelCache | None] | None
-    token_ids: list[list[int]] | None = None
-    logprobs: list[list[float]] | None = None
+    caches: list[ModelCache | None] | None  # of prompt and answer, each in memory of its own: cache.save(path) works
+    token_ids: list[list[int]] | None = None  # of the answers, without the token that ended a text
+    logprobs: list[list[float]] | None = None  # of these tokens
 
 
 def batch_generate(

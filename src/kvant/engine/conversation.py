@@ -156,11 +156,9 @@ class Conversation:
     def undo(self) -> str | None:
         """Take the last question and its answer back. Returns the question; None: there was none."""
         self._end_turn()
-        if not questions(self.messages):
+        if not (found := questions(self.messages)):
             return None
-        at = self._last_question()
-        question = self.messages[at]["content"]
-        self.messages = self.messages[:at]
+        question, self.messages = self.messages[found[-1]]["content"], self.messages[: found[-1]]
         return question
 
     def save(self, path: str | Path) -> None:
@@ -360,21 +358,19 @@ def messages_of(path: str | Path, metadata: Mapping[str, str]) -> list[Message]:
     if KEY not in metadata:
         raise SnapshotError(f"{path}: it holds no conversation; expected a file that a conversation was saved to")
     try:
-        raw = json.loads(metadata[KEY], object_pairs_hook=unique_keys)
-        if not isinstance(raw, list):
-            raise ValueError(f"a JSON {type(raw).__name__}; expected a list")
-        return [_message(number, entry) for number, entry in enumerate(raw)]
+        found = json.loads(metadata[KEY], object_pairs_hook=unique_keys)
+        if not isinstance(found, list):
+            raise ValueError(f"a JSON {type(found).__name__}; expected a list")
+        fields = {"role", "content", "reasoning_content"}
+        for number, raw in enumerate(found):
+            if not isinstance(raw, dict) or not {"role", "content"} <= raw.keys() <= fields:
+                raise ValueError(f"message {number} is no object of a role, a content and perhaps a reasoning_content")
+            if not all(isinstance(value, str) for value in raw.values()):
+                raise ValueError(f"message {number} has a value that is no text")
+            if raw["role"] not in ROLES or (raw["role"] == "system" and number):
+                raise ValueError(f"message {number} has the role {raw['role'][:20]!r}; expected user or assistant")
+            for value in raw.values():
+                value.encode()  # half of a character is a UnicodeEncodeError, which is a ValueError
     except (ValueError, RecursionError) as error:
         raise SnapshotError(f"{path}: its conversation is malformed: {error}") from error
-
-
-def _message(number: int, raw: Any) -> Message:
-    if not isinstance(raw, dict) or not {"role", "content"} <= raw.keys() <= {"role", "content", "reasoning_content"}:
-        raise ValueError(f"message {number} is no object of a role, a content and perhaps a reasoning_content")
-    if not all(isinstance(value, str) for value in raw.values()):
-        raise ValueError(f"message {number} has a value that is no text")
-    if raw["role"] not in ROLES or (raw["role"] == "system" and number):
-        raise ValueError(f"message {number} has the role {raw['role'][:20]!r}; expected user or assistant")
-    for value in raw.values():
-        value.encode()  # half of a character is a UnicodeEncodeError, which is a ValueError
-    return raw
+    return [*found]

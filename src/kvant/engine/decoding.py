@@ -52,10 +52,7 @@ class BatchDecoder:
         return Step(list(answers), batch, logits, sampled, is_ahead=bool(unread))
 
     def begin_after(self, step: Step, running: Sequence[Answer]) -> Step | None:
-        """Begin the step after one that is committed and not read, of all answers that do not end with it.
-
-        None where there are none, or where one has to see its tokens before.
-        """
+        """Begin the step after one that is not read; None: no answer goes on, or one has to see its token before."""
         if step.sampled is None:
             return None
         places = {answer: row for row, answer in enumerate(step.answers)}

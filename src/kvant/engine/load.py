@@ -135,12 +135,7 @@ def load_folder(
     process: TextProcess | None = None,
     load_weights: LoadModel | None = None,
 ) -> tuple[LanguageModel, Tokenizer]:
-    """Load from a folder, the tokenizer beside the weights.
-
-    Args:
-        process: for the tokenizer, where one was started already.
-        load_weights: in place of :func:`load_model`.
-    """
+    """Load from a folder; ``process``: for the tokenizer; ``load_weights``: in place of :func:`load_model`."""
     adapter = None if adapter_path is None else find_adapter(adapter_path)
     try:
         tokenizer = begin_loading(folder, process or TextProcess())
@@ -155,10 +150,7 @@ def load_folder(
 
 
 def load_model(folder: Path, progress: Progress | None = None, adapter: Path | None = None) -> LanguageModel:
-    """Load a folder's model: by kvant's decoder where that has the architecture, else by mlx-lm's class.
-
-    Arguments are those of :func:`kvant.models.load_decoder`. A bridged model takes no adapter.
-    """
+    """:func:`kvant.models.load_decoder` where kvant has the architecture, else by mlx-lm's class without adapter."""
     if not is_bridged_folder(folder):
         return load_decoder(folder, progress, adapter)
     from kvant.bridge.folder import load_bridged  # not for a decoder: it imports mlx-lm

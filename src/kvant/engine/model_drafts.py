@@ -98,10 +98,7 @@ class PooledDrafts(Drafts):
         return made
 
     def propose(self, drafters: Sequence["ModelDrafter"], counts: Sequence[int]) -> list[list[int]] | None:
-        """At most ``counts`` tokens that may follow each sequence; None: a chunk of what one is behind was fed.
-
-        Where it fails, no answer under way drafts any more.
-        """
+        """As :meth:`Drafts.propose`. Where it fails, no answer under way drafts any more."""
         able = {each: count for each, count in zip(drafters, counts, strict=True) if each.opened()}
         found: dict[ModelDrafter, list[int]] = {}
         try:
@@ -157,11 +154,7 @@ class PooledDrafts(Drafts):
 
 
 class ModelDrafter(Drafter):
-    """The sequence of an answer in the pool of a draft model.
-
-    Nothing is computed, and no page taken, before a draft is asked for. What was drafted and is not in the text is
-    taken back.
-    """
+    """The sequence of an answer in a draft model's pool; it is opened, and computed, when a draft is asked for."""
 
     is_free = False
 
@@ -236,11 +229,7 @@ def draft_format(config: Any, options: CacheOptions) -> CacheOptions:
 
 
 def asked_drafts(
-    draft: object,
-    draft_model: object,
-    num_draft_tokens: int | None,
-    model: LanguageModel,
-    tokenizer: Tokenizer,
+    draft: object, draft_model: object, num_draft_tokens: int | None, model: LanguageModel, tokenizer: Tokenizer
 ) -> Drafts | ModelDrafts | None:
     """What a request of this model asks for, by its arguments or by ``draft`` as made before; None: no drafts."""
     if isinstance(draft, Drafts | ModelDrafts):

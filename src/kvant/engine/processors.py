@@ -1,7 +1,4 @@
-"""Changes of the logits before a token is picked: bias and penalties, with mlx-lm's values.
-
-A penalty looks at the last ``context_size`` tokens.
-"""
+"""Changes of the logits before a token is picked: bias, and penalties on recent tokens, with mlx-lm's values."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,7 +33,7 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class _Penalty:
-    """A penalty on recent tokens; what it does is :meth:`change` of each kind. Those before ``first`` do not count."""
+    """A penalty on the last ``context_size`` tokens, but those before ``first``; :meth:`change` is each kind's own."""
 
     penalty: float
     context_size: int = CONTEXT_SIZE

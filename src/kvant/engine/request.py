@@ -98,10 +98,7 @@ def check_stops(stop: str | Sequence[str] | None) -> list[str]:
 
 
 def reservation(model: LanguageModel, prompt_tokens: int, max_tokens: int, max_kv_size: int | None = None) -> int:
-    """The tokens that a cache is reserved for where the caller has none: prompt and answer, at most the context.
-
-    ``max_kv_size``: at most so many, too.
-    """
+    """Tokens to reserve a cache for: prompt and answer, at most the context, and at most ``max_kv_size``."""
     context = model.config.max_position_embeddings
     if context is not None and prompt_tokens > context:
         raise ContextError(f"the prompt has {prompt_tokens} tokens; the model's context is {context}")
@@ -116,12 +113,8 @@ def reservation(model: LanguageModel, prompt_tokens: int, max_tokens: int, max_k
 
 
 def pool_reservation(needs: Sequence[int], at_once: int) -> int:
-    """The tokens that a pool is reserved for where any ``at_once`` of these sequences run together.
-
-    ``needs``: tokens of each. They take whole pages.
-    """
-    longest = sorted(map(pages_for, needs), reverse=True)[:at_once]
-    return PAGE_SIZE * sum(longest)
+    """Tokens, in whole pages, to reserve a pool for of which any ``at_once`` of these sequences run together."""
+    return PAGE_SIZE * sum(sorted(map(pages_for, needs), reverse=True)[:at_once])
 
 
 def limit_in_words(model: LanguageModel, limit: int) -> str:

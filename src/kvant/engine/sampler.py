@@ -99,10 +99,7 @@ def for_a_run(sampler: Sampler) -> Sampler:
 
 
 def for_answer(sampler: Sampler, number: int) -> Sampler:
-    """The sampler of a conversation's answer: the seed that many further, so that no two answers share their draws.
-
-    Answer 0 draws what a single run with the seed draws.
-    """
+    """The sampler of answer ``number``: the seed that many further, so that no two share their draws."""
     if isinstance(sampler, SeededSampler) and sampler.seed is not None:
         return replace(sampler, seed=(sampler.seed + number) % 2**64)
     return sampler

@@ -118,10 +118,7 @@ class SamplingOptions:
         return replace(self, **found)
 
     def build(self, vocab_size: int, special_tokens: Sequence[int] = ()) -> tuple[Sampler, list[LogitsProcessor]]:
-        """The sampler and processors for these options, which are :meth:`filled`.
-
-        ``special_tokens``: ids that XTC never leaves out; those the model does not have need no care.
-        """
+        """The sampler and processors for these options, which are :meth:`filled`; XTC spares the special tokens."""
         assert self.temp is not None and self.top_p is not None and self.min_p is not None  # noqa: PT018
         assert self.top_k is not None
         sampler: Sampler = greedy

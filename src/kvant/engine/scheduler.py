@@ -360,7 +360,6 @@ class Scheduler:
                 sequence.share_prefix(last_page=True)
             if not work.request.keep_cache:
                 return None, None
-            assert isinstance(sequence, PoolSequence)
             assert isinstance(self._pool, Pool)
             given = None if work.cache is None else work.cache.max_seq_len
             made: ModelCache = self._pool.make_cache(max(given or self._pool.max_seq_len, work.reserved))

@@ -31,13 +31,7 @@ class Work:
     """A request that a pool can serve, and how far it is."""
 
     def __init__(
-        self,
-        request: Request,
-        model: LanguageModel,
-        pool: Pool | ModelCache,
-        max_batch: int,
-        *,
-        is_exact: bool = False,
+        self, request: Request, model: LanguageModel, pool: Pool | ModelCache, max_batch: int, *, is_exact: bool = False
     ) -> None:
         """Check what the pool can serve once everything else is gone. Any thread may.
 
@@ -113,18 +107,13 @@ class Work:
         return () if self.cache is not None or self.request.prompt_logprobs else self.ids
 
     def _own_tokens(self, pool: Pool | ModelCache) -> int:
-        """Of the tokens reserved for an answer those that it does not share with the others of its prompt.
-
-        The pages of windows are not counted as shared: every answer moves through its own.
-        """
+        """Of the tokens reserved for an answer those that it does not share with the others of its prompt."""
+        # Through a window every answer moves in pages of its own.
         shared = 0 if pool.has_windows else len(self.ids) // pool.page_size * pool.page_size
         return max(1, self.reserved - shared)
 
     def fetch(self, pool: Pool | ModelCache) -> bool:
-        """Read a part of its beginning from disk, where it is there. Returns whether there is more to read.
-
-        If others need the pages at once, it is not read for ever.
-        """
+        """Read a part of its beginning from disk. Returns whether there is more; not for ever, if others need pages."""
         if not isinstance(pool, Pool) or pool.disk is None or not pool.fits(self.reserved):
             return False
         self.fetches += 1
@@ -145,7 +134,6 @@ class Work:
                 if isinstance(pool, Pool) and known:
                     self._explain(pool)
                 return
-            assert isinstance(first, PoolSequence)
             first.load(self.cache.held)
             self.start = self.held
             if first.ids != ids[: self.held]:
@@ -207,7 +195,6 @@ class Work:
         answers = []
         for place, number in enumerate(sorted(self.open)):
             if place:
-                assert isinstance(first, PoolSequence)
                 sequences[place].release()
                 sequences[place] = first.fork(self.reserved)
             answer = Answer(self, number, for_answer(self.sampler, number), sequences[place], list(self.ids))
@@ -297,10 +284,7 @@ class Answer:
 
     @property
     def waits(self) -> bool:
-        """Whether its token has to be known before the next one is sampled.
-
-        Of several answers a caller's functions are called apart, so that an error is nobody else's.
-        """
+        """Whether its token has to be known before the next one is sampled: a caller's error is nobody else's."""
         return self.matcher is not None or (self.work.calls_out and not self.sequence.pool.alone)
 
 
