@@ -5,13 +5,16 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import islice, takewhile
 
+import mlx.core as mx
+
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
 from kvant.engine.decoding import BatchDecoder, Step, pick
 from kvant.engine.drafts import DraftCounts, Drafter
-from kvant.engine.row_sampling import Picked
+from kvant.engine.row_sampling import Picked, pick_rows
 from kvant.engine.sampler import rows_of
 from kvant.engine.work import Answer
+from kvant.models import LanguageModel
 
 START, LAST = 2, 6  # levels: at level n a draft needs a match of 2^n tokens; at the last one nothing is drafted
 LOSS = 2.0  # steps of one token that drafts may cost before they need a longer match
@@ -86,8 +89,8 @@ def _quartile(times: Collection[float]) -> float:
 class BatchDrafter:
     """Begins steps with drafts where they pay, and reads what came of them."""
 
-    def __init__(self, decoder: BatchDecoder, pool: Pool | ModelCache, vocab_size: int) -> None:
-        self._decoder, self._pool, self._vocab_size = decoder, pool, vocab_size
+    def __init__(self, model: LanguageModel, pool: Pool | ModelCache, decoder: BatchDecoder) -> None:
+        self._model, self._pool, self._decoder = model, pool, decoder
         self._choice = DraftChoice()
         self.counts = self._choice.counts
         self._read_at: float | None = None  # when the last step's tokens were read, if nothing else was computed since
@@ -104,7 +107,7 @@ class BatchDrafter:
         return self._choice.count(answer.drafter, min(drafts.most, most), longer=longer)
 
     def begin(self, running: Sequence[Answer], ready: Sequence[Answer]) -> Step | None:
-        """Begin a step of the last token of each answer and a draft behind it; None: no draft pays."""
+        """Begin a step that verifies drafts, each behind the last token of its answer; None: none pays."""
         # Every answer has to have room, those that do not draft too. One near its end shortens a few steps.
         most = min(self._pool.prefill_step_size, *(answer.room for answer in running)) - 1
         asked = {answer: self._count(answer, min(most, answer.left - 1)) for answer in ready}
@@ -121,13 +124,24 @@ class BatchDrafter:
                 return None
             for answer, draft in zip(own, made, strict=True):
                 # up to the first token that the model does not have: a prompt's file or a draft model may have others
-                drafts[answer] = [*takewhile(lambda token: 0 <= token < self._vocab_size, draft)]
+                drafts[answer] = [*takewhile(lambda token: 0 <= token < self._model.config.vocab_size, draft)]
                 if answer.drafter is not None and answer.drafter.ended is not None:
                     self.counts.off = answer.drafter.ended
                     answer.end_drafts()
         if not any(drafts.values()):
             return None
-        return self._decoder.begin_drafted(running, [drafts.get(answer, []) for answer in running])
+        every = [drafts.get(answer, []) for answer in running]
+        fed = [[answer.tokens[-1], *draft] for answer, draft in zip(running, every, strict=True)]
+        width = max(map(len, fed))
+        batch = self._pool.batch([answer.sequence for answer in running])
+        logits = self._model.every_logits(mx.array([ids + ids[-1:] * (width - len(ids)) for ids in fed]), batch)
+        sampled = None
+        if not any(answer.sees_tokens for answer in running):
+            places = [(number, place) for number, ids in enumerate(fed) for place in range(len(ids))]
+            # (rows, S, vocab) -> (positions, vocab), without the padding
+            each = rows_of(logits.flatten(0, 1), [number * width + place for number, place in places])
+            sampled = pick_rows(each, [running[number].row(every[number][:place]) for number, place in places])
+        return Step(list(running), batch, logits, sampled, drafts=every)
 
     def paused(self) -> None:
         """Something else is computed before the next step: the time until then is not the step's."""

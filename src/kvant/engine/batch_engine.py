@@ -109,9 +109,8 @@ class BatchEngine:
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
         """Take no further requests, and end the thread when those under way have ended. Returns whether it has.
 
-        Args:
-            drain: whether they may go on to their ends; else they are cancelled.
-            timeout: seconds to wait at most; None: for ever. It may be closed again, without draining.
+        ``drain``: they may go on to their ends; else they are cancelled. ``timeout``: seconds to wait at most; None:
+        for ever. It may be closed again, without draining.
         """
         with self._changed:
             self._closing = True

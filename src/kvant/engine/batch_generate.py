@@ -132,12 +132,10 @@ def batch_generate(
         max_kv_size: a sequence has at most so many tokens, as in :func:`kvant.stream_generate`.
         stream: refused.
         samplers: one for each prompt, None: ``sampler``. Each draws with its own seed.
-        stop: a string or strings that end an answer, which does not include them.
-        kv_bits, kv_group_size: of the pool; default: 8 bits in groups of 32. 0 bits: no quantization, as in mlx-lm.
+        stop, kv_bits, kv_group_size: as in :func:`kvant.stream_generate`, of all answers and the pool.
         deterministic: a prompt's answer does not depend on the others, on a CPU to the last bit. It takes longer.
-        draft: as in :func:`kvant.stream_generate`; every sequence drafts for itself.
-        draft_model, num_draft_tokens: as in :func:`kvant.stream_generate`. A second pool is reserved for it, of
-            as many sequences.
+        draft, draft_model, num_draft_tokens: as in :func:`kvant.stream_generate`; every sequence drafts for itself. For
+            a draft model a second pool is reserved, of as many sequences.
 
     Raises:
         ContextError: a prompt that does not fit the context or max_kv_size, or a pool that does not fit this machine.

@@ -10,7 +10,6 @@ from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
 from kvant.engine.row_sampling import Picked, Row, Sampled, pick_rows
-from kvant.engine.sampler import rows_of
 from kvant.engine.work import Answer
 from kvant.errors import GrammarError, KernelError, one_line
 from kvant.models import LanguageModel
@@ -68,20 +67,6 @@ class BatchDecoder:
             ids = mx.concatenate(each)
         return self.begin(answers, ids, places)
 
-    def begin_drafted(self, answers: Sequence[Answer], drafts: list[list[int]]) -> Step:
-        """Begin a step that verifies drafts: of the last token of each answer and a draft behind it."""
-        num_tokens = 1 + max(map(len, drafts))
-        fed = [[answer.tokens[-1], *draft] for answer, draft in zip(answers, drafts, strict=True)]
-        batch = self._pool.batch([answer.sequence for answer in answers])
-        logits = self._model.every_logits(mx.array([ids + ids[-1:] * (num_tokens - len(ids)) for ids in fed]), batch)
-        sampled = None
-        if not any(answer.sees_tokens for answer in answers):
-            places = [(number, place) for number, ids in enumerate(fed) for place in range(len(ids))]
-            # (rows, S, vocab) -> (positions, vocab), without the padding
-            each = rows_of(logits.flatten(0, 1), [number * num_tokens + place for number, place in places])
-            sampled = pick_rows(each, [answers[number].row(drafts[number][:place]) for number, place in places])
-        return Step(list(answers), batch, logits, sampled, drafts=drafts)
-
     def feed(self, batch: PoolBatch, ids: list[list[int]]) -> None:
         """Feed tokens whose logits are known, and commit them."""
         with kernel_failures(self._pool):
@@ -90,12 +75,10 @@ class BatchDecoder:
 
 
 def pick(logits: mx.array, answers: Sequence[Answer]) -> list[Picked | Exception]:
-    """Sample the next token of every answer, or say why it has none.
+    """Sample the next token of every answer by the first rows of logits (rows, vocab), or say why it has none.
 
-    Args:
-        logits: (rows, vocab), evaluated; the first rows are the answers'.
-        answers: those that call functions of the caller's are the last. Each of these is sampled and evaluated
-            alone, so that an error, or an array that this thread cannot compute, is nobody else's.
+    Those that call functions of the caller's are the last. Each of these is sampled and evaluated alone, so that an
+    error, or an array that this thread cannot compute, is nobody else's.
     """
     rows: list[Row] = []
     errors: dict[int, GrammarError] = {}

@@ -106,7 +106,16 @@ def stream_generate(
         prompt = [0] * len(input_embeddings)
     ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
     if input_embeddings is not None:
-        check_embeddings(input_embeddings, model, len(ids), is_drafted=drafts is not None)
+        if model.embedding_size is None or drafts is not None:
+            reason = f"this {model.config.model_type} takes ids alone" if drafts is None else "drafts need ids"
+            raise ArgumentError("input_embeddings", f"is given; expected None: {reason}")
+        expected = (len(ids), model.embedding_size)
+        if not isinstance(input_embeddings, mx.array) or input_embeddings.shape != expected:
+            is_array = isinstance(input_embeddings, mx.array)
+            given = input_embeddings.shape if is_array else type(input_embeddings).__name__
+            raise ArgumentError(
+                "input_embeddings", f"is {given}; expected {expected} for the prompt's {len(ids)} tokens"
+            )
     if prompt_cache is None:
         cache = model.make_cache(reservation(model, len(ids), max_tokens, max_kv_size), **options.fields)
     else:
@@ -126,17 +135,6 @@ def stream_generate(
     )
     answer = responses(scheduler, [Wanted(request, stops)], tokenizer, started)
     return answer if prompt_cache is None else _kept(scheduler, answer)
-
-
-def check_embeddings(given: mx.array, model: LanguageModel, length: int, *, is_drafted: bool) -> None:
-    """Raise an ArgumentError for embeddings that are none of such a prompt's, or that the model does not take."""
-    if model.embedding_size is None or is_drafted:
-        reason = "drafts need ids" if is_drafted else f"this {model.config.model_type} takes ids alone"
-        raise ArgumentError("input_embeddings", f"is given; expected None: {reason}")
-    expected = (length, model.embedding_size)
-    if not isinstance(given, mx.array) or given.shape != expected:
-        shape = given.shape if isinstance(given, mx.array) else type(given).__name__
-        raise ArgumentError("input_embeddings", f"is {shape}; expected {expected} for the prompt's {length} tokens")
 
 
 def _kept(scheduler: CacheScheduler, answer: Iterator[GenerationResponse]) -> Iterator[GenerationResponse]:

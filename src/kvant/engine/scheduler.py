@@ -82,7 +82,7 @@ class Scheduler:
         self._max_batch, self._max_queue = max_batch, max_queue
         self._deterministic = deterministic
         self._decoder = BatchDecoder(model, pool, rows=max_batch if deterministic else None)
-        self._drafter = BatchDrafter(self._decoder, pool, model.config.vocab_size)
+        self._drafter = BatchDrafter(model, pool, self._decoder)
         self._under_way: dict[Request, Work] = {}
         self._waiting: deque[Work] = deque()
         self._free_when_full: int | None = None  # the free pages when the first that waits did not fit
