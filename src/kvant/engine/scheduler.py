@@ -10,7 +10,6 @@ import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
-from kvant.engine.batch_drafts import BatchDrafter
 from kvant.engine.decoding import BatchDecoder, Step, kernel_failures, pick
 from kvant.engine.drafts import DraftCounts
 from kvant.engine.model_drafts import ModelDrafts, check_drafts
@@ -82,7 +81,6 @@ class Scheduler:
         self._max_batch, self._max_queue = max_batch, max_queue
         self._deterministic = deterministic
         self._decoder = BatchDecoder(model, pool, rows=max_batch if deterministic else None)
-        self._drafter = BatchDrafter(model, pool, self._decoder)
         self._under_way: dict[Request, Work] = {}
         self._waiting: deque[Work] = deque()
         self._free_when_full: int | None = None  # the free pages when the first that waits did not fit
@@ -113,7 +111,7 @@ class Scheduler:
     @property
     def drafts(self) -> DraftCounts:
         """What drafts did for all answers, whose steps are counted one by one. Another thread must not ask."""
-        return replace(self._drafter.counts)
+        return replace(self._decoder.counts)
 
     @property
     def held(self) -> list[tuple[Request, int, PoolSequence]]:
@@ -226,7 +224,7 @@ class Scheduler:
         self._admit()
         while (work := self._prompt) is not None and (room == most or work.left <= room):
             left = work.left
-            self._drafter.paused()
+            self._decoder.paused()
             self._feed(work, room)
             room -= min(left, room)
             self._admit()
@@ -272,7 +270,7 @@ class Scheduler:
         self.steps += 1
         self._queued = following
         if step.drafts is not None:
-            for answer, own in zip(step.answers, self._drafter.commit(step, picked), strict=True):
+            for answer, own in zip(step.answers, self._decoder.commit(step, picked), strict=True):
                 for each, is_drafted in own:
                     self._take([each], [answer], from_draft=is_drafted)
         else:
@@ -290,7 +288,7 @@ class Scheduler:
             raise step.error
         drafting = [answer for answer in self._running if answer.tell_drafter()]
         if step is None and drafting:
-            step = self._drafter.begin(self._running, drafting)
+            step = self._decoder.begin_drafted(self._running, drafting)
         if step is None:
             answers = list(self._running)
             step = self._decoder.begin(answers, mx.array([answer.tokens[-1] for answer in answers]))
@@ -300,7 +298,7 @@ class Scheduler:
         if step.drafts is None:
             step.batch.commit(ids=[answer.tokens[-1:] for answer in step.answers])
             # The answers of a prompt that is being fed are to be in the next step; a draft follows what is read.
-            if self._prompt is None and not self._drafter.may_draft(drafting):
+            if self._prompt is None and not self._decoder.may_draft(drafting):
                 try:
                     following = self._decoder.begin_after(step, self._running)
                 except Exception as error:  # it is said when this step's tokens were handed out
@@ -311,7 +309,7 @@ class Scheduler:
             picked = step.sampled.read()
         if following is not None and following.sampled is not None:
             mx.async_eval(following.sampled.arrays)
-        self._drafter.read(step, following, is_counted=bool(drafting))
+        self._decoder.read(step, following, is_counted=bool(drafting))
         return step, picked, following
 
     def _take(
