@@ -1,24 +1,17 @@
 """The loop users call: prompt in, text out, every token timed."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from kvant.cache import KVCache
+from kvant.cache import KVCache, ModelCache
 from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.model_drafts import asked_drafts
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.request import (
-    PREFILL_STEP_SIZE,
-    PromptProgress,
-    Request,
-    cache_options,
-    check_given,
-    check_stops,
-    reservation,
-)
+from kvant.engine.request import PREFILL_STEP_SIZE, PromptProgress, Request, cache_options, check_stops, reservation
 from kvant.engine.sampler import Sampler
 from kvant.engine.stream import GenerationResponse, Wanted, responses
 from kvant.errors import ArgumentError
@@ -109,13 +102,10 @@ def stream_generate(
         if model.embedding_size is None or drafts is not None:
             reason = f"this {model.config.model_type} takes ids alone" if drafts is None else "drafts need ids"
             raise ArgumentError("input_embeddings", f"is given; expected None: {reason}")
-        expected = (len(ids), model.embedding_size)
-        if not isinstance(input_embeddings, mx.array) or input_embeddings.shape != expected:
-            is_array = isinstance(input_embeddings, mx.array)
-            given = input_embeddings.shape if is_array else type(input_embeddings).__name__
-            raise ArgumentError(
-                "input_embeddings", f"is {given}; expected {expected} for the prompt's {len(ids)} tokens"
-            )
+        given = input_embeddings.shape if isinstance(input_embeddings, mx.array) else type(input_embeddings).__name__
+        if given != (expected := (len(ids), model.embedding_size)):
+            said = f"is {given}; expected {expected} for the prompt's {len(ids)} tokens"
+            raise ArgumentError("input_embeddings", said)
     if prompt_cache is None:
         cache = model.make_cache(reservation(model, len(ids), max_tokens, max_kv_size), **options.fields)
     else:
@@ -135,6 +125,22 @@ def stream_generate(
     )
     answer = responses(scheduler, [Wanted(request, stops)], tokenizer, started)
     return answer if prompt_cache is None else _kept(scheduler, answer)
+
+
+def check_given(cache: ModelCache, kv_bits: int | None, kv_group_size: int | None, max_kv_size: int | None) -> None:
+    """Refuse what a cache of the caller's is not; None: nothing is said of it."""
+    if max_kv_size not in (None, cache.max_seq_len):
+        raise ArgumentError("max_kv_size", f"is {max_kv_size}; {cache.max_seq_len} is that of the", "prompt_cache")
+    for bits in {own.kv_bits for own in cache.formats} or {0}:
+        if kv_bits not in (None, bits):
+            raise ArgumentError("kv_bits", f"is {kv_bits}; {bits} is that of the", "prompt_cache")
+    for own in cache.formats:
+        # A bridged layer whose widths the group does not divide has a smaller one.
+        group = math.gcd(kv_group_size or 0, own.head_dim, own.value_head_dim)
+        if kv_group_size is not None and own.kv_bits and own.kv_group_size != group:
+            raise ArgumentError(
+                "kv_group_size", f"is {kv_group_size}; {own.kv_group_size} is that of the", "prompt_cache"
+            )
 
 
 def _kept(scheduler: CacheScheduler, answer: Iterator[GenerationResponse]) -> Iterator[GenerationResponse]:

@@ -1,6 +1,5 @@
 """What a scheduler is asked for, what is reserved for it, and what it hands out."""
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Unpack
@@ -13,7 +12,7 @@ from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.engine.drafts import Drafts
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.sampler import Sampler
-from kvant.errors import ArgumentError, ContextError
+from kvant.errors import ContextError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
 
@@ -128,19 +127,3 @@ def cache_options(max_kv_size: int | None, **stored: Unpack[CacheFields]) -> Cac
     if max_kv_size is not None:
         check_count("max_kv_size", max_kv_size)
     return CacheOptions.of(**stored)
-
-
-def check_given(cache: ModelCache, kv_bits: int | None, kv_group_size: int | None, max_kv_size: int | None) -> None:
-    """Refuse what a cache of the caller's is not; None: nothing is said of it."""
-    if max_kv_size not in (None, cache.max_seq_len):
-        raise ArgumentError("max_kv_size", f"is {max_kv_size}; {cache.max_seq_len} is that of the", "prompt_cache")
-    for bits in {own.kv_bits for own in cache.formats} or {0}:
-        if kv_bits not in (None, bits):
-            raise ArgumentError("kv_bits", f"is {kv_bits}; {bits} is that of the", "prompt_cache")
-    for own in cache.formats:
-        # A bridged layer whose widths the group does not divide has a smaller one.
-        group = math.gcd(kv_group_size or 0, own.head_dim, own.value_head_dim)
-        if kv_group_size is not None and own.kv_bits and own.kv_group_size != group:
-            raise ArgumentError(
-                "kv_group_size", f"is {kv_group_size}; {own.kv_group_size} is that of the", "prompt_cache"
-            )

@@ -123,16 +123,11 @@ class SamplingOptions:
         assert self.top_k is not None
         sampler: Sampler = greedy
         if self.temp:
+            threshold = XTC_THRESHOLD if self.xtc_threshold is None else self.xtc_threshold
+            special = tuple(token for token in special_tokens if 0 <= token < vocab_size)
+            xtc = self.xtc_probability, threshold, special
             sampler = SeededSampler(
-                self.temp,
-                self.top_p,
-                self.min_p,
-                self.min_tokens_to_keep,
-                self.top_k,
-                self.xtc_probability,
-                XTC_THRESHOLD if self.xtc_threshold is None else self.xtc_threshold,
-                tuple(token for token in special_tokens if 0 <= token < vocab_size),
-                self.seed,
+                self.temp, self.top_p, self.min_p, self.min_tokens_to_keep, self.top_k, *xtc, self.seed
             )
         made = make_logits_processors(
             self.logit_bias,
@@ -217,9 +212,8 @@ def read_model_sampling(folder: Path, given: Collection[str] = (), vocab_size: i
     ``do_sample: false`` is a temperature of 0, and so is one too small to divide by. ``do_sample: true`` without a
     temperature is 1, as in transformers. A file without either, and without a temperature, asks for no sampling.
 
-    Args:
-        given: names that the user gives a value. The file's is not looked at.
-        vocab_size: of the model, where it is known. A top-k of so many tokens leaves nothing out, and becomes 0.
+    Of the names ``given`` the user has a value: the file's is not looked at. A top-k of ``vocab_size`` tokens, where
+    that is known, leaves nothing out, and becomes 0.
     """
     path = folder / FILE
     raw = read_optional(path)
