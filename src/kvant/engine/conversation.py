@@ -1,7 +1,4 @@
-"""A conversation whose history stays in the cache: every turn feeds only what is new.
-
-Where a window or a state of the cache cannot go back to where a turn differs from what is held, the turn feeds all.
-"""
+"""A conversation whose history stays in the cache: a turn feeds what is new, or all where the cache cannot go back."""
 
 import json
 import time
@@ -294,20 +291,17 @@ class Conversation:
                 yield response
         finally:
             if pieces:
-                self._keep(prompts[-1], tokens, "".join(pieces))
+                prompt, text = prompts[-1], "".join(pieces)
+                has_end = tokens[-1] in self._tokenizer.eos_token_ids
+                self._known.answered(prompt.text, prompt.ids, tokens[:-1] if has_end else tokens)
+                splitter = Thinking.of(self._tokenizer, prompt.text)
+                thought, content = ("", text) if splitter is None else splitter.split(text)
+                reasoning = {"reasoning_content": thought} if thought else {}
+                self.messages = [*prompt.messages, {"role": "assistant", "content": content, **reasoning}]
             else:
                 self.forgotten = 0
         if last is not None:
             yield last
-
-    def _keep(self, prompt: Prompt, tokens: Sequence[int], answer: str) -> None:
-        """Record a turn with its answer."""
-        has_end = tokens[-1] in self._tokenizer.eos_token_ids
-        self._known.answered(prompt.text, prompt.ids, tokens[:-1] if has_end else tokens)
-        splitter = Thinking.of(self._tokenizer, prompt.text)
-        thought, content = ("", answer) if splitter is None else splitter.split(answer)
-        reasoning = {"reasoning_content": thought} if thought else {}
-        self.messages = [*prompt.messages, {"role": "assistant", "content": content, **reasoning}]
 
     def _end_turn(self) -> None:
         """Record the turn that was left suspended, if any."""

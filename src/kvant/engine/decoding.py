@@ -97,7 +97,7 @@ class BatchDecoder:
     def begin_drafted(self, running: Sequence[Answer], ready: Sequence[Answer]) -> Step | None:
         """Begin a step that verifies drafts, each behind the last token of its answer; None: none pays."""
         # Every answer has to have room, those that do not draft too. One near its end shortens a few steps.
-        most = min(self._pool.prefill_step_size, *(answer.room for answer in running)) - 1
+        most = min(self._pool.prefill_step_size, *(answer.sequence.room for answer in running)) - 1
         asked = {answer: self._count(answer, min(most, answer.left - 1)) for answer in ready}
         left = [answer for answer, count in asked.items() if count > 0]
         drafts: dict[Answer, list[int]] = {}

@@ -128,7 +128,7 @@ class PooledDrafts(Drafts):
         rows = {each: each.rest for each in counts}
         widest = max(map(len, rows.values()), default=1)
         # Every sequence has to have room for as many; one near its end drafts no more.
-        left = [each for each in counts if each.room >= widest]
+        left = [each for each in counts if each.sequence.room >= widest]
         while left:
             fed = [rows[each] for each in left]
             batch = self.pool.batch([each.sequence for each in left])
@@ -144,7 +144,7 @@ class PooledDrafts(Drafts):
             for each, guess in zip(left, guesses, strict=True):
                 rows[each] = [guess]
                 found[each].append(guess)
-            left = [each for each in left if len(found[each]) < counts[each] and each.room]
+            left = [each for each in left if len(found[each]) < counts[each] and each.sequence.room]
             widest = 1
         for each, draft in found.items():
             if draft:  # the last one drafted was not fed
@@ -176,11 +176,6 @@ class ModelDrafter(Drafter):
         """Of the draft model's pool, once it was opened."""
         assert self._sequence is not None
         return self._sequence
-
-    @property
-    def room(self) -> int:
-        """Tokens that its sequence has room for."""
-        return self.sequence.max_tokens - self.sequence.length
 
     @property
     def rest(self) -> list[int]:

@@ -324,11 +324,9 @@ class Scheduler:
                 self._end(work, "error", work.open, each)
                 continue
             answer.tokens.append(each.token)
-            reason: FinishReason | None = None
+            reason: FinishReason | None = None if answer.left else work.full
             if each.token in work.stop_tokens:
                 reason = "stop"
-            elif not answer.left:
-                reason = work.full
             cache = error = None
             if reason is not None:
                 cache, error = self._leave(answer)

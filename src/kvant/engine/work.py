@@ -252,11 +252,6 @@ class Answer:
         """Tokens that it may still get."""
         return len(self.work.ids) + self.work.limit - len(self.tokens)
 
-    @property
-    def room(self) -> int:
-        """Tokens of a step that its sequence has room for."""
-        return self.sequence.max_tokens - self.sequence.length
-
     def tell_drafter(self) -> bool:
         """Tell what it drafts with of its new tokens. Returns whether all of them are known there."""
         if self.drafter is None:
