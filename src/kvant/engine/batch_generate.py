@@ -198,13 +198,12 @@ def batch_generate(
             print(f"[batch_generate] {text}", end=end)
 
     if wanted:
+        rows = (
+            at_once if deterministic else min(at_once, len(needs))
+        )  # deterministic: as many for any number of prompts
+        size = pool_reservation(needs, at_once)
         pool = model.make_pool(
-            pool_reservation(needs, at_once),
-            # Deterministic: a step has as many rows for any number of prompts.
-            sequences=at_once if deterministic else min(at_once, len(needs)),
-            max_seq_len=max(needs),
-            prefill_step_size=step_size,
-            **options.fields,
+            size, sequences=rows, max_seq_len=max(needs), prefill_step_size=step_size, **options.fields
         )
         check_drafts(drafts, pool, deterministic=deterministic)
         stats.reserved_bytes = pool.nbytes

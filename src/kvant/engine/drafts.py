@@ -88,8 +88,7 @@ class SuffixDrafter(Drafter):
             if len(self._tokens) == self._most:
                 kept = self._tokens[self._most // 2 :]
                 self._clear()
-                for each in kept:
-                    self._add(each)
+                self.extend(kept)
             self._add(token)
 
     def _add(self, token: int) -> None:

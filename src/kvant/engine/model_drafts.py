@@ -57,17 +57,15 @@ class ModelDrafts:
         chosen = draft_format(config, replace(self.options, kv_bits=bits, kv_group_size=group, kv_format=None))
         tokens = context_limit(self.model, pool.max_seq_len) or pool.max_seq_len
         made: Pool | ModelCache
+        sequences, step_size = pool.max_sequences, pool.prefill_step_size
         if isinstance(pool, ModelCache):
             made = self.model.make_cache(tokens, **chosen.fields)
-            made.prefill_step_size = pool.prefill_step_size
+            made.prefill_step_size = step_size
             refused = "rejected drafts are taken back from its cache, and its states cannot"
         else:
+            size = sequences * pages_for(tokens) * PAGE_SIZE
             made = self.model.make_pool(
-                pool.max_sequences * pages_for(tokens) * PAGE_SIZE,
-                sequences=pool.max_sequences,
-                max_seq_len=tokens,
-                prefill_step_size=pool.prefill_step_size,
-                **chosen.fields,
+                size, sequences=sequences, max_seq_len=tokens, prefill_step_size=step_size, **chosen.fields
             )
             refused = "side by side expected a model that kvant computes without mlx-lm"
         if not made.takes_back:
@@ -273,9 +271,8 @@ def check_draft_tokens(num_draft_tokens: int | None, *, has_model: bool) -> None
 def check_draft_model(model: LanguageModel, tokenizer: Tokenizer, draft_model: LanguageModel) -> None:
     """Refuse a draft model with another tokenizer.
 
-    Files are compared first. Where they differ, the draft model's tokenizer is loaded from its folder and compared by
-    content, once. The weights' vocabularies may be padded to different sizes. Of a draft model that was not loaded from
-    a folder only the size of its vocabulary is known.
+    Files are compared first; if they differ, the tokenizers' contents, once. The weights' vocabularies may be padded to
+    different sizes. Of a draft model that was not loaded from a folder only the size of its vocabulary is known.
     """
     ours, theirs = model.identity, draft_model.identity
     if draft_model is model:

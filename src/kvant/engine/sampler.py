@@ -39,8 +39,7 @@ class SeededSampler:
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Log-probabilities (B, vocab) -> tokens (B,), in loops that tell no position, such as mlx-lm's.
 
-        The n-th row of such calls is drawn as at position n; without a seed, as :func:`for_a_run` says, from MLX's
-        random state itself or with a new seed.
+        The n-th row of such calls is drawn as at position n; without a seed, as :func:`for_a_run` says.
         """
         self.check(logprobs.shape[-1])
         samplers = [self] * logprobs.shape[0]

@@ -104,8 +104,7 @@ class SamplingOptions:
         """What is in force: these options and, where one was not given, the model's, else the neutral value.
 
         Without a temperature, an option of sampling such as a top-p or a seed asks for one: the model's, or 1 where
-        the model has none or 0. At temperature 0 the model's options of sampling count for nothing. The model's are
-        those of :func:`read_model_sampling`.
+        that is none or 0. At temperature 0 the model's options, of :func:`read_model_sampling`, count for nothing.
         """
         model = of_the_model or {}
         temp = model.get("temp", 0.0) if self.temp is None else self.temp

@@ -78,8 +78,7 @@ class Scheduler:
                 "sequences at once, so that rounding goes with their lengths"
             )
         self._model, self._pool = model, pool
-        self._max_batch, self._max_queue = max_batch, max_queue
-        self._deterministic = deterministic
+        self._max_batch, self._max_queue, self._deterministic = max_batch, max_queue, deterministic
         self._decoder = BatchDecoder(model, pool, rows=max_batch if deterministic else None)
         self._under_way: dict[Request, Work] = {}
         self._waiting: deque[Work] = deque()
@@ -228,9 +227,8 @@ class Scheduler:
             self._feed(work, room)
             room -= min(left, room)
             self._admit()
-        self._burst -= most - room
-        if self._burst < CHUNK:
-            self._burst = 0
+        left = self._burst - (most - room)
+        self._burst = left if left >= CHUNK else 0
 
     def _feed(self, work: Work, room: int) -> None:
         """Feed a chunk of a prompt, of ``room`` tokens at most. After the last one its answers begin."""

@@ -286,8 +286,8 @@ class Answer:
 def _places(ids: Sequence[int], stop_tokens: Collection[int], checkpoints: int, unit: int) -> list[int]:
     """The places of a prompt, each a multiple of ``unit``, that later ones are likely to go on from.
 
-    The end of its first turn, in which system prompt and tools are, and of its last two: an answer before may be
-    written in another way the next time. And some between, for a quarter of the checkpoints.
+    The end of its first turn, of system prompt and tools, and of its last two: an answer before may be written in
+    another way the next time. And some between, for a quarter of the checkpoints.
     """
     if not checkpoints:
         return []
