@@ -124,15 +124,13 @@ def batch_generate(
         return_prompt_caches, return_token_ids, return_logprobs: see :class:`BatchResponse`.
         stop_tokens: rows of token ids, each of which ends an answer; in the place of the tokenizer's end of text.
         sampler: for all prompts. With a seed, prompt i draws with the seed + i.
-        logits_processors: for all prompts; functions of (tokens so far, logits).
         completion_batch_size: prompts that run at once, at most; up to 1,024 if deterministic.
         prefill_batch_size: completion_batch_size is at least this, as in mlx-lm. One prompt is fed at a time.
         prefill_step_size: prompt tokens fed at a time, at most; default: 512. While an answer runs, and where it is
             deterministic, at most 128.
-        max_kv_size: a sequence has at most so many tokens, as in :func:`kvant.stream_generate`.
         stream: refused.
         samplers: one for each prompt, None: ``sampler``. Each draws with its own seed.
-        stop, kv_bits, kv_group_size: as in :func:`kvant.stream_generate`, of all answers and the pool.
+        logits_processors, max_kv_size, stop, kv_bits, kv_group_size: as in :func:`kvant.stream_generate`, for all.
         deterministic: a prompt's answer does not depend on the others, on a CPU to the last bit. It takes longer.
         draft, draft_model, num_draft_tokens: as in :func:`kvant.stream_generate`; every sequence drafts for itself. For
             a draft model a second pool is reserved, of as many sequences.

@@ -98,13 +98,10 @@ class BatchDecoder:
         """Begin a step that verifies drafts, each behind the last token of its answer; None: none pays."""
         # Every answer has to have room, those that do not draft too. One near its end shortens a few steps.
         most = min(self._pool.prefill_step_size, *(answer.sequence.room for answer in running)) - 1
-        asked = {answer: self._count(answer, min(most, answer.left - 1)) for answer in ready}
-        left = [answer for answer, count in asked.items() if count > 0]
+        asked = {answer: count for answer in ready if (count := self._count(answer, min(most, answer.left - 1))) > 0}
         drafts: dict[Answer, list[int]] = {}
-        while left:
-            source = left[0].work.request.drafts
-            own = [answer for answer in left if answer.work.request.drafts is source]
-            left = [answer for answer in left if answer not in own]
+        for source in {id(each): each for each in (answer.work.request.drafts for answer in asked)}.values():
+            own = [answer for answer in asked if answer.work.request.drafts is source]
             assert source is not None
             made = source.propose([answer.drafter for answer in own], [asked[answer] for answer in own])
             if made is None:  # a step was made between two steps, of whose time it is no part

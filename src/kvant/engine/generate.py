@@ -129,18 +129,15 @@ def stream_generate(
 
 def check_given(cache: ModelCache, kv_bits: int | None, kv_group_size: int | None, max_kv_size: int | None) -> None:
     """Refuse what a cache of the caller's is not; None: nothing is said of it."""
-    if max_kv_size not in (None, cache.max_seq_len):
-        raise ArgumentError("max_kv_size", f"is {max_kv_size}; {cache.max_seq_len} is that of the", "prompt_cache")
-    for bits in {own.kv_bits for own in cache.formats} or {0}:
-        if kv_bits not in (None, bits):
-            raise ArgumentError("kv_bits", f"is {kv_bits}; {bits} is that of the", "prompt_cache")
+    said = [("max_kv_size", max_kv_size, cache.max_seq_len)]
+    said += [("kv_bits", kv_bits, bits) for bits in {own.kv_bits for own in cache.formats} or {0}]
     for own in cache.formats:
         # A bridged layer whose widths the group does not divide has a smaller one.
-        group = math.gcd(kv_group_size or 0, own.head_dim, own.value_head_dim)
-        if kv_group_size is not None and own.kv_bits and own.kv_group_size != group:
-            raise ArgumentError(
-                "kv_group_size", f"is {kv_group_size}; {own.kv_group_size} is that of the", "prompt_cache"
-            )
+        if own.kv_bits and own.kv_group_size != math.gcd(kv_group_size or 0, own.head_dim, own.value_head_dim):
+            said.append(("kv_group_size", kv_group_size, own.kv_group_size))
+    for name, given, held in said:
+        if given not in (None, held):
+            raise ArgumentError(name, f"is {given}; {held} is that of the", "prompt_cache")
 
 
 def _kept(scheduler: CacheScheduler, answer: Iterator[GenerationResponse]) -> Iterator[GenerationResponse]:

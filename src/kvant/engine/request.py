@@ -28,9 +28,7 @@ class Request:
 
     prompt: Sequence[int] | mx.array  # token ids, at least one
     max_tokens: int = 256  # of each answer at most; -1: until the context is full
-    # of kvant.sample_utils.make_sampler, or (1, vocab) log-probabilities -> (1,); None: greedy. The draw at a position
-    # is the one that kvant.stream_generate makes there
-    sampler: Sampler | None = None
+    sampler: Sampler | None = None  # draws at each position as kvant.stream_generate does; None: greedy
     # called with all tokens so far, of the cache, the prompt and the answer, and with logits (1, vocab). A Grammar is
     # one too: each answer follows it from its beginning
     logits_processors: Sequence[LogitsProcessor] = ()
@@ -98,11 +96,9 @@ def check_stops(stop: str | Sequence[str] | None) -> list[str]:
 
 def reservation(model: LanguageModel, prompt_tokens: int, max_tokens: int, max_kv_size: int | None = None) -> int:
     """Tokens to reserve a cache for: prompt and answer, at most the context, and at most ``max_kv_size``."""
-    context = model.config.max_position_embeddings
-    if context is not None and prompt_tokens > context:
-        raise ContextError(f"the prompt has {prompt_tokens} tokens; the model's context is {context}")
-    if max_kv_size is not None and prompt_tokens > max_kv_size:
-        raise ContextError(f"the prompt has {prompt_tokens} tokens; max_kv_size is {max_kv_size}")
+    for whose, limit in (("the model's context", model.config.max_position_embeddings), ("max_kv_size", max_kv_size)):
+        if limit is not None and prompt_tokens > limit:
+            raise ContextError(f"the prompt has {prompt_tokens} tokens; {whose} is {limit}")
     check_count("max_tokens", max_tokens, or_minus_one=True)
     wanted = [] if max_tokens == -1 else [prompt_tokens + max_tokens]
     needed = context_limit(model, min([*wanted, *([] if max_kv_size is None else [max_kv_size])], default=None))
