@@ -153,8 +153,7 @@ class BatchDecoder:
     def commit(self, step: Step, picked: Sequence[Picked | Exception] | None) -> Found:
         """Commit what was drafted rightly in an evaluated step. Returns the next tokens of its answers.
 
-        ``picked``: of :attr:`Step.sampled`; None: a position is sampled when the tokens before it are known, so that
-        whoever sees them sees none that was rejected.
+        ``picked``: of :attr:`Step.sampled`; None: a position is sampled once the tokens before it are known.
         """
         assert step.drafts is not None
         found = _found(step, step.drafts, picked)

@@ -151,9 +151,8 @@ def filtered(logprobs: mx.array, samplers: Sequence[SeededSampler], coins: mx.ar
 def pick(logits: mx.array, numbers: mx.array) -> mx.array:
     """The tokens (B,) that numbers (B, 1) from 0 on, below 1, pick by the probabilities of logits (B, vocab).
 
-    A token is picked where the sum of the probabilities up to it is the first one above the number. MLX's
-    ``categorical`` does so for one row and adds a Gumbel variable to every logit of several: their draws would not be
-    those of the rows alone. A token of probability 0 is never picked, however sums are rounded.
+    It is the first token up to which probabilities sum to more than the number; never one of probability 0. MLX's
+    ``categorical`` does so for one row alone: of several it adds a Gumbel variable to every logit.
     """
     probs = mx.softmax(logits.astype(mx.float32), axis=-1)
     reached = mx.where(probs > 0, mx.cumsum(probs, axis=-1), 0)

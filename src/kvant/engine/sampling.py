@@ -171,9 +171,7 @@ def make_logits_processors(
     frequency_penalty: float | None = None,
     frequency_context_size: int = CONTEXT_SIZE,
 ) -> list[LogitsProcessor]:
-    """mlx-lm's functions of (tokens so far, logits) that return new logits. They are applied in this order.
-
-    None and 0 leave one out.
+    """mlx-lm's functions of (tokens so far, logits), in the order they are applied; None and 0 leave one out.
 
     Raises:
         ArgumentError: a value outside its range.

@@ -277,10 +277,7 @@ class Scheduler:
             self._queued = None
 
     def _computed(self) -> tuple[Step, list[Picked | Exception] | None, Step | None]:
-        """A step, the tokens that were sampled in it, and the next step where it could be begun.
-
-        The step is committed, unless drafts are verified in it.
-        """
+        """A step, committed unless it verifies drafts; the tokens sampled in it; the next step, if it was begun."""
         step, self._queued = self._queued, None
         if step is not None and step.error is not None:
             raise step.error
