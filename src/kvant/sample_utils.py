@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from kvant.engine import processors, sampler
-from kvant.engine.processors import LogitsProcessor
+from kvant.engine.processors import CONTEXT_SIZE, LogitsProcessor
 from kvant.engine.sampler import Sampler, SeededSampler
 from kvant.engine.sampler import greedy as greedy_sampler
-from kvant.engine.sampling import CONTEXT_SIZE, XTC_THRESHOLD, check_ranges, make_logits_processors
+from kvant.engine.sampling import XTC_THRESHOLD, check_ranges, make_logits_processors
 from kvant.errors import ArgumentError
 
 __all__ = [
@@ -121,14 +121,7 @@ def make_repetition_penalty(penalty: float, context_size: int = CONTEXT_SIZE) ->
     return processors.Repetition(penalty, context_size)
 
 
-def make_presence_penalty(penalty: float, context_size: int = CONTEXT_SIZE) -> LogitsProcessor:
-    """See :class:`kvant.engine.processors.Presence`."""
-    return processors.Presence(penalty, context_size)
-
-
-def make_frequency_penalty(penalty: float, context_size: int = CONTEXT_SIZE) -> LogitsProcessor:
-    """See :class:`kvant.engine.processors.Frequency`."""
-    return processors.Frequency(penalty, context_size)
+make_presence_penalty, make_frequency_penalty = processors.Presence, processors.Frequency
 
 
 def _check(name: str, value: object, holds: bool, expected: str) -> None:

@@ -224,16 +224,14 @@ def test_a_process_that_was_stopped_has_not_stalled(monkeypatch: pytest.MonkeyPa
     now, waits = 0.0, iter([0.25, 100.0, 0.25])
     looks: list[float] = []
 
-    def wait(seconds: float) -> bool:
+    def join(seconds: float) -> None:
         nonlocal now
         now += next(waits)
         looks.append(now)
-        return False
 
     failed: list[float] = []
-    engine: Any = SimpleNamespace(
-        _ended=SimpleNamespace(wait=wait), _fail=lambda error: failed.append(looks[-1]), age=0.0
-    )
+    thread = SimpleNamespace(join=join, is_alive=lambda: True)
+    engine: Any = SimpleNamespace(_thread=thread, _fail=lambda error: failed.append(looks[-1]), age=0.0)
     monkeypatch.setattr(batch_engine, "time", SimpleNamespace(monotonic=lambda: (setattr(engine, "age", now), now)[1]))
     BatchEngine._watch(engine, 1.0)
     assert failed == [100.5]

@@ -9,9 +9,8 @@ import pytest
 from support.drafts import KnownDrafts
 from support.runs import Run
 
-from kvant.engine.batch_drafts import LOSS, BatchDrafter, DraftChoice
-from kvant.engine.decoding import Step
-from kvant.engine.drafts import Drafter, SuffixDrafter
+from kvant.engine.decoding import BatchDecoder, Step
+from kvant.engine.drafts import LOSS, DraftChoice, Drafter, SuffixDrafter
 from kvant.models import Decoder
 
 
@@ -158,15 +157,15 @@ def test_what_pays_goes_on() -> None:
 @pytest.mark.parametrize("pays", [True, False])
 def test_a_run_drafts_while_it_pays(pocket: tuple[Decoder, Any], monkeypatch: pytest.MonkeyPatch, pays: bool) -> None:
     """A step takes a second, or one for every token. A third of what is drafted is wrong."""
-    model, read, clock = pocket[0], BatchDrafter.read, 0.0
+    model, read, clock = pocket[0], BatchDecoder.read, 0.0
 
-    def took(self: BatchDrafter, step: Step, following: Step | None, *, is_counted: bool) -> None:
+    def took(self: BatchDecoder, step: Step, following: Step | None, *, is_counted: bool) -> None:
         nonlocal clock
         clock += 1 + (0 if pays or step.drafts is None else max(map(len, step.drafts)))
         read(self, step, following, is_counted=is_counted)
 
-    monkeypatch.setattr(BatchDrafter, "read", took)
-    monkeypatch.setattr("kvant.engine.batch_drafts.time", SimpleNamespace(perf_counter=lambda: clock))
+    monkeypatch.setattr(BatchDecoder, "read", took)
+    monkeypatch.setattr("kvant.engine.decoding.time", SimpleNamespace(perf_counter=lambda: clock))
     plain = [token for token, _ in Run(model, [5, 6, 7], model.make_cache(128), max_tokens=100)]
     drafts = KnownDrafts(text=[5, 6, 7, *plain], mistakes=0.33)
     run = Run(model, [5, 6, 7], model.make_cache(128), max_tokens=100, drafts=drafts)

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvant.engine.batch_drafts import DraftChoice
-from kvant.engine.drafts import MOST, Drafter, Drafts
+from kvant.engine.drafts import MOST, DraftChoice, Drafter, Drafts
 from support.checkpoints import qwen2_config, write_reference
 
 
@@ -48,7 +47,7 @@ def draft_by_chance(monkeypatch: pytest.MonkeyPatch, seed: int, sizes: Sequence[
     """Have every answer draft one of these numbers of tokens, as far as there is room, whatever steps cost."""
     rng = random.Random(seed)
     monkeypatch.setattr(DraftChoice, "count", lambda self, drafter, most, **_: min(most, rng.choice(sizes)))
-    monkeypatch.setattr("kvant.engine.batch_drafts.LOSS", math.inf)
+    monkeypatch.setattr("kvant.engine.drafts.LOSS", math.inf)
 
 
 def save_draft_model(folder: Path, tokenizer: Path, **changes: Any) -> Path:

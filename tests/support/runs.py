@@ -8,6 +8,7 @@ import mlx.core as mx
 from kvant.cache import KVCache
 from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.drafts import DraftCounts, Drafts
+from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import FinishReason, Request
 from kvant.models import LanguageModel
 
@@ -23,7 +24,7 @@ class Run:
         *,
         max_tokens: int = -1,
         prefill_step_size: int = 512,
-        drafts: Drafts | None = None,
+        drafts: Drafts | ModelDrafts | None = None,
         **options: Any,
     ) -> None:
         """Check everything; nothing is fed yet. The arguments are those of a Request."""

@@ -48,10 +48,15 @@ class PoolSequence:
         """Ids of the committed tokens."""
         return self._ids[: self.length]
 
+    @property
+    def room(self) -> int:
+        """Tokens that still fit."""
+        return self.max_tokens - self.length
+
     def check_room(self, new_tokens: int) -> None:
         """Raise a ContextError unless so many more tokens fit."""
         self.check_open()
-        if self.length + new_tokens > self.max_tokens:
+        if new_tokens > self.room:
             raise ContextError(
                 f"{new_tokens} more tokens do not fit: {self.length} of the {self.max_tokens} reserved tokens are used"
             )

@@ -14,7 +14,7 @@ from kvant.cli.options import RunOptions
 from kvant.cli.question import Question, at
 from kvant.cli.session import Session, asked_drafts, drafts_beside
 from kvant.cli.terminal import say
-from kvant.engine.drafts import check_drafts
+from kvant.engine.model_drafts import check_drafts
 from kvant.engine.request import CHUNK, Request, pool_reservation, reservation
 from kvant.engine.scheduler import Scheduler
 from kvant.engine.stream import GenerationResponse, Wanted, responses

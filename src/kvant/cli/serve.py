@@ -11,8 +11,7 @@ from kvant.cli import options, ranks, terminal
 from kvant.cli.fitting import named_format
 from kvant.cli.options import BadValueError, RunOptions, Without
 from kvant.cli.session import asked_drafts, bound_memory, drafts_beside, follow, load_session
-from kvant.engine.drafts import check_drafts
-from kvant.engine.model_drafts import PooledDrafts
+from kvant.engine.model_drafts import PooledDrafts, check_drafts
 from kvant.errors import KvantError
 from kvant.files import read_given
 from kvant.sizes import format_bytes

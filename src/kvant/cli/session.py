@@ -128,7 +128,7 @@ def open_session(
     return session
 
 
-def asked_drafts(session: Session, run: RunOptions) -> Drafts | None:
+def asked_drafts(session: Session, run: RunOptions) -> Drafts | ModelDrafts | None:
     """Where drafts come from; those of the session's draft model have no cache yet. None: there are none."""
     if session.draft_model is None:
         return drafts_of(run.draft)

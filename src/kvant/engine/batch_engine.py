@@ -25,9 +25,6 @@ class BatchEngine:
 
     A reader holds nobody up, however slow it is. If the thread fails, every request fails with its error at once, and
     further ones are refused. Close it, or use it in a ``with`` statement, which cancels what is under way.
-
-    Attributes:
-        drafts: what drafts did up to the last step; any thread may ask.
     """
 
     def __init__(
@@ -64,8 +61,7 @@ class BatchEngine:
         self._error: BaseException | None = None
         self._last_sign: float | None = None  # of life; None: it sleeps
         self._counts = self._scheduler.counts
-        self.drafts = self._scheduler.drafts
-        self._ended = threading.Event()
+        self.drafts = self._scheduler.drafts  # what drafts did up to the last step; any thread may ask
         self._thread = threading.Thread(target=self._run, name="kvant-engine", daemon=True)
         self._thread.start()
         if stall_after is not None:
@@ -74,10 +70,7 @@ class BatchEngine:
         atexit.register(self.close, drain=False, timeout=10)
 
     def submit(self, request: Request, deliver: Deliver) -> None:
-        """Take a request in. ``deliver`` is called with each token, in the engine's thread.
-
-        It must not wait. An error of it cancels the request.
-        """
+        """Take a request in; ``deliver`` gets its tokens in the engine's thread: it must not wait; an error cancels."""
         check_process()
         work = self._scheduler.check(request)
         with self._changed:
@@ -114,14 +107,10 @@ class BatchEngine:
         return 0.0 if last is None else time.monotonic() - last
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
-        """Take no further requests, and end the thread when those under way have ended.
+        """Take no further requests, and end the thread when those under way have ended. Returns whether it has.
 
-        Args:
-            drain: whether they may go on to their ends; else they are cancelled.
-            timeout: seconds to wait at most; None: for ever. It may be closed again, without draining.
-
-        Returns:
-            whether the thread has ended.
+        ``drain``: they may go on to their ends; else they are cancelled. ``timeout``: seconds to wait at most; None:
+        for ever. It may be closed again, without draining.
         """
         with self._changed:
             self._closing = True
@@ -156,11 +145,8 @@ class BatchEngine:
             self._fail(error)
         finally:
             self._last_sign = None
-            try:
-                self._scheduler.close()
-                self._counts = self._scheduler.counts
-            finally:
-                self._ended.set()
+            self._scheduler.close()
+            self._counts = self._scheduler.counts
 
     def _wait(self) -> bool:
         """Sleep until there is work. Returns whether there will be more."""
@@ -188,7 +174,8 @@ class BatchEngine:
 
     def _watch(self, stall_after: float) -> None:
         looked = time.monotonic()
-        while not self._ended.wait(stall_after / 4):
+        while self._thread.is_alive():
+            self._thread.join(stall_after / 4)
             looked, before = time.monotonic(), looked
             if looked - before > stall_after / 2:  # the process was stopped, as by Ctrl-Z: no thread had any time
                 continue

@@ -1,15 +1,14 @@
 """Many prompts at once through one reserved pool: mlx-lm's ``batch_generate``."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
-from kvant.engine.drafts import DraftCounts, check_drafts
-from kvant.engine.model_drafts import ModelDrafts, asked_drafts
+from kvant.engine.drafts import DraftCounts
+from kvant.engine.model_drafts import PooledDrafts, asked_drafts, check_drafts
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.request import (
     CHUNK,
@@ -35,29 +34,17 @@ MOST_ROWS = 1024  # of a deterministic step, which has completion_batch_size row
 
 @dataclass(kw_only=True, slots=True)
 class BatchStats:
-    """What a batch took. The fields and properties are mlx-lm's, ``reserved_bytes`` and ``drafts``.
+    """What a batch took. The fields and properties are mlx-lm's, ``reserved_bytes`` and ``drafts``."""
 
-    Attributes:
-        prompt_tokens: tokens of prompts that were fed; those of a shared prefix are fed once.
-        prompt_time: seconds that feeding them took.
-        generation_tokens: tokens generated, those that ended a text included.
-        generation_steps: steps, each of one token of every sequence that ran, and of drafts that were accepted.
-        decode_time: seconds that these steps took.
-        wall_time: seconds in all.
-        peak_memory: most memory that MLX held so far, in GB (1e9 bytes).
-        reserved_bytes: of the pool, and of a draft model's.
-        drafts: what drafts did; None: there were none.
-    """
-
-    prompt_tokens: int = 0
-    prompt_time: float = 0.0
-    generation_tokens: int = 0
-    generation_steps: int = 0
-    decode_time: float = 0.0
-    wall_time: float = 0.0
-    peak_memory: float = 0.0
-    reserved_bytes: int = 0
-    drafts: DraftCounts | None = None
+    prompt_tokens: int = 0  # of prompts that were fed; those of a shared prefix are fed once
+    prompt_time: float = 0.0  # seconds that feeding them took
+    generation_tokens: int = 0  # those that ended a text included
+    generation_steps: int = 0  # each of one token of every sequence that ran, and of drafts that were accepted
+    decode_time: float = 0.0  # seconds that these steps took
+    wall_time: float = 0.0  # seconds in all
+    peak_memory: float = 0.0  # most that MLX held so far, in GB (1e9 bytes)
+    reserved_bytes: int = 0  # of the pool, and of a draft model's
+    drafts: DraftCounts | None = None  # what drafts did; None: there were none
 
     @property
     def prompt_tps(self) -> float:
@@ -87,21 +74,13 @@ class BatchStats:
 
 @dataclass(slots=True)
 class BatchResponse:
-    """The answers, in the order of the prompts. The fields are mlx-lm's.
+    """The answers, in the order of the prompts. The fields are mlx-lm's; None: not asked for."""
 
-    Attributes:
-        texts: without what ended them.
-        stats: counts and times.
-        caches: of prompt and answer, where they were asked for, each in memory of its own: ``cache.save(path)`` works.
-        token_ids: of the answers, where they were asked for, without the token that ended a text.
-        logprobs: of these tokens, where they were asked for.
-    """
-
-    texts: list[str]
+    texts: list[str]  # without what ended them
     stats: BatchStats
-    caches: list[ModelCache | None] | None
-    token_ids: list[list[int]] | None = None
-    logprobs: list[list[float]] | None = None
+    caches: list[ModelCache | None] | None  # of prompt and answer, each in memory of its own: cache.save(path) works
+    token_ids: list[list[int]] | None = None  # of the answers, without the token that ended a text
+    logprobs: list[list[float]] | None = None  # of these tokens
 
 
 def batch_generate(
@@ -145,20 +124,16 @@ def batch_generate(
         return_prompt_caches, return_token_ids, return_logprobs: see :class:`BatchResponse`.
         stop_tokens: rows of token ids, each of which ends an answer; in the place of the tokenizer's end of text.
         sampler: for all prompts. With a seed, prompt i draws with the seed + i.
-        logits_processors: for all prompts; functions of (tokens so far, logits).
         completion_batch_size: prompts that run at once, at most; up to 1,024 if deterministic.
         prefill_batch_size: completion_batch_size is at least this, as in mlx-lm. One prompt is fed at a time.
         prefill_step_size: prompt tokens fed at a time, at most; default: 512. While an answer runs, and where it is
             deterministic, at most 128.
-        max_kv_size: a sequence has at most so many tokens, as in :func:`kvant.stream_generate`.
         stream: refused.
         samplers: one for each prompt, None: ``sampler``. Each draws with its own seed.
-        stop: a string or strings that end an answer, which does not include them.
-        kv_bits, kv_group_size: of the pool; default: 8 bits in groups of 32. 0 bits: no quantization, as in mlx-lm.
+        logits_processors, max_kv_size, stop, kv_bits, kv_group_size: as in :func:`kvant.stream_generate`, for all.
         deterministic: a prompt's answer does not depend on the others, on a CPU to the last bit. It takes longer.
-        draft: as in :func:`kvant.stream_generate`; every sequence drafts for itself.
-        draft_model, num_draft_tokens: as in :func:`kvant.stream_generate`. A second pool is reserved for it, of
-            as many sequences.
+        draft, draft_model, num_draft_tokens: as in :func:`kvant.stream_generate`; every sequence drafts for itself. For
+            a draft model a second pool is reserved, of as many sequences.
 
     Raises:
         ContextError: a prompt that does not fit the context or max_kv_size, or a pool that does not fit this machine.
@@ -196,11 +171,13 @@ def batch_generate(
         limit = max_tokens[number] if isinstance(max_tokens, Sequence) else max_tokens
         cache = None if prompt_caches is None else prompt_caches[number]
         own = None if samplers is None else samplers[number]
-        with _named(number):
+        try:
             ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
             held = 0 if cache is None else model.check_cache(cache).offset
             check_count("max_tokens", limit)
             needs.append(reservation(model, held + len(ids), limit, max_kv_size))
+        except (ContextError, PromptError) as error:
+            raise type(error)(f"prompts[{number}]: {error}") from error
         request = Request(
             ids,
             max_tokens=limit,
@@ -219,20 +196,18 @@ def batch_generate(
             print(f"[batch_generate] {text}", end=end)
 
     if wanted:
+        rows = (
+            at_once if deterministic else min(at_once, len(needs))
+        )  # deterministic: as many for any number of prompts
+        size = pool_reservation(needs, at_once)
         pool = model.make_pool(
-            pool_reservation(needs, at_once),
-            # Deterministic: a step has as many rows for any number of prompts.
-            sequences=at_once if deterministic else min(at_once, len(needs)),
-            max_seq_len=max(needs),
-            prefill_step_size=step_size,
-            **options.fields,
+            size, sequences=rows, max_seq_len=max(needs), prefill_step_size=step_size, **options.fields
         )
         check_drafts(drafts, pool, deterministic=deterministic)
         stats.reserved_bytes = pool.nbytes
-        if isinstance(drafts, ModelDrafts):
-            drafts = drafts.beside(pool)
-            stats.reserved_bytes += drafts.pool.nbytes
-        wanted = [replace(each, request=replace(each.request, drafts=drafts)) for each in wanted]
+        beside = None if drafts is None else drafts.beside(pool)
+        stats.reserved_bytes += beside.pool.nbytes if isinstance(beside, PooledDrafts) else 0
+        wanted = [replace(each, request=replace(each.request, drafts=beside)) for each in wanted]
         say(f"Reserved: {format_bytes(stats.reserved_bytes)} for {pool.max_sequences} sequences at once")
         scheduler = Scheduler(model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
         finished, started = 0, time.perf_counter()
@@ -262,12 +237,3 @@ def batch_generate(
         token_ids=[[piece.token for piece in own] for own in counted] if return_token_ids else None,
         logprobs=[[piece.logprob for piece in own] for own in counted] if return_logprobs else None,
     )
-
-
-@contextmanager
-def _named(number: int) -> Iterator[None]:
-    """Errors of a prompt say which one it is."""
-    try:
-        yield
-    except (ContextError, PromptError) as error:
-        raise type(error)(f"prompts[{number}]: {error}") from error

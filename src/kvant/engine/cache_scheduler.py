@@ -54,7 +54,6 @@ class CacheScheduler(Scheduler):
 
     @property
     def idle(self) -> bool:
-        """Whether a step would do nothing."""
         return not self._later and super().idle
 
     def step(self) -> list[Token]:
@@ -95,14 +94,12 @@ class CacheScheduler(Scheduler):
         cache = self.cache
         with cache.turn:
             limit = context_limit(self._model, cache.max_seq_len)
-            full = limit is not None and cache.offset >= limit
-            if self._last is None or full or not self._is_mine:
+            if self._last is None or (limit is not None and cache.offset >= limit) or not self._is_mine:
                 return
-            ids = [[self._last]]
             if cache.step is None:
-                self._decoder.feed(cache, ids)
+                self._decoder.feed(cache, [[self._last]])
             else:
-                cache.commit(1, ids=ids)
+                cache.commit(1, ids=[[self._last]])
             self._last = None
             self._look()
 

@@ -1,7 +1,4 @@
-"""A conversation whose history stays in the cache: every turn feeds only what is new.
-
-Where a window or a state of the cache cannot go back to where a turn differs from what is held, the turn feeds all.
-"""
+"""A conversation whose history stays in the cache: a turn feeds what is new, or all where the cache cannot go back."""
 
 import json
 import time
@@ -82,10 +79,8 @@ class Conversation:
         """
         if overflow not in get_args(Overflow):
             raise ValueError(f"overflow is {overflow!r}; expected {' or '.join(map(repr, get_args(Overflow)))}")
-        self._model = model
-        self._tokenizer = tokenizer
+        self._model, self._tokenizer, self._overflow = model, tokenizer, overflow
         self._cache = model.check_cache(cache)
-        self._overflow = overflow
         self._variables = dict(template_variables or {})
         self._turn: Generator[GenerationResponse, None, None] | None = None
         self._drafts: PooledDrafts | None = None  # of the last turn that had a draft model
@@ -158,11 +153,9 @@ class Conversation:
     def undo(self) -> str | None:
         """Take the last question and its answer back. Returns the question; None: there was none."""
         self._end_turn()
-        if not questions(self.messages):
+        if not (found := questions(self.messages)):
             return None
-        at = self._last_question()
-        question = self.messages[at]["content"]
-        self.messages = self.messages[:at]
+        question, self.messages = self.messages[found[-1]]["content"], self.messages[: found[-1]]
         return question
 
     def save(self, path: str | Path) -> None:
@@ -253,9 +246,9 @@ class Conversation:
         self._turn = self._record(prompts, answer)
         return self._turn
 
-    def _beside(self, drafts: Drafts, pool: ModelCache) -> Drafts:
+    def _beside(self, drafts: Drafts | ModelDrafts, pool: ModelCache) -> Drafts:
         """These drafts beside the cache. What a draft model holds is kept for the next turn."""
-        if not isinstance(drafts, ModelDrafts):
+        if isinstance(drafts, Drafts):
             return drafts
         known = self._drafts
         if known is None or known.model is not drafts.model or known.most != drafts.most:
@@ -298,20 +291,17 @@ class Conversation:
                 yield response
         finally:
             if pieces:
-                self._keep(prompts[-1], tokens, "".join(pieces))
+                prompt, text = prompts[-1], "".join(pieces)
+                has_end = tokens[-1] in self._tokenizer.eos_token_ids
+                self._known.answered(prompt.text, prompt.ids, tokens[:-1] if has_end else tokens)
+                splitter = Thinking.of(self._tokenizer, prompt.text)
+                thought, content = ("", text) if splitter is None else splitter.split(text)
+                reasoning = {"reasoning_content": thought} if thought else {}
+                self.messages = [*prompt.messages, {"role": "assistant", "content": content, **reasoning}]
             else:
                 self.forgotten = 0
         if last is not None:
             yield last
-
-    def _keep(self, prompt: Prompt, tokens: Sequence[int], answer: str) -> None:
-        """Record a turn with its answer."""
-        has_end = tokens[-1] in self._tokenizer.eos_token_ids
-        self._known.answered(prompt.text, prompt.ids, tokens[:-1] if has_end else tokens)
-        splitter = Thinking.of(self._tokenizer, prompt.text)
-        thought, content = ("", answer) if splitter is None else splitter.split(answer)
-        reasoning = {"reasoning_content": thought} if thought else {}
-        self.messages = [*prompt.messages, {"role": "assistant", "content": content, **reasoning}]
 
     def _end_turn(self) -> None:
         """Record the turn that was left suspended, if any."""
@@ -362,21 +352,19 @@ def messages_of(path: str | Path, metadata: Mapping[str, str]) -> list[Message]:
     if KEY not in metadata:
         raise SnapshotError(f"{path}: it holds no conversation; expected a file that a conversation was saved to")
     try:
-        raw = json.loads(metadata[KEY], object_pairs_hook=unique_keys)
-        if not isinstance(raw, list):
-            raise ValueError(f"a JSON {type(raw).__name__}; expected a list")
-        return [_message(number, entry) for number, entry in enumerate(raw)]
+        found = json.loads(metadata[KEY], object_pairs_hook=unique_keys)
+        if not isinstance(found, list):
+            raise ValueError(f"a JSON {type(found).__name__}; expected a list")
+        fields = {"role", "content", "reasoning_content"}
+        for number, raw in enumerate(found):
+            if not isinstance(raw, dict) or not {"role", "content"} <= raw.keys() <= fields:
+                raise ValueError(f"message {number} is no object of a role, a content and perhaps a reasoning_content")
+            if not all(isinstance(value, str) for value in raw.values()):
+                raise ValueError(f"message {number} has a value that is no text")
+            if raw["role"] not in ROLES or (raw["role"] == "system" and number):
+                raise ValueError(f"message {number} has the role {raw['role'][:20]!r}; expected user or assistant")
+            for value in raw.values():
+                value.encode()  # half of a character is a UnicodeEncodeError, which is a ValueError
     except (ValueError, RecursionError) as error:
         raise SnapshotError(f"{path}: its conversation is malformed: {error}") from error
-
-
-def _message(number: int, raw: Any) -> Message:
-    if not isinstance(raw, dict) or not {"role", "content"} <= raw.keys() <= {"role", "content", "reasoning_content"}:
-        raise ValueError(f"message {number} is no object of a role, a content and perhaps a reasoning_content")
-    if not all(isinstance(value, str) for value in raw.values()):
-        raise ValueError(f"message {number} has a value that is no text")
-    if raw["role"] not in ROLES or (raw["role"] == "system" and number):
-        raise ValueError(f"message {number} has the role {raw['role'][:20]!r}; expected user or assistant")
-    for value in raw.values():
-        value.encode()  # half of a character is a UnicodeEncodeError, which is a ValueError
-    return raw
+    return [*found]

@@ -1,20 +1,26 @@
-"""Steps of decoding: the last token of every answer is fed together, and the next ones are sampled."""
+"""Steps of decoding: the last token of every answer, and drafts behind it, are fed together and the next sampled."""
 
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice, takewhile
 
 import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
-from kvant.engine.row_sampling import Picked, Sampled, pick_rows
+from kvant.engine.drafts import DraftChoice
+from kvant.engine.row_sampling import Picked, Row, Sampled, pick_rows
 from kvant.engine.sampler import rows_of
 from kvant.engine.work import Answer
 from kvant.errors import GrammarError, KernelError, one_line
 from kvant.models import LanguageModel
 from kvant.operators import kernel_record
+
+# The next tokens of every answer of a step, and whether they were drafted; an error is the last.
+Found = list[list[tuple[Picked | Exception, bool]]]
 
 
 @dataclass(eq=False, slots=True)
@@ -33,11 +39,15 @@ class Step:
 
 
 class BatchDecoder:
-    """Begins steps of a model and a pool."""
+    """Begins steps of a model and a pool, with drafts where they pay, and reads what came of these."""
 
     def __init__(self, model: LanguageModel, pool: Pool | ModelCache, *, rows: int | None) -> None:
         """``rows``: of every step, those beyond the answers being padding; None: one for each answer."""
         self._model, self._pool, self._rows = model, pool, rows
+        self._choice = DraftChoice()
+        self.counts = self._choice.counts
+        self._read_at: float | None = None  # when the last step's tokens were read, if nothing else was computed since
+        self._seconds: float | None = None  # that the last step took, where that is known
 
     def begin(self, answers: Sequence[Answer], ids: mx.array, unread: Collection[Answer] = ()) -> Step:
         """Begin a step of ids (B,), the last token of each answer; those of the ``unread`` are not known yet."""
@@ -45,21 +55,14 @@ class BatchDecoder:
         if padding := rows - len(answers):
             ids = mx.concatenate([ids, mx.zeros(padding, ids.dtype)])
         batch = self._pool.batch([answer.sequence for answer in answers], rows)
-        logits = self._model.next_logits(ids[:, None], batch)
-        sampled = None
+        logits, sampled = self._model.next_logits(ids[:, None], batch), None
         if unread or not any(answer.waits for answer in answers):
-            each = [
-                answer.row(ids[number : number + 1] if answer in unread else ())
-                for number, answer in enumerate(answers)
-            ]
+            each = [one.row(ids[place : place + 1] if one in unread else ()) for place, one in enumerate(answers)]
             sampled = pick_rows(logits, each)
         return Step(list(answers), batch, logits, sampled, is_ahead=bool(unread))
 
     def begin_after(self, step: Step, running: Sequence[Answer]) -> Step | None:
-        """Begin the step after one that is committed and not read, of all answers that do not end with it.
-
-        None where there are none, or where one has to see its tokens before.
-        """
+        """Begin the step after one that is not read; None: no answer goes on, or one has to see its token before."""
         if step.sampled is None:
             return None
         places = {answer: row for row, answer in enumerate(step.answers)}
@@ -75,59 +78,162 @@ class BatchDecoder:
             ids = mx.concatenate(each)
         return self.begin(answers, ids, places)
 
-    def begin_drafted(self, answers: Sequence[Answer], drafts: list[list[int]]) -> Step:
-        """Begin a step that verifies drafts: of the last token of each answer and a draft behind it."""
-        num_tokens = 1 + max(map(len, drafts))
-        fed = [[answer.tokens[-1], *draft] for answer, draft in zip(answers, drafts, strict=True)]
-        batch = self._pool.batch([answer.sequence for answer in answers])
-        logits = self._model.every_logits(mx.array([ids + ids[-1:] * (num_tokens - len(ids)) for ids in fed]), batch)
-        sampled = None
-        if not any(answer.sees_tokens for answer in answers):
-            places = [(number, place) for number, ids in enumerate(fed) for place in range(len(ids))]
-            # (rows, S, vocab) -> (positions, vocab), without the padding
-            each = rows_of(logits.flatten(0, 1), [number * num_tokens + place for number, place in places])
-            sampled = pick_rows(each, [answers[number].row(drafts[number][:place]) for number, place in places])
-        return Step(list(answers), batch, logits, sampled, drafts=drafts)
-
     def feed(self, batch: PoolBatch, ids: list[list[int]]) -> None:
         """Feed tokens whose logits are known, and commit them."""
         with kernel_failures(self._pool):
             mx.eval(self._model.feed(mx.array(ids), batch))
         batch.commit(ids=ids)
 
+    def may_draft(self, ready: Sequence[Answer]) -> bool:
+        """Whether any of these answers may draft after its next token, whatever that is."""
+        return any(self._count(answer, answer.left - 2, longer=1) > 0 for answer in ready)
+
+    def _count(self, answer: Answer, most: int, *, longer: int = 0) -> int:
+        drafts = answer.work.request.drafts
+        if answer.drafter is None or drafts is None:
+            return 0
+        return self._choice.count(answer.drafter, min(drafts.most, most), longer=longer)
+
+    def begin_drafted(self, running: Sequence[Answer], ready: Sequence[Answer]) -> Step | None:
+        """Begin a step that verifies drafts, each behind the last token of its answer; None: none pays."""
+        # Every answer has to have room, those that do not draft too. One near its end shortens a few steps.
+        most = min(self._pool.prefill_step_size, *(answer.sequence.room for answer in running)) - 1
+        asked = {answer: count for answer in ready if (count := self._count(answer, min(most, answer.left - 1))) > 0}
+        drafts: dict[Answer, list[int]] = {}
+        for source in {id(each): each for each in (answer.work.request.drafts for answer in asked)}.values():
+            own = [answer for answer in asked if answer.work.request.drafts is source]
+            assert source is not None
+            made = source.propose([answer.drafter for answer in own], [asked[answer] for answer in own])
+            if made is None:  # a step was made between two steps, of whose time it is no part
+                self.paused()
+                return None
+            for answer, draft in zip(own, made, strict=True):
+                # up to the first token that the model does not have: a prompt's file or a draft model may have others
+                drafts[answer] = [*takewhile(lambda token: 0 <= token < self._model.config.vocab_size, draft)]
+                if answer.drafter is not None and answer.drafter.ended is not None:
+                    self.counts.off = answer.drafter.ended
+                    answer.end_drafts()
+        if not any(drafts.values()):
+            return None
+        every = [drafts.get(answer, []) for answer in running]
+        fed = [[answer.tokens[-1], *draft] for answer, draft in zip(running, every, strict=True)]
+        width = max(map(len, fed))
+        batch = self._pool.batch([answer.sequence for answer in running])
+        logits = self._model.every_logits(mx.array([ids + ids[-1:] * (width - len(ids)) for ids in fed]), batch)
+        sampled = None
+        if not any(answer.sees_tokens for answer in running):
+            places = [(number, place) for number, ids in enumerate(fed) for place in range(len(ids))]
+            # (rows, S, vocab) -> (positions, vocab), without the padding
+            each = rows_of(logits.flatten(0, 1), [number * width + place for number, place in places])
+            sampled = pick_rows(each, [running[number].row(every[number][:place]) for number, place in places])
+        return Step(list(running), batch, logits, sampled, drafts=every)
+
+    def paused(self) -> None:
+        """Something else is computed before the next step: the time until then is not the step's."""
+        self._read_at = None
+
+    def read(self, step: Step, following: Step | None, *, is_counted: bool) -> None:
+        """A step was evaluated just now; ``is_counted``: an answer might have drafted in it.
+
+        ``following``: the step that was begun meanwhile. Several ranks compute a step where it is begun, and a CPU for
+        the most part where it is queued.
+        """
+        if not is_counted:
+            self.paused()
+            return
+        self.counts.steps += len(step.answers)
+        self.counts.tokens += len(step.answers) if step.drafts is None else 0  # of drafts as many as are accepted
+        now, before = time.perf_counter(), self._read_at
+        self._read_at, self._seconds = now, None if before is None else now - before
+        if step.is_ahead == (following is None):  # where queueing computes, none was since the last was read, or two
+            self._seconds = None
+        if step.drafts is None and self._seconds is not None:
+            self._choice.stepped(self._seconds, ahead=step.is_ahead or self._pool.divided)
+
+    def commit(self, step: Step, picked: Sequence[Picked | Exception] | None) -> Found:
+        """Commit what was drafted rightly in an evaluated step. Returns the next tokens of its answers.
+
+        ``picked``: of :attr:`Step.sampled`; None: a position is sampled once the tokens before it are known.
+        """
+        assert step.drafts is not None
+        found = _found(step, step.drafts, picked)
+        each = zip(step.answers, step.drafts, found, strict=True)
+        ids = [[answer.tokens[-1], *draft][: len(own)] for answer, draft, own in each]
+        counts = [len(own) for own in ids]
+        if self._pool.takes_back or counts[0] == step.logits.shape[1]:
+            step.batch.commit(counts, ids=ids)
+        else:  # a state has taken all of the step: its first tokens are fed again
+            started = time.perf_counter()
+            step.batch.end_step()
+            self.feed(step.batch, ids)
+            took = time.perf_counter() - started  # a part of the step's time, and not of the next one's
+            self._seconds = None if self._seconds is None else self._seconds + took
+            self._read_at = None if self._read_at is None else self._read_at + took
+        self.counts.tokens += sum(counts)
+        self.counts.drafted += sum(map(len, step.drafts))
+        self.counts.accepted += sum(is_drafted for own in found for _, is_drafted in own)
+        self._choice.verified(sum(counts) / len(counts), self._seconds)
+        return found
+
 
 def pick(logits: mx.array, answers: Sequence[Answer]) -> list[Picked | Exception]:
-    """Sample the next token of every answer, or say why it has none.
+    """Sample the next token of every answer by the first rows of logits (rows, vocab), or say why it has none.
 
-    Args:
-        logits: (rows, vocab), evaluated; the first rows are the answers'.
-        answers: those that call functions of the caller's are the last. Each of these is sampled and evaluated
-            alone, so that an error, or an array that this thread cannot compute, is nobody else's.
+    Those that call functions of the caller's are the last. Each of these is sampled and evaluated alone, so that an
+    error, or an array that this thread cannot compute, is nobody else's.
     """
-    masks: list[bytes | GrammarError | None] = []
-    for answer in answers:
+    rows: list[Row] = []
+    errors: dict[int, GrammarError] = {}
+    for number, answer in enumerate(answers):
+        mask = None
         try:
-            masks.append(None if answer.matcher is None else answer.matcher.mask())
+            mask = None if answer.matcher is None else answer.matcher.mask()
         except GrammarError as error:
-            masks.append(error)
-    together = sum(not answer.work.calls_out for answer in answers)
+            errors[number] = error
+        rows.append(answer.row(mask=mask))
     picked: list[Picked | Exception] = []
+    together = sum(not answer.work.calls_out for answer in answers)
     for first, end in [(0, together), *((row, row + 1) for row in range(together, len(answers)))]:
-        some = list(zip(answers, masks, strict=True))[first:end]
-        rows = [answer.row(mask=mask if isinstance(mask, bytes) else None) for answer, mask in some]
         try:
-            picked += pick_rows(logits[first:], rows).read() if some else []
+            picked += pick_rows(logits[first:], rows[first:end]).read() if first < end else []
         except Exception as error:
             picked += [error] * (end - first)
-    for row, (answer, mask, each) in enumerate(zip(answers, masks, picked, strict=True)):
+    for number, (answer, each) in enumerate(zip(answers, picked, strict=True)):
         try:
-            if isinstance(mask, GrammarError):
-                raise mask
-            if answer.matcher is not None and isinstance(each, Picked):
+            if answer.matcher is not None and isinstance(each, Picked) and number not in errors:
                 answer.matcher.take(each.token)
         except GrammarError as error:
-            picked[row] = error
-    return picked
+            errors[number] = error
+    return [errors.get(number, each) for number, each in enumerate(picked)]
+
+
+def _found(step: Step, drafts: Sequence[list[int]], picked: Sequence[Picked | Exception] | None) -> Found:
+    """The tokens of each answer up to the first that was drafted wrongly."""
+    answers, held = step.answers, [len(answer.tokens) for answer in step.answers]
+    found: Found = [[] for _ in answers]
+    rest = iter(picked or ())
+    known = [[*islice(rest, len(draft) + 1)] for draft in drafts]
+    left, place = list(range(len(answers))), 0
+    try:
+        while left:
+            if picked is None:
+                sampled = pick(rows_of(step.logits[:, place], left), [answers[number] for number in left])
+            else:
+                sampled = [known[number][place] for number in left]
+            numbers, left = left, []
+            for number, each in zip(numbers, sampled, strict=True):
+                is_drafted = isinstance(each, Picked) and drafts[number][place : place + 1] == [each.token]
+                found[number].append((each, is_drafted))
+                if isinstance(each, Picked) and is_drafted:
+                    # The next position's logits are those of the text with this token.
+                    answers[number].tokens.append(each.token)
+                    if each.token not in answers[number].work.stop_tokens:
+                        left.append(number)
+            place += 1
+    finally:  # they are handed out when they are committed
+        for answer, count in zip(answers, held, strict=True):
+            del answer.tokens[count:]
+    return found
 
 
 @contextmanager

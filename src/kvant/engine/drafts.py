@@ -1,8 +1,9 @@
 """What a request asks of drafts: tokens that may follow, proposed cheaply and verified several in one step."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
@@ -12,6 +13,10 @@ Source = Literal["none", "prompt"]
 ServedSource = Literal["none", "prompt", "model"]  # where a server may have a draft model
 MOST = 7  # tokens of a draft
 MOST_TOKENS = 65_536  # that a drafter from the text remembers
+START, LAST = 2, 6  # levels: at level n a draft needs a match of 2^n tokens; at the last one nothing is drafted
+LOSS = 2.0  # steps of one token that drafts may cost before they need a longer match
+RETRY = 128  # steps times 2^level, after which a match half as long is tried again
+SAMPLES = 9  # of the time of a step, of which the lower quartile counts
 RENEWED = 8  # suffixes of which a new token becomes the latest place: a bound, for a text of one token repeated
 
 
@@ -83,8 +88,7 @@ class SuffixDrafter(Drafter):
             if len(self._tokens) == self._most:
                 kept = self._tokens[self._most // 2 :]
                 self._clear()
-                for each in kept:
-                    self._add(each)
+                self.extend(kept)
             self._add(token)
 
     def _add(self, token: int) -> None:
@@ -130,19 +134,76 @@ class SuffixDrafter(Drafter):
         return draft
 
 
+class DraftChoice:
+    """Decides for the answers of a scheduler, which share its steps, how many tokens are drafted.
+
+    A draft from the text is as long as its match, up to 7 tokens (as SuffixDecoding has it: Oliaro et al. 2024,
+    arXiv:2411.04975); a model drafts as many as it was asked for. Gains and losses are counted in the time of a plain
+    step. Once drafts cost two of these, a match has to be twice as long; a model drafts no more. After 128 steps times
+    the length of that match the shorter one is tried again. So drafts are never slower for long.
+    """
+
+    def __init__(self) -> None:
+        self.counts = DraftCounts()  # of all answers
+        self._level, self._balance, self._steps = START, 0.0, 0
+        # Seconds of steps: of one token begun while the one before ran, of one token not so begun, with drafts.
+        self._plain, self._alone, self._drafted = (deque[float](maxlen=SAMPLES) for _ in range(3))
+
+    def count(self, drafter: Drafter, most: int, *, longer: int = 0) -> int:
+        """Tokens to draft, at most ``most``; the match may grow by ``longer`` tokens before."""
+        if len(self._plain) < 2 or self._level == LAST:
+            return 0
+        if not drafter.is_free:
+            return most if self._level <= START else 0
+        match = drafter.match + longer
+        return min(match, most) if match >= 1 << self._level else 0
+
+    def stepped(self, seconds: float, *, ahead: bool) -> None:
+        """A step of one token of each answer took so long; ``ahead``: it was begun while the one before it ran."""
+        if ahead:
+            self._plain.append(seconds)
+            self._count(0.0)
+        else:  # what might have been drafted cost time
+            self._count(min(0.0, 1 - self._cost(self._alone, seconds)))
+
+    def verified(self, tokens: float, seconds: float | None) -> None:
+        """A step with drafts gave so many tokens an answer, in so many seconds; None: they are not known."""
+        if self._level <= START:
+            self.counts.off = None
+        if seconds is not None:
+            self._count(tokens - self._cost(self._drafted, seconds))
+
+    def _cost(self, times: deque[float], seconds: float) -> float:
+        """A step's time in steps of one token, by the last ones of its kind: the first takes longer, others wait."""
+        times.append(seconds)
+        return _quartile(times) / _quartile(self._plain) if self._plain and len(times) > 1 else 1.0
+
+    def _count(self, gained: float) -> None:
+        self._steps += 1
+        self._balance = min(self._balance + gained, LOSS)
+        counts = self.counts
+        if self._balance < -LOSS:
+            self._level, self._steps, self._balance = min(self._level + 1, LAST), 0, 0.0
+            counts.off = f"they took longer; {counts.accepted} of {counts.drafted} were accepted"
+        elif self._level > START and self._steps >= RETRY << self._level:
+            self._level, self._steps, self._balance = self._level - 1, 0, 0.0
+            if self._level == START:
+                counts.off = None
+
+
+def _quartile(times: Collection[float]) -> float:
+    return sorted(times)[len(times) // 4]
+
+
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """Where drafts come from: what the sequence holds so far."""
 
     asked: ClassVar[tuple[str, str]] = "draft", "is 'prompt'"  # by which argument, and its value; for a refusal
-    side_by_side: ClassVar[bool] = True  # answers can draft; else :meth:`beside` makes what can
 
-    @property
-    def most(self) -> int:
-        """Tokens that are drafted a step, at most."""
-        return MOST
+    most: int = MOST  # tokens that are drafted a step, at most
 
-    def beside(self, pool: Pool | ModelCache) -> "Drafts":
+    def beside(self, pool: Pool | ModelCache) -> Self:
         """For the sequences of a pool."""
         return self
 
@@ -160,21 +221,3 @@ def drafts_of(draft: object) -> Drafts | None:
     if draft not in get_args(Source):
         raise ArgumentError("draft", f"is {draft!r}; expected {' or '.join(map(repr, get_args(Source)))}")
     return None if draft == "none" else Drafts()
-
-
-def check_drafts(drafts: Drafts | None, pool: Pool | ModelCache, *, deterministic: bool = False) -> None:
-    """Refuse drafts where a step of several tokens cannot be verified.
-
-    What of a step cannot be taken back in part, because of states, is fed again; of one sequence alone.
-    """
-    if drafts is None:
-        return
-    name, given = drafts.asked
-    if deterministic:
-        raise ArgumentError(
-            name, f"{given}; a step of more tokens rounds differently: it is refused with", "deterministic"
-        )
-    if pool.divided and name == "draft_model":
-        raise ArgumentError(name, f"{given}; several ranks draft from prompt and answer alone")
-    if not (pool.takes_back or isinstance(pool, ModelCache)):
-        raise ArgumentError(name, f"{given}; side by side drafts are for models that kvant computes without mlx-lm")

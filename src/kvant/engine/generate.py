@@ -1,24 +1,17 @@
 """The loop users call: prompt in, text out, every token timed."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from kvant.cache import KVCache
+from kvant.cache import KVCache, ModelCache
 from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.model_drafts import asked_drafts
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.request import (
-    PREFILL_STEP_SIZE,
-    PromptProgress,
-    Request,
-    cache_options,
-    check_given,
-    check_stops,
-    reservation,
-)
+from kvant.engine.request import PREFILL_STEP_SIZE, PromptProgress, Request, cache_options, check_stops, reservation
 from kvant.engine.sampler import Sampler
 from kvant.engine.stream import GenerationResponse, Wanted, responses
 from kvant.errors import ArgumentError
@@ -94,21 +87,25 @@ def stream_generate(
         ValueError: any other argument out of range. Nothing has been fed then.
     """
     started = time.perf_counter()
-    other: object = stream
-    if other is not None:
-        words = f"is a {type(stream).__name__}; expected None: kvant computes on MLX's default stream"
-        raise ArgumentError("stream", words)
+    if stream is not None:
+        raise ArgumentError("stream", f"is a {type(stream).__name__}; expected None: MLX's default stream computes")
     options = cache_options(max_kv_size, kv_bits=kv_bits, kv_group_size=kv_group_size)
-    if quantized_kv_start is not None and quantized_kv_start != 0 and kv_bits != 0:
-        words = f"is {quantized_kv_start!r}; a cache is quantized from the first token: expected 0"
-        raise ArgumentError("quantized_kv_start", words)
+    if quantized_kv_start and kv_bits != 0:
+        said = f"is {quantized_kv_start!r}; a cache is quantized from the first token: expected 0"
+        raise ArgumentError("quantized_kv_start", said)
     stops = check_stops(stop)
     drafts = asked_drafts(draft, draft_model, num_draft_tokens, model, tokenizer)
     if input_embeddings is not None and not isinstance(prompt, str) and not len(prompt):
         prompt = [0] * len(input_embeddings)
     ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
     if input_embeddings is not None:
-        check_embeddings(input_embeddings, model, len(ids), is_drafted=drafts is not None)
+        if model.embedding_size is None or drafts is not None:
+            reason = f"this {model.config.model_type} takes ids alone" if drafts is None else "drafts need ids"
+            raise ArgumentError("input_embeddings", f"is given; expected None: {reason}")
+        given = input_embeddings.shape if isinstance(input_embeddings, mx.array) else type(input_embeddings).__name__
+        if given != (expected := (len(ids), model.embedding_size)):
+            said = f"is {given}; expected {expected} for the prompt's {len(ids)} tokens"
+            raise ArgumentError("input_embeddings", said)
     if prompt_cache is None:
         cache = model.make_cache(reservation(model, len(ids), max_tokens, max_kv_size), **options.fields)
     else:
@@ -130,15 +127,17 @@ def stream_generate(
     return answer if prompt_cache is None else _kept(scheduler, answer)
 
 
-def check_embeddings(given: mx.array, model: LanguageModel, length: int, *, is_drafted: bool) -> None:
-    """Raise an ArgumentError for embeddings that are none of such a prompt's, or that the model does not take."""
-    if model.embedding_size is None or is_drafted:
-        reason = "drafts need ids" if is_drafted else f"this {model.config.model_type} takes ids alone"
-        raise ArgumentError("input_embeddings", f"is given; expected None: {reason}")
-    expected = (length, model.embedding_size)
-    if not isinstance(given, mx.array) or given.shape != expected:
-        shape = given.shape if isinstance(given, mx.array) else type(given).__name__
-        raise ArgumentError("input_embeddings", f"is {shape}; expected {expected} for the prompt's {length} tokens")
+def check_given(cache: ModelCache, kv_bits: int | None, kv_group_size: int | None, max_kv_size: int | None) -> None:
+    """Refuse what a cache of the caller's is not; None: nothing is said of it."""
+    said = [("max_kv_size", max_kv_size, cache.max_seq_len)]
+    said += [("kv_bits", kv_bits, bits) for bits in {own.kv_bits for own in cache.formats} or {0}]
+    for own in cache.formats:
+        # A bridged layer whose widths the group does not divide has a smaller one.
+        if own.kv_bits and own.kv_group_size != math.gcd(kv_group_size or 0, own.head_dim, own.value_head_dim):
+            said.append(("kv_group_size", kv_group_size, own.kv_group_size))
+    for name, given, held in said:
+        if given not in (None, held):
+            raise ArgumentError(name, f"is {given}; {held} is that of the", "prompt_cache")
 
 
 def _kept(scheduler: CacheScheduler, answer: Iterator[GenerationResponse]) -> Iterator[GenerationResponse]:

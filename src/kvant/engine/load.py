@@ -88,12 +88,25 @@ def load(
         raise ArgumentError("path_or_hf_repo", "is missing; expected a folder, a name or 'pocket'")
     if path_or_hf_repo is not None and path_or_name is not None:
         raise ArgumentError("path_or_hf_repo", "is given beside path_or_name; expected one of them")
-    _check(tokenizer_config, model_config, trust_remote_code=trust_remote_code)
+    for key, given in (("tokenizer_config", tokenizer_config), ("model_config", model_config)):
+        if not isinstance(given, Mapping | None):
+            raise ArgumentError(key, f"is a {type(given).__name__}; expected a dict")
+    if model_config:
+        raise ArgumentError("model_config", f"has {_names(model_config)}; a model is as its folder's config.json says")
+    settings = dict(tokenizer_config or {})
+    inner = "tokenizer_config['trust_remote_code']"
+    for key, trusts in (("trust_remote_code", trust_remote_code), (inner, settings.get("trust_remote_code"))):
+        if trusts:
+            raise ArgumentError(key, "is True; nothing in a model folder is executed")
+    if unknown := {key: value for key, value in settings.items() if key not in TOKENIZER_KEYS}:
+        raise ArgumentError("tokenizer_config", f"has {_names(unknown)}; expected {', '.join(TOKENIZER_KEYS)}")
+    for key in ("eos_token", "chat_template"):
+        if not isinstance(settings.get(key), str | None):
+            raise ArgumentError(f"tokenizer_config[{key!r}]", f"is {settings[key]!r:.80}; expected text")
     if lazy:
         warnings.warn("lazy is True; every weight is read at load, one layer after the other", stacklevel=2)
     folder = find_model(name, revision)
     model, tokenizer = load_folder(folder, adapter_path=adapter_path)
-    settings = tokenizer_config or {}
     if (template := settings.get("chat_template")) is not None:
         tokenizer.chat_template = template
     if (token := settings.get("eos_token")) is not None:
@@ -110,32 +123,6 @@ def load(
     return model, tokenizer, config
 
 
-def _check(
-    tokenizer_config: Mapping[str, Any] | None,
-    model_config: Mapping[str, Any] | None,
-    *,
-    trust_remote_code: bool,
-) -> None:
-    """Refuse what :func:`kvant.load` cannot do."""
-    for name, given in (("tokenizer_config", tokenizer_config), ("model_config", model_config)):
-        if not isinstance(given, Mapping | None):
-            raise ArgumentError(name, f"is a {type(given).__name__}; expected a dict")
-    if model_config:
-        raise ArgumentError("model_config", f"has {_names(model_config)}; a model is as its folder's config.json says")
-    settings = dict(tokenizer_config or {})
-    for name, value in (
-        ("trust_remote_code", trust_remote_code),
-        ("tokenizer_config['trust_remote_code']", settings.get("trust_remote_code")),
-    ):
-        if value:
-            raise ArgumentError(name, "is True; nothing in a model folder is executed")
-    if unknown := {key: value for key, value in settings.items() if key not in TOKENIZER_KEYS}:
-        raise ArgumentError("tokenizer_config", f"has {_names(unknown)}; expected {', '.join(TOKENIZER_KEYS)}")
-    for key in ("eos_token", "chat_template"):
-        if not isinstance(settings.get(key), str | None):
-            raise ArgumentError(f"tokenizer_config[{key!r}]", f"is {settings[key]!r:.80}; expected text")
-
-
 def _names(settings: Mapping[str, Any]) -> str:
     return ", ".join(str(key)[:80] for key in settings)
 
@@ -148,12 +135,7 @@ def load_folder(
     process: TextProcess | None = None,
     load_weights: LoadModel | None = None,
 ) -> tuple[LanguageModel, Tokenizer]:
-    """Load from a folder, the tokenizer beside the weights.
-
-    Args:
-        process: for the tokenizer, where one was started already.
-        load_weights: in place of :func:`load_model`.
-    """
+    """Load from a folder; ``process``: for the tokenizer; ``load_weights``: in place of :func:`load_model`."""
     adapter = None if adapter_path is None else find_adapter(adapter_path)
     try:
         tokenizer = begin_loading(folder, process or TextProcess())
@@ -168,10 +150,7 @@ def load_folder(
 
 
 def load_model(folder: Path, progress: Progress | None = None, adapter: Path | None = None) -> LanguageModel:
-    """Load a folder's model: by kvant's decoder where that has the architecture, else by mlx-lm's class.
-
-    Arguments are those of :func:`kvant.models.load_decoder`. A bridged model takes no adapter.
-    """
+    """:func:`kvant.models.load_decoder` where kvant has the architecture, else by mlx-lm's class without adapter."""
     if not is_bridged_folder(folder):
         return load_decoder(folder, progress, adapter)
     from kvant.bridge.folder import load_bridged  # not for a decoder: it imports mlx-lm

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -14,7 +14,7 @@ from kvant.cache import ModelCache
 from kvant.cache.options import DEFAULT_KV_GROUP_SIZE, DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool, PoolSequence
-from kvant.engine.drafts import MOST, Drafter, Drafts, check_drafts, drafts_of
+from kvant.engine.drafts import MOST, Drafter, Drafts, drafts_of
 from kvant.engine.request import CHUNK
 from kvant.errors import ArgumentError, ContextError, ModelError, one_line
 from kvant.models import LanguageModel
@@ -31,11 +31,10 @@ _same: WeakKeyDictionary[Tokenizer, set[str]] = WeakKeyDictionary()  # digests o
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ModelDrafts(Drafts):
-    """What is asked of a model that drafts; :meth:`beside` makes the drafts."""
+class ModelDrafts:
+    """What is asked of a model that drafts."""
 
-    asked = "draft_model", "is given"
-    side_by_side: ClassVar[bool] = False
+    asked: ClassVar[tuple[str, str]] = "draft_model", "is given"
 
     model: LanguageModel  # drafts; its tokenizer was compared
     num_draft_tokens: int | None = None  # a step, at most; None: 3
@@ -43,56 +42,47 @@ class ModelDrafts(Drafts):
 
     @property
     def most(self) -> int:
+        """Tokens that are drafted a step, at most."""
         return self.num_draft_tokens or DEFAULT_DRAFT_TOKENS
 
     def beside(self, pool: Pool | ModelCache) -> "PooledDrafts":
-        """These drafts for the sequences of a pool: as many are reserved for the draft model, in the same format.
+        """The drafts for the sequences of a pool: as many are reserved for the draft model, in the same format.
 
         Each has as many tokens as one of the pool's, at most the draft model's own context.
         """
         check_drafts(self, pool)
         config, formats = self.model.config, pool.formats
-        chosen = draft_format(
-            config,
-            replace(
-                self.options.at(max((own.kv_bits for own in formats), default=0)),
-                kv_group_size=max((own.kv_group_size for own in formats), default=0) or DEFAULT_KV_GROUP_SIZE,
-            ),
-        )
+        bits = max((own.kv_bits for own in formats), default=0)
+        group = max((own.kv_group_size for own in formats), default=0) or DEFAULT_KV_GROUP_SIZE
+        chosen = draft_format(config, replace(self.options, kv_bits=bits, kv_group_size=group, kv_format=None))
         tokens = context_limit(self.model, pool.max_seq_len) or pool.max_seq_len
         made: Pool | ModelCache
+        sequences, step_size = pool.max_sequences, pool.prefill_step_size
         if isinstance(pool, ModelCache):
             made = self.model.make_cache(tokens, **chosen.fields)
-            made.prefill_step_size = pool.prefill_step_size
+            made.prefill_step_size = step_size
             refused = "rejected drafts are taken back from its cache, and its states cannot"
         else:
+            size = sequences * pages_for(tokens) * PAGE_SIZE
             made = self.model.make_pool(
-                pool.max_sequences * pages_for(tokens) * PAGE_SIZE,
-                sequences=pool.max_sequences,
-                max_seq_len=tokens,
-                prefill_step_size=pool.prefill_step_size,
-                **chosen.fields,
+                size, sequences=sequences, max_seq_len=tokens, prefill_step_size=step_size, **chosen.fields
             )
             refused = "side by side expected a model that kvant computes without mlx-lm"
         if not made.takes_back:
             raise ArgumentError("draft_model", f"has {config.model_type}'s layers; {refused}")
         mx.eval(self.model.arrays)  # a thread cannot compute what another one left undone
-        return PooledDrafts(**{own.name: getattr(self, own.name) for own in fields(ModelDrafts)}, pool=made)
+        return PooledDrafts(most=self.most, model=self.model, pool=made)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PooledDrafts(ModelDrafts):
+class PooledDrafts(Drafts):
     """Drafts of a model for the sequences of one scheduler."""
 
-    side_by_side: ClassVar[bool] = True
+    asked = ModelDrafts.asked
 
-    # the draft model's, of as many sequences as that of the model that is drafted for; nobody else uses it
-    pool: Pool | ModelCache
+    model: LanguageModel
+    pool: Pool | ModelCache  # the draft model's, of as many sequences as the other's; nobody else uses it
     drafters: list["ModelDrafter"] = field(default_factory=list)  # of answers that have not ended
-
-    def beside(self, pool: Pool | ModelCache) -> "PooledDrafts":
-        """These, which are beside one already."""
-        return self
 
     def describe(self) -> str:
         """The reservation in a line."""
@@ -106,10 +96,7 @@ class PooledDrafts(ModelDrafts):
         return made
 
     def propose(self, drafters: Sequence["ModelDrafter"], counts: Sequence[int]) -> list[list[int]] | None:
-        """At most ``counts`` tokens that may follow each sequence; None: a chunk of what one is behind was fed.
-
-        Where it fails, no answer under way drafts any more.
-        """
+        """As :meth:`Drafts.propose`. Where it fails, no answer under way drafts any more."""
         able = {each: count for each, count in zip(drafters, counts, strict=True) if each.opened()}
         found: dict[ModelDrafter, list[int]] = {}
         try:
@@ -139,7 +126,7 @@ class PooledDrafts(ModelDrafts):
         rows = {each: each.rest for each in counts}
         widest = max(map(len, rows.values()), default=1)
         # Every sequence has to have room for as many; one near its end drafts no more.
-        left = [each for each in counts if each.room >= widest]
+        left = [each for each in counts if each.sequence.room >= widest]
         while left:
             fed = [rows[each] for each in left]
             batch = self.pool.batch([each.sequence for each in left])
@@ -155,20 +142,17 @@ class PooledDrafts(ModelDrafts):
             for each, guess in zip(left, guesses, strict=True):
                 rows[each] = [guess]
                 found[each].append(guess)
-            left = [each for each in left if len(found[each]) < counts[each] and each.room]
+            left = [each for each in left if len(found[each]) < counts[each] and each.sequence.room]
             widest = 1
         for each, draft in found.items():
-            if draft:
-                each.has_drafted(draft)
+            if draft:  # the last one drafted was not fed
+                each.held = len(each.tokens)
+                each.drafted = draft[: each.sequence.length - each.held]
         return found
 
 
 class ModelDrafter(Drafter):
-    """The sequence of an answer in the pool of a draft model.
-
-    Nothing is computed, and no page taken, before a draft is asked for. What was drafted and is not in the text is
-    taken back.
-    """
+    """The sequence of an answer in a draft model's pool; it is opened, and computed, when a draft is asked for."""
 
     is_free = False
 
@@ -177,7 +161,7 @@ class ModelDrafter(Drafter):
         self.drafts, self._salt, self._reserved = drafts, salt, reserved
         self.tokens: list[int] = []  # of its answer
         self.held = 0  # of these, the first that its sequence has
-        self._drafted: Sequence[int] = ()  # what its sequence has behind them
+        self.drafted: Sequence[int] = ()  # what its sequence has behind them
         self._sequence: PoolSequence | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -190,11 +174,6 @@ class ModelDrafter(Drafter):
         """Of the draft model's pool, once it was opened."""
         assert self._sequence is not None
         return self._sequence
-
-    @property
-    def room(self) -> int:
-        """Tokens that its sequence has room for."""
-        return self.sequence.max_tokens - self.sequence.length
 
     @property
     def rest(self) -> list[int]:
@@ -216,17 +195,12 @@ class ModelDrafter(Drafter):
                 self.ended = str(error)
                 return False
             self.held = self._sequence.length
-        came = takewhile(lambda pair: pair[0] == pair[1], zip(self._drafted, self.rest, strict=False))
+        came = takewhile(lambda pair: pair[0] == pair[1], zip(self.drafted, self.rest, strict=False))
         # One has to be fed for there to be logits.
         self.held = min(self.held + sum(1 for _ in came), len(self.tokens) - 1)
-        self._drafted = ()
+        self.drafted = ()
         self._sequence.trim_to(self.held)
         return True
-
-    def has_drafted(self, draft: Sequence[int]) -> None:
-        """This was drafted behind its tokens, all of which were fed; the last one drafted was not."""
-        self.held = len(self.tokens)
-        self._drafted = draft[: self.sequence.length - self.held]
 
     def release(self, *, failed: bool = False) -> None:
         """Give its pages back, once; later sequences may begin with what it has, unless that failed."""
@@ -248,14 +222,10 @@ def draft_format(config: Any, options: CacheOptions) -> CacheOptions:
 
 
 def asked_drafts(
-    draft: object,
-    draft_model: object,
-    num_draft_tokens: int | None,
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-) -> Drafts | None:
+    draft: object, draft_model: object, num_draft_tokens: int | None, model: LanguageModel, tokenizer: Tokenizer
+) -> Drafts | ModelDrafts | None:
     """What a request of this model asks for, by its arguments or by ``draft`` as made before; None: no drafts."""
-    if isinstance(draft, Drafts):
+    if isinstance(draft, Drafts | ModelDrafts):
         return draft
     found = drafts_of(draft)
     check_draft_tokens(num_draft_tokens, has_model=draft_model is not None)
@@ -268,6 +238,24 @@ def asked_drafts(
     chosen = cast(LanguageModel, draft_model)
     check_draft_model(model, tokenizer, chosen)
     return ModelDrafts(model=chosen, num_draft_tokens=num_draft_tokens)
+
+
+def check_drafts(drafts: Drafts | ModelDrafts | None, pool: Pool | ModelCache, *, deterministic: bool = False) -> None:
+    """Refuse drafts where a step of several tokens cannot be verified.
+
+    What of a step cannot be taken back in part, because of states, is fed again; of one sequence alone.
+    """
+    if drafts is None:
+        return
+    name, given = drafts.asked
+    if deterministic:
+        raise ArgumentError(
+            name, f"{given}; a step of more tokens rounds differently: it is refused with", "deterministic"
+        )
+    if pool.divided and name == "draft_model":
+        raise ArgumentError(name, f"{given}; several ranks draft from prompt and answer alone")
+    if not (pool.takes_back or isinstance(pool, ModelCache)):
+        raise ArgumentError(name, f"{given}; side by side drafts are for models that kvant computes without mlx-lm")
 
 
 def check_draft_tokens(num_draft_tokens: int | None, *, has_model: bool) -> None:
@@ -283,9 +271,8 @@ def check_draft_tokens(num_draft_tokens: int | None, *, has_model: bool) -> None
 def check_draft_model(model: LanguageModel, tokenizer: Tokenizer, draft_model: LanguageModel) -> None:
     """Refuse a draft model with another tokenizer.
 
-    Files are compared first. Where they differ, the draft model's tokenizer is loaded from its folder and compared by
-    content, once. The weights' vocabularies may be padded to different sizes. Of a draft model that was not loaded from
-    a folder only the size of its vocabulary is known.
+    Files are compared first; if they differ, the tokenizers' contents, once. The weights' vocabularies may be padded to
+    different sizes. Of a draft model that was not loaded from a folder only the size of its vocabulary is known.
     """
     ours, theirs = model.identity, draft_model.identity
     if draft_model is model:

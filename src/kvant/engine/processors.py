@@ -1,7 +1,4 @@
-"""Changes of the logits before a token is picked: bias and penalties, with mlx-lm's values.
-
-A penalty looks at the last ``context_size`` tokens.
-"""
+"""Changes of the logits before a token is picked: bias, and penalties on recent tokens, with mlx-lm's values."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +10,7 @@ from kvant.text.grammar import Grammar
 
 Change = Callable[[mx.array, mx.array], mx.array]  # tokens so far (T,), logits (B, vocab) -> logits
 LogitsProcessor = Change | Grammar
+CONTEXT_SIZE = 20  # mlx-lm's default
 Tokens = Sequence[int] | mx.array  # in an array they need not be known yet
 
 
@@ -35,10 +33,10 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class _Penalty:
-    """A penalty on recent tokens; what it does is :meth:`change` of each kind. Those before ``first`` do not count."""
+    """A penalty on the last ``context_size`` tokens, but those before ``first``; :meth:`change` is each kind's own."""
 
     penalty: float
-    context_size: int
+    context_size: int = CONTEXT_SIZE
     first: int = 0
 
     def __call__(self, tokens: Tokens, logits: mx.array) -> mx.array:

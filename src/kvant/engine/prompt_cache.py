@@ -42,8 +42,7 @@ def make_prompt_cache(
         return model.make_cache(max_kv_size, **options.fields)
     from kvant.bridge import prompt_cache  # not for a model of kvant's own: it imports mlx-lm
 
-    size = DEFAULT_RESERVATION if max_kv_size is None else max_kv_size
-    return prompt_cache.make_prompt_cache(model, size, options)
+    return prompt_cache.make_prompt_cache(model, max_kv_size or DEFAULT_RESERVATION, options)
 
 
 def save_prompt_cache(file_name: str | Path, cache: Sequence[Any], metadata: Mapping[str, str] | None = None) -> None:

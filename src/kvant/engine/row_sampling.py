@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from kvant.engine.processors import KINDS, Bias, Change, LogitsProcessor, Tokens, as_ids
-from kvant.engine.sampler import Sampler, SeededSampler, draw_keys, draw_seeded, greedy, in_order, rows_of
+from kvant.engine.sampler import Sampler, SeededSampler, draw_keys, draw_seeded, greedy, in_order, is_ours, rows_of
 from kvant.errors import LogitsError
 from kvant.operators.exponential import logsumexp
 
@@ -22,9 +22,7 @@ class Row:
     sampler: Sampler  # of :func:`kvant.engine.sampler.for_a_run`
     processors: Sequence[Change]  # applied to the logits in order
     position: int  # tokens before the one to be sampled
-    # these tokens, ids of the vocabulary; only looked at if there are processors. In an array they need not be known
-    # yet
-    tokens: Tokens
+    tokens: Tokens  # ids of these, looked at if there are processors; in an array they need not be known yet
     mask: bytes | None = None  # the tokens that a grammar allows, :meth:`kvant.text.grammar.Matcher.mask`; None: all
     top: int = 0  # how many of the most probable tokens are told
     keep: bool = False  # all log-probabilities are, if any row asks for them
@@ -66,10 +64,7 @@ class Sampled:
             logprobs = [every[place] for place in enumerate(tokens)]
             kept = [self.logprobs.squeeze(0)] if len(tokens) == 1 else list(self.logprobs)
         each = zip(self.rows, tokens, logprobs, self.tops, kept, strict=True)
-        return [
-            _no_token(row.sampler, row.processors, logprob) or Picked(token, logprob, _pairs(top), own)
-            for row, token, logprob, top, own in each
-        ]
+        return [_no_token(row, own) or Picked(token, own, _pairs(top), rest) for row, token, own, top, rest in each]
 
 
 def check_options(sampler: Sampler, processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
@@ -86,7 +81,7 @@ def pick_rows(logits: mx.array, rows: Sequence[Row]) -> Sampled:
     """The next token of every row; arguments and errors are those of :func:`sample_rows`."""
     tokens, logprobs = sample_rows(logits, rows)
     keep = any(row.keep for row in rows)
-    if not keep and any(not _is_ours(row.sampler) for row in rows):
+    if not keep and any(not is_ours(row.sampler) for row in rows):
         check_tokens(tokens.tolist(), logits.shape[-1])  # type: ignore[arg-type]
     chosen = logprobs if keep else mx.take_along_axis(logprobs, tokens[:, None], axis=-1).squeeze(-1)
     found = [_top(logprobs, number, row.top) for number, row in enumerate(rows)]
@@ -120,7 +115,7 @@ def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.arr
     Logits (R, vocab), of which those behind the B rows are ignored -> tokens (B,) and log-probabilities (B, vocab), not
     evaluated. Options are checked already, against the vocabulary.
     """
-    samplers = [row.sampler if _is_ours(row.sampler) else _checked(row.sampler, (1,)) for row in rows]
+    samplers = [row.sampler if is_ours(row.sampler) else _checked(row.sampler, (1,)) for row in rows]
     logits = (logits if len(logits) == len(rows) else logits[: len(rows)]).astype(mx.float32)
     if any(row.processors or row.mask is not None for row in rows):
         logits = mx.concatenate([_processed(row, logits[number : number + 1]) for number, row in enumerate(rows)])
@@ -163,12 +158,12 @@ def _draw(logprobs: mx.array, samplers: Sequence[Sampler], positions: Sequence[i
     return in_order(rows, tokens)
 
 
-def _no_token(sampler: Sampler, processors: Sequence[Change], logprob: float) -> LogitsError | None:
+def _no_token(row: Row, logprob: float) -> LogitsError | None:
     """Why no token was drawn: NaN, or a token that kvant's own samplers draw only if no other is possible."""
-    if math.isfinite(logprob) or (logprob < 0 and not _is_ours(sampler)):
+    if math.isfinite(logprob) or (logprob < 0 and not is_ours(row.sampler)):
         return None
-    called: list[Any] = [] if _is_ours(sampler) else [sampler]
-    called += [each for each in processors if not isinstance(each, KINDS)]
+    called: list[Any] = [] if is_ours(row.sampler) else [row.sampler]
+    called += [each for each in row.processors if not isinstance(each, KINDS)]
     names = ", ".join(repr(getattr(each, "__name__", type(each).__name__)) for each in called)
     blamed = f"{names} made them so, or " if called else ""
     return LogitsError(
@@ -190,10 +185,6 @@ def _checked(function: Callable[..., mx.array], shape: tuple[int, ...]) -> Calla
         return result
 
     return called
-
-
-def _is_ours(sampler: Sampler) -> bool:
-    return isinstance(sampler, SeededSampler) or sampler is greedy
 
 
 def _top(logprobs: mx.array, row: int, count: int) -> tuple[mx.array, mx.array] | None:

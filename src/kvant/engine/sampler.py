@@ -39,8 +39,7 @@ class SeededSampler:
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Log-probabilities (B, vocab) -> tokens (B,), in loops that tell no position, such as mlx-lm's.
 
-        The n-th row of such calls is drawn as at position n; without a seed, as :func:`for_a_run` says, from MLX's
-        random state itself or with a new seed.
+        The n-th row of such calls is drawn as at position n; without a seed, as :func:`for_a_run` says.
         """
         self.check(logprobs.shape[-1])
         samplers = [self] * logprobs.shape[0]
@@ -83,6 +82,11 @@ def greedy(logprobs: mx.array) -> mx.array:
     return mx.argmax(logprobs, axis=-1)
 
 
+def is_ours(sampler: Sampler) -> bool:
+    """Whether it is kvant's own, and no function of the caller's."""
+    return isinstance(sampler, SeededSampler) or sampler is greedy
+
+
 def for_a_run(sampler: Sampler) -> Sampler:
     """The sampler of one run: without a seed it takes one now, of MLX's random state or of the operating system."""
     if not isinstance(sampler, SeededSampler) or sampler.seed is not None:
@@ -94,10 +98,7 @@ def for_a_run(sampler: Sampler) -> Sampler:
 
 
 def for_answer(sampler: Sampler, number: int) -> Sampler:
-    """The sampler of a conversation's answer: the seed that many further, so that no two answers share their draws.
-
-    Answer 0 draws what a single run with the seed draws.
-    """
+    """The sampler of answer ``number``: the seed that many further, so that no two share their draws."""
     if isinstance(sampler, SeededSampler) and sampler.seed is not None:
         return replace(sampler, seed=(sampler.seed + number) % 2**64)
     return sampler
@@ -150,9 +151,8 @@ def filtered(logprobs: mx.array, samplers: Sequence[SeededSampler], coins: mx.ar
 def pick(logits: mx.array, numbers: mx.array) -> mx.array:
     """The tokens (B,) that numbers (B, 1) from 0 on, below 1, pick by the probabilities of logits (B, vocab).
 
-    A token is picked where the sum of the probabilities up to it is the first one above the number. MLX's
-    ``categorical`` does so for one row and adds a Gumbel variable to every logit of several: their draws would not be
-    those of the rows alone. A token of probability 0 is never picked, however sums are rounded.
+    It is the first token up to which probabilities sum to more than the number; never one of probability 0. MLX's
+    ``categorical`` does so for one row alone: of several it adds a Gumbel variable to every logit.
     """
     probs = mx.softmax(logits.astype(mx.float32), axis=-1)
     reached = mx.where(probs > 0, mx.cumsum(probs, axis=-1), 0)
@@ -164,7 +164,14 @@ def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
 
     A token that is as likely as the last one kept is kept too.
     """
-    descending = mx.sort(_without_lost(logprobs), axis=-1)[..., ::-1]
+    able = logprobs
+    if mx.default_device().type != mx.gpu:
+        # Tokens whose probability is lost when it is added to the likeliest one's change no sum: none is kept, and a
+        # CPU sorts many equal numbers fast. Of 151,936 logits most are such. A GPU adds parts that are summed before.
+        likeliest = logprobs.max(axis=-1, keepdims=True).astype(mx.float32)
+        lost = likeliest + math.log(2**-25) - 0.1  # less than half of float32's last place, with a margin for rounding
+        able = mx.where(logprobs < lost, -math.inf, logprobs)
+    descending = mx.sort(able, axis=-1)[..., ::-1]
     probs = mx.exp(descending.astype(mx.float32))
     likelier = mx.cumsum(probs, axis=-1, inclusive=False)  # probability of all tokens before each one
     total = likelier[..., -1:] + probs[..., -1:]
@@ -172,19 +179,6 @@ def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
     # None is kept where top_p is too small for float32: the likeliest one is kept then.
     least = mx.take_along_axis(descending, mx.maximum(kept, 1) - 1, axis=-1)
     return mx.where(logprobs < least, -math.inf, logprobs)
-
-
-def _without_lost(logprobs: mx.array) -> mx.array:
-    """The same with -inf for tokens whose probability is lost when it is added to the likeliest one's, on a CPU.
-
-    They change no sum from the likeliest token on, so :func:`keep_top_p` never keeps them; and a CPU sorts many equal
-    numbers fast: of 151,936 logits of a model most are such tokens. A GPU adds parts that are summed before.
-    """
-    if mx.default_device().type == mx.gpu:
-        return logprobs
-    likeliest = logprobs.max(axis=-1, keepdims=True).astype(mx.float32)
-    lost = likeliest + math.log(2**-25) - 0.1  # less than half of float32's last place, with a margin for rounding
-    return mx.where(logprobs < lost, -math.inf, logprobs)
 
 
 def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int) -> mx.array:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from kvant.engine.processors import Bias, Frequency, LogitsProcessor, Presence, Repetition
+from kvant.engine.processors import CONTEXT_SIZE, Bias, Frequency, LogitsProcessor, Presence, Repetition
 from kvant.engine.row_sampling import check_options
 from kvant.engine.sampler import Sampler, SeededSampler, greedy
 from kvant.errors import ArgumentError, ModelError
@@ -14,7 +14,7 @@ from kvant.fields import shown
 from kvant.files import read_optional
 from kvant.text.tokenizer import Tokenizer
 
-XTC_THRESHOLD, CONTEXT_SIZE = 0.1, 20  # mlx-lm's defaults
+XTC_THRESHOLD = 0.1  # mlx-lm's default
 MIN_TEMP = 1e-3  # logits divided by less leave float32
 FILE = "generation_config.json"
 
@@ -25,11 +25,15 @@ SHARE: Range = ("above 0, at most 1", lambda value: 0 < value <= 1)
 FRACTION: Range = ("from 0 to 1", lambda value: 0 <= value <= 1)
 COUNT: Range = ("at least 1", lambda value: value >= 1)
 FINITE: Range = ("a finite number", math.isfinite)
+NUMBER: Range = ("0 (off) or more", lambda value: value >= 0)
+POSITIVE: Range = ("above 0", lambda value: 0 < value < math.inf)
+HALF: Range = ("from 0 to 0.5", lambda value: 0 <= value <= 0.5)
+SEED: Range = (f"from 0 to {2**64 - 1}", lambda value: 0 <= value < 2**64)
 RECENT = f"How many recent tokens that penalty looks at; default: {CONTEXT_SIZE}."
 
 
-def _option(default: Any, values: Range, text: str, needs: str = "") -> Any:
-    """A field of SamplingOptions: its default, range and help; ``needs``: an option without which it has no effect."""
+def _option(values: Range, text: str, needs: str = "", *, default: Any = None) -> Any:
+    """A field of SamplingOptions: its range, help and default; ``needs``: an option without which it has no effect."""
     return field(default=default, metadata={"expected": values[0], "holds": values[1], "help": text, "needs": needs})
 
 
@@ -42,57 +46,40 @@ class SamplingOptions:
     """
 
     temp: float | None = _option(
-        None, TEMP, "Sampling temperature; 0 always picks the likeliest token; default: the model's, else 0."
+        TEMP, "Sampling temperature; 0 always picks the likeliest token; default: the model's, else 0."
     )
     top_p: float | None = _option(
-        None,
         SHARE,
         "Sample from the likeliest tokens that together have this probability; default: the model's, else 1.",
         "temp",
     )
     min_p: float | None = _option(
-        None,
-        FRACTION,
-        "Drop tokens less likely than this share of the likeliest one; default: the model's, else 0.",
-        "temp",
+        FRACTION, "Drop tokens less likely than this share of the likeliest one; default: the model's, else 0.", "temp"
     )
     min_tokens_to_keep: int = _option(
-        1, COUNT, "Keep at least this many of the likeliest tokens, whatever min-p says.", "min_p"
+        COUNT, "Keep at least this many of the likeliest tokens, whatever min-p says.", "min_p", default=1
     )
     top_k: int | None = _option(
-        None,
-        ("0 (off) or more", lambda value: value >= 0),
-        "Sample from this many of the likeliest tokens; 0: all; default: the model's, else 0.",
-        "temp",
+        NUMBER, "Sample from this many of the likeliest tokens; 0: all; default: the model's, else 0.", "temp"
     )
     xtc_probability: float = _option(
-        0.0, FRACTION, "How often to drop all likely tokens but the least likely of them; 0: never.", "temp"
+        FRACTION, "How often to drop all likely tokens but the least likely of them; 0: never.", "temp", default=0.0
     )
     xtc_threshold: float | None = _option(
-        None,
-        ("from 0 to 0.5", lambda value: 0 <= value <= 0.5),
-        f"Probability from which on XTC calls a token likely; default: {XTC_THRESHOLD}.",
-        "xtc_probability",
+        HALF, f"Probability from which on XTC calls a token likely; default: {XTC_THRESHOLD}.", "xtc_probability"
     )
     repetition_penalty: float | None = _option(
-        None,
-        ("above 0", lambda value: 0 < value < math.inf),
-        "Divide the logits of recent tokens by this; 1: off; default: the model's, else 1.",
+        POSITIVE, "Divide the logits of recent tokens by this; 1: off; default: the model's, else 1."
     )
-    repetition_context_size: int | None = _option(None, COUNT, RECENT, "repetition_penalty")
-    presence_penalty: float = _option(0.0, FINITE, "Subtract this from the logits of recent tokens; 0: off.")
-    presence_context_size: int | None = _option(None, COUNT, RECENT, "presence_penalty")
+    repetition_context_size: int | None = _option(COUNT, RECENT, "repetition_penalty")
+    presence_penalty: float = _option(FINITE, "Subtract this from the logits of recent tokens; 0: off.", default=0.0)
+    presence_context_size: int | None = _option(COUNT, RECENT, "presence_penalty")
     frequency_penalty: float = _option(
-        0.0, FINITE, "Subtract this from a recent token's logit once an occurrence; 0: off."
+        FINITE, "Subtract this from a recent token's logit once an occurrence; 0: off.", default=0.0
     )
-    frequency_context_size: int | None = _option(None, COUNT, RECENT, "frequency_penalty")
+    frequency_context_size: int | None = _option(COUNT, RECENT, "frequency_penalty")
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> number added to its logit
-    seed: int | None = _option(
-        None,
-        (f"from 0 to {2**64 - 1}", lambda value: 0 <= value < 2**64),
-        "Seed of the random numbers; without one every run differs.",
-        "temp",
-    )
+    seed: int | None = _option(SEED, "Seed of the random numbers; without one every run differs.", "temp")
 
     def __post_init__(self) -> None:
         for token, bias in self.logit_bias.items():
@@ -117,8 +104,7 @@ class SamplingOptions:
         """What is in force: these options and, where one was not given, the model's, else the neutral value.
 
         Without a temperature, an option of sampling such as a top-p or a seed asks for one: the model's, or 1 where
-        the model has none or 0. At temperature 0 the model's options of sampling count for nothing. The model's are
-        those of :func:`read_model_sampling`.
+        that is none or 0. At temperature 0 the model's options, of :func:`read_model_sampling`, count for nothing.
         """
         model = of_the_model or {}
         temp = model.get("temp", 0.0) if self.temp is None else self.temp
@@ -131,24 +117,16 @@ class SamplingOptions:
         return replace(self, **found)
 
     def build(self, vocab_size: int, special_tokens: Sequence[int] = ()) -> tuple[Sampler, list[LogitsProcessor]]:
-        """The sampler and processors for these options, which are :meth:`filled`.
-
-        ``special_tokens``: ids that XTC never leaves out; those the model does not have need no care.
-        """
+        """The sampler and processors for these options, which are :meth:`filled`; XTC spares the special tokens."""
         assert self.temp is not None and self.top_p is not None and self.min_p is not None  # noqa: PT018
         assert self.top_k is not None
         sampler: Sampler = greedy
         if self.temp:
+            threshold = XTC_THRESHOLD if self.xtc_threshold is None else self.xtc_threshold
+            special = tuple(token for token in special_tokens if 0 <= token < vocab_size)
+            xtc = self.xtc_probability, threshold, special
             sampler = SeededSampler(
-                self.temp,
-                self.top_p,
-                self.min_p,
-                self.min_tokens_to_keep,
-                self.top_k,
-                self.xtc_probability,
-                XTC_THRESHOLD if self.xtc_threshold is None else self.xtc_threshold,
-                tuple(token for token in special_tokens if 0 <= token < vocab_size),
-                self.seed,
+                self.temp, self.top_p, self.min_p, self.min_tokens_to_keep, self.top_k, *xtc, self.seed
             )
         made = make_logits_processors(
             self.logit_bias,
@@ -193,9 +171,7 @@ def make_logits_processors(
     frequency_penalty: float | None = None,
     frequency_context_size: int = CONTEXT_SIZE,
 ) -> list[LogitsProcessor]:
-    """mlx-lm's functions of (tokens so far, logits) that return new logits. They are applied in this order.
-
-    None and 0 leave one out.
+    """mlx-lm's functions of (tokens so far, logits), in the order they are applied; None and 0 leave one out.
 
     Raises:
         ArgumentError: a value outside its range.
@@ -233,9 +209,8 @@ def read_model_sampling(folder: Path, given: Collection[str] = (), vocab_size: i
     ``do_sample: false`` is a temperature of 0, and so is one too small to divide by. ``do_sample: true`` without a
     temperature is 1, as in transformers. A file without either, and without a temperature, asks for no sampling.
 
-    Args:
-        given: names that the user gives a value. The file's is not looked at.
-        vocab_size: of the model, where it is known. A top-k of so many tokens leaves nothing out, and becomes 0.
+    Of the names ``given`` the user has a value: the file's is not looked at. A top-k of ``vocab_size`` tokens, where
+    that is known, leaves nothing out, and becomes 0.
     """
     path = folder / FILE
     raw = read_optional(path)

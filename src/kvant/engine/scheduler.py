@@ -10,12 +10,12 @@ import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
-from kvant.engine.batch_drafts import BatchDrafter
 from kvant.engine.decoding import BatchDecoder, Step, kernel_failures, pick
-from kvant.engine.drafts import DraftCounts, check_drafts
+from kvant.engine.drafts import DraftCounts
+from kvant.engine.model_drafts import ModelDrafts, check_drafts
 from kvant.engine.request import CHUNK, FinishReason, Request, Token, check_count
 from kvant.engine.row_sampling import Picked
-from kvant.engine.work import Answer, Work, check_request
+from kvant.engine.work import Answer, Work
 from kvant.errors import ArgumentError, ContextError, QueueFullError
 from kvant.models import LanguageModel
 from kvant.threads import check_process
@@ -50,10 +50,6 @@ class Scheduler:
 
     Deterministic: the tokens of a request, and its logits on a CPU, do not depend on the other requests. Every step has
     ``max_batch`` rows then, chunks end at multiples of 128, and only pages that such chunks computed are shared.
-
-    Attributes:
-        steps: that gave running answers a token.
-        feeding_s, decoding_s: seconds that prompts and these steps took.
     """
 
     def __init__(
@@ -67,9 +63,7 @@ class Scheduler:
     ) -> None:
         """For a model and its pool, which serves nobody else.
 
-        Args:
-            max_batch: answers that run at once, at most.
-            max_queue: requests that wait to be admitted, at most; None: any number.
+        ``max_batch``: answers that run at once, at most. ``max_queue``: requests that wait, at most; None: any number.
         """
         check_count("max_batch", max_batch)
         if max_batch > pool.max_sequences:
@@ -84,10 +78,8 @@ class Scheduler:
                 "sequences at once, so that rounding goes with their lengths"
             )
         self._model, self._pool = model, pool
-        self._max_batch, self._max_queue = max_batch, max_queue
-        self._deterministic = deterministic
+        self._max_batch, self._max_queue, self._deterministic = max_batch, max_queue, deterministic
         self._decoder = BatchDecoder(model, pool, rows=max_batch if deterministic else None)
-        self._drafter = BatchDrafter(self._decoder, pool, model.config.vocab_size)
         self._under_way: dict[Request, Work] = {}
         self._waiting: deque[Work] = deque()
         self._free_when_full: int | None = None  # the free pages when the first that waits did not fit
@@ -96,8 +88,8 @@ class Scheduler:
         self._burst = 0  # prompt tokens that are fed before those that run go on
         self._queued: Step | None = None  # the next one of answers that run, where it could be begun
         self._ready: list[Token] = []
-        self.steps = 0
-        self.feeding_s = self.decoding_s = 0.0
+        self.steps = 0  # that gave running answers a token
+        self.feeding_s = self.decoding_s = 0.0  # seconds that prompts and these steps took
 
     @property
     def idle(self) -> bool:
@@ -112,33 +104,28 @@ class Scheduler:
     @property
     def counts(self) -> Counts:
         """What there is to do. Another thread must not ask during a step."""
-        prefilling = 0 if self._prompt is None else len(self._prompt.open)
-        return Counts(len(self._waiting), prefilling, len(self._running), self._pool.num_free)
+        fed = () if self._prompt is None else self._prompt.open
+        return Counts(len(self._waiting), len(fed), len(self._running), self._pool.num_free)
 
     @property
     def drafts(self) -> DraftCounts:
         """What drafts did for all answers, whose steps are counted one by one. Another thread must not ask."""
-        return replace(self._drafter.counts)
+        return replace(self._decoder.counts)
 
     @property
     def held(self) -> list[tuple[Request, int, PoolSequence]]:
-        """Every answer whose pages are reserved: its request, its number and its sequence, those that run first.
-
-        Another thread must not ask during a step.
-        """
+        """Every answer whose pages are reserved: its request, number and sequence. Another thread must not ask."""
         found = [(answer.work.request, answer.number, answer.sequence) for answer in self._running]
         if (work := self._prompt) is not None:
             found += [(work.request, number, each) for number, each in enumerate(work.sequences)]
         return found
 
     def check(self, request: Request) -> Work:
-        """As :func:`kvant.engine.work.check_request`, and of its drafts; any thread may call it."""
-        drafts = request.drafts
-        check_drafts(drafts, self._pool, deterministic=self._deterministic)
-        if drafts is not None and not drafts.side_by_side:
-            name, given = drafts.asked
-            raise ArgumentError(name, f"{given} for a single sequence; expected what beside makes of it")
-        return check_request(request, self._model, self._pool, self._max_batch, is_exact=self._deterministic)
+        """What the pool can serve, or an error; any thread may call it."""
+        check_drafts(request.drafts, self._pool, deterministic=self._deterministic)
+        if isinstance(request.drafts, ModelDrafts):
+            raise ArgumentError("draft_model", "is given for a single sequence; expected what beside makes of it")
+        return Work(request, self._model, self._pool, self._max_batch, is_exact=self._deterministic)
 
     def submit(self, request: Request | Work) -> None:
         """Take a request in."""
@@ -236,13 +223,12 @@ class Scheduler:
         self._admit()
         while (work := self._prompt) is not None and (room == most or work.left <= room):
             left = work.left
-            self._drafter.paused()
+            self._decoder.paused()
             self._feed(work, room)
             room -= min(left, room)
             self._admit()
-        self._burst -= most - room
-        if self._burst < CHUNK:
-            self._burst = 0
+        left = self._burst - (most - room)
+        self._burst = left if left >= CHUNK else 0
 
     def _feed(self, work: Work, room: int) -> None:
         """Feed a chunk of a prompt, of ``room`` tokens at most. After the last one its answers begin."""
@@ -282,7 +268,7 @@ class Scheduler:
         self.steps += 1
         self._queued = following
         if step.drafts is not None:
-            for answer, own in zip(step.answers, self._drafter.commit(step, picked), strict=True):
+            for answer, own in zip(step.answers, self._decoder.commit(step, picked), strict=True):
                 for each, is_drafted in own:
                     self._take([each], [answer], from_draft=is_drafted)
         else:
@@ -291,16 +277,13 @@ class Scheduler:
             self._queued = None
 
     def _computed(self) -> tuple[Step, list[Picked | Exception] | None, Step | None]:
-        """A step, the tokens that were sampled in it, and the next step where it could be begun.
-
-        The step is committed, unless drafts are verified in it.
-        """
+        """A step, committed unless it verifies drafts; the tokens sampled in it; the next step, if it was begun."""
         step, self._queued = self._queued, None
         if step is not None and step.error is not None:
             raise step.error
         drafting = [answer for answer in self._running if answer.tell_drafter()]
         if step is None and drafting:
-            step = self._drafter.begin(self._running, drafting)
+            step = self._decoder.begin_drafted(self._running, drafting)
         if step is None:
             answers = list(self._running)
             step = self._decoder.begin(answers, mx.array([answer.tokens[-1] for answer in answers]))
@@ -310,7 +293,7 @@ class Scheduler:
         if step.drafts is None:
             step.batch.commit(ids=[answer.tokens[-1:] for answer in step.answers])
             # The answers of a prompt that is being fed are to be in the next step; a draft follows what is read.
-            if self._prompt is None and not self._drafter.may_draft(drafting):
+            if self._prompt is None and not self._decoder.may_draft(drafting):
                 try:
                     following = self._decoder.begin_after(step, self._running)
                 except Exception as error:  # it is said when this step's tokens were handed out
@@ -321,7 +304,7 @@ class Scheduler:
             picked = step.sampled.read()
         if following is not None and following.sampled is not None:
             mx.async_eval(following.sampled.arrays)
-        self._drafter.read(step, following, is_counted=bool(drafting))
+        self._decoder.read(step, following, is_counted=bool(drafting))
         return step, picked, following
 
     def _take(
@@ -336,11 +319,9 @@ class Scheduler:
                 self._end(work, "error", work.open, each)
                 continue
             answer.tokens.append(each.token)
-            reason: FinishReason | None = None
+            reason: FinishReason | None = None if answer.left else work.full
             if each.token in work.stop_tokens:
                 reason = "stop"
-            elif not answer.left:
-                reason = work.full
             cache = error = None
             if reason is not None:
                 cache, error = self._leave(answer)
@@ -370,7 +351,6 @@ class Scheduler:
                 sequence.share_prefix(last_page=True)
             if not work.request.keep_cache:
                 return None, None
-            assert isinstance(sequence, PoolSequence)
             assert isinstance(self._pool, Pool)
             given = None if work.cache is None else work.cache.max_seq_len
             made: ModelCache = self._pool.make_cache(max(given or self._pool.max_seq_len, work.reserved))

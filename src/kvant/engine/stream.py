@@ -88,8 +88,7 @@ class _Answer:
 
     def take(self, token: Token, seconds: float, drafts: DraftCounts | None) -> GenerationResponse:
         """Its next token, so many seconds after the stream began, and what drafts did until then."""
-        assert token.token is not None
-        assert token.logprob is not None
+        assert token.token is not None and token.logprob is not None  # noqa: PT018
         self._tokens.append(token.token)
         count = len(self._tokens)
         wanted, reason = self._wanted, token.finish_reason

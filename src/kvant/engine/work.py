@@ -2,17 +2,17 @@
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.engine.drafts import Drafter
-from kvant.engine.processors import KINDS, Change
+from kvant.engine.processors import KINDS
 from kvant.engine.request import CHUNK, FinishReason, Request, check_count, limit_in_words
 from kvant.engine.row_sampling import Picked, Row, check_options, read_tokens
-from kvant.engine.sampler import Sampler, SeededSampler, for_a_run, for_answer, greedy
+from kvant.engine.sampler import Sampler, for_a_run, for_answer, greedy, is_ours
 from kvant.errors import ContextError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
@@ -27,34 +27,74 @@ FETCH_PAGES, MIN_FETCHES = 4, 8  # that are read from disk in a step; steps that
 APART = 2048  # tokens at least between places that are kept in the middle of a prompt
 
 
-@dataclass(eq=False, slots=True)
 class Work:
     """A request that a pool can serve, and how far it is."""
 
-    request: Request
-    ids: list[int]  # of the cache's tokens and the prompt's
-    sampler: Sampler  # with a seed, where it draws
-    processors: tuple[Change, ...]
-    grammar: Grammar | None
-    stop_tokens: frozenset[int]
-    calls_out: bool  # sampling calls functions of the caller's
-    cache: ModelCache | None  # holds the first ``held`` of the ids
-    held: int
-    limit: int  # tokens of an answer at most
-    full: FinishReason  # why an answer ends there
-    reserved: int  # tokens that the sequence of each answer has room for
-    is_exact: bool  # chunks end at multiples of 128, and only pages that such chunks computed are shared
-    open: set[int]  # the numbers of the answers that have not ended
-    places: Sequence[int] = ()  # of the prompt, where chunks end and others may go on
-    # reserved for its answers until they run; the first is fed
-    sequences: list[PoolSequence] = field(default_factory=list)
-    start: int = 0  # tokens at the beginning that a shared prefix had, or the request's own cache
-    cached: int = 0  # of these, those of the prompt
-    # tokens at the beginning that whole chunks of 128 computed, here or in the request they are shared with
-    exact: int = 0
-    miss: str = ""  # why no more was shared, as of :class:`Token`
-    fetches: int = 0  # times that something was read from disk
-    read: list[Picked] = field(default_factory=list)  # tokens of the prompt behind the first, where they are wanted
+    def __init__(
+        self, request: Request, model: LanguageModel, pool: Pool | ModelCache, max_batch: int, *, is_exact: bool = False
+    ) -> None:
+        """Check what the pool can serve once everything else is gone. Any thread may.
+
+        ``is_exact``: chunks end at multiples of 128, and only pages that such chunks computed are shared.
+        """
+        check_count("max_tokens", request.max_tokens, or_minus_one=True)
+        check_count("answers", request.answers)
+        if request.answers > max_batch:
+            raise ValueError(f"answers is {request.answers}; the batch has room for {max_batch}")
+        vocab_size = model.config.vocab_size
+        if type(request.top_logprobs) is not int or not 0 <= request.top_logprobs <= vocab_size:
+            raise ValueError(f"top_logprobs is {request.top_logprobs!r}; expected 0 to {vocab_size}")
+        if not isinstance(request.salt, bytes):
+            raise ValueError(f"salt is {request.salt!r:.80}; expected bytes")
+        self.request, self.is_exact = request, is_exact
+        self.sampler = for_a_run(greedy if request.sampler is None else request.sampler)
+        grammars = [each for each in request.logits_processors if isinstance(each, Grammar)]
+        if len(grammars) > 1:
+            raise ValueError(f"logits_processors has {len(grammars)} grammars; expected one at most")
+        self.grammar = grammars[0] if grammars else None  # is applied last, wherever it stands
+        self.processors = tuple(each for each in request.logits_processors if not isinstance(each, Grammar))
+        check_options(self.sampler, self.processors, vocab_size)
+        # sampling calls functions of the caller's
+        self.calls_out = not is_ours(self.sampler) or any(not isinstance(each, KINDS) for each in self.processors)
+        self.stop_tokens = frozenset(request.stop_tokens)
+        if not all(type(token) is int for token in self.stop_tokens):
+            raise ValueError(f"stop_tokens is {request.stop_tokens!r:.80}; expected token ids")
+        if self.grammar is not None:
+            self.grammar.check(vocab_size, self.stop_tokens)
+        self.ids = token_ids(request.prompt, vocab_size)  # of the cache's tokens and the prompt's
+        self.cache, self.held = None, 0  # the request's own, which holds the first of these ids, and so many
+        if request.cache is not None:
+            self.cache = model.check_cache(request.cache)
+            mx.eval(self.cache.arrays)  # another thread could not compute what this one left undone
+            self.ids, self.held = self.cache.ids[0] + self.ids, self.cache.offset
+            if self.processors and max(self.ids) >= vocab_size:  # of a file; processors read logits at these places
+                raise ValueError(f"the cache holds token {max(self.ids)}; the model knows 0 to {vocab_size - 1}")
+        ids, context = self.ids, context_limit(model, pool.max_seq_len)
+        assert context is not None
+        if len(ids) > context:
+            begun = pool.offset if isinstance(pool, ModelCache) and ids[: pool.offset] == pool.ids[0] else self.held
+            used = f", {begun} of them used" if begun else ""
+            raise ContextError(f"the prompt has {len(ids) - begun} tokens; {limit_in_words(model, context)}{used}")
+        # One more than there is room for: the last one is sampled and not fed.
+        room = context - len(ids) + 1
+        self.limit = room if request.max_tokens == -1 else min(room, request.max_tokens)  # tokens of an answer at most
+        self.full: FinishReason = "length" if self.limit == request.max_tokens else "context"  # why it ends there
+        self.reserved = min(len(ids) + self.limit, context)  # tokens that the sequence of each answer has room for
+        needed = pool.pages_needed(self.reserved) + (request.answers - 1) * pool.pages_needed(self._own_tokens(pool))
+        if needed > pool.num_pages:
+            raise ContextError(
+                f"{len(ids)} tokens of a prompt and {request.answers} answers of up to {self.limit} need {needed} "
+                f"pages of {pool.page_size} tokens; the pool has {pool.num_pages}"
+            )
+        self.places = _places(ids, self.stop_tokens, pool.checkpoints, CHUNK if is_exact else 1)  # chunks end there
+        self.open = set(range(request.answers))  # the numbers of the answers that have not ended
+        self.sequences: list[PoolSequence] = []  # reserved for its answers until they run; the first is fed
+        self.start = 0  # tokens at the beginning that a shared prefix had, or the request's own cache
+        self.cached = 0  # of these, those of the prompt
+        self.exact = 0  # tokens at the beginning that whole chunks of 128 computed, here or where they are shared from
+        self.miss = ""  # why no more was shared, as of :class:`Token`
+        self.fetches = 0  # times that something was read from disk
+        self.read: list[Picked] = []  # tokens of the prompt behind the first, where they are wanted
 
     @property
     def left(self) -> int:
@@ -66,11 +106,14 @@ class Work:
         """What its first sequence may share the beginning of."""
         return () if self.cache is not None or self.request.prompt_logprobs else self.ids
 
-    def fetch(self, pool: Pool | ModelCache) -> bool:
-        """Read a part of its beginning from disk, where it is there. Returns whether there is more to read.
+    def _own_tokens(self, pool: Pool | ModelCache) -> int:
+        """Of the tokens reserved for an answer those that it does not share with the others of its prompt."""
+        # Through a window every answer moves in pages of its own.
+        shared = 0 if pool.has_windows else len(self.ids) // pool.page_size * pool.page_size
+        return max(1, self.reserved - shared)
 
-        If others need the pages at once, it is not read for ever.
-        """
+    def fetch(self, pool: Pool | ModelCache) -> bool:
+        """Read a part of its beginning from disk. Returns whether there is more; not for ever, if others need pages."""
         if not isinstance(pool, Pool) or pool.disk is None or not pool.fits(self.reserved):
             return False
         self.fetches += 1
@@ -84,14 +127,13 @@ class Work:
             whole_pages = self.is_exact  # chunks begin at their ends then
             sequences.append(pool.sequence(reserved, known, salt=self.request.salt, whole_pages=whole_pages))
             for _ in range(len(self.open) - 1):  # places that are kept for forks
-                sequences.append(pool.sequence(own_tokens(len(ids), reserved, pool)))
+                sequences.append(pool.sequence(self._own_tokens(pool)))
             first = sequences[0]
             if self.cache is None:
                 self.start = self.cached = self.exact = first.length
                 if isinstance(pool, Pool) and known:
                     self._explain(pool)
                 return
-            assert isinstance(first, PoolSequence)
             first.load(self.cache.held)
             self.start = self.held
             if first.ids != ids[: self.held]:
@@ -153,7 +195,6 @@ class Work:
         answers = []
         for place, number in enumerate(sorted(self.open)):
             if place:
-                assert isinstance(first, PoolSequence)
                 sequences[place].release()
                 sequences[place] = first.fork(self.reserved)
             answer = Answer(self, number, for_answer(self.sampler, number), sequences[place], list(self.ids))
@@ -211,11 +252,6 @@ class Answer:
         """Tokens that it may still get."""
         return len(self.work.ids) + self.work.limit - len(self.tokens)
 
-    @property
-    def room(self) -> int:
-        """Tokens of a step that its sequence has room for."""
-        return self.sequence.max_tokens - self.sequence.length
-
     def tell_drafter(self) -> bool:
         """Tell what it drafts with of its new tokens. Returns whether all of them are known there."""
         if self.drafter is None:
@@ -243,89 +279,15 @@ class Answer:
 
     @property
     def waits(self) -> bool:
-        """Whether its token has to be known before the next one is sampled.
-
-        Of several answers a caller's functions are called apart, so that an error is nobody else's.
-        """
+        """Whether its token has to be known before the next one is sampled: a caller's error is nobody else's."""
         return self.matcher is not None or (self.work.calls_out and not self.sequence.pool.alone)
-
-
-def check_request(
-    request: Request, model: LanguageModel, pool: Pool | ModelCache, max_batch: int, *, is_exact: bool = False
-) -> Work:
-    """What the pool can serve once everything else is gone. Any thread may call it."""
-    check_count("max_tokens", request.max_tokens, or_minus_one=True)
-    check_count("answers", request.answers)
-    if request.answers > max_batch:
-        raise ValueError(f"answers is {request.answers}; the batch has room for {max_batch}")
-    vocab_size = model.config.vocab_size
-    if type(request.top_logprobs) is not int or not 0 <= request.top_logprobs <= vocab_size:
-        raise ValueError(f"top_logprobs is {request.top_logprobs!r}; expected 0 to {vocab_size}")
-    if not isinstance(request.salt, bytes):
-        raise ValueError(f"salt is {request.salt!r:.80}; expected bytes")
-    sampler = for_a_run(greedy if request.sampler is None else request.sampler)
-    grammars = [each for each in request.logits_processors if isinstance(each, Grammar)]
-    if len(grammars) > 1:
-        raise ValueError(f"logits_processors has {len(grammars)} grammars; expected one at most")
-    grammar = grammars[0] if grammars else None  # is applied last, wherever it stands
-    processors = tuple(each for each in request.logits_processors if not isinstance(each, Grammar))
-    check_options(sampler, processors, vocab_size)
-    stop_tokens = frozenset(request.stop_tokens)
-    if not all(type(token) is int for token in stop_tokens):
-        raise ValueError(f"stop_tokens is {request.stop_tokens!r:.80}; expected token ids")
-    if grammar is not None:
-        grammar.check(vocab_size, stop_tokens)
-    ids = token_ids(request.prompt, vocab_size)
-    cache, held = None, 0
-    if request.cache is not None:
-        cache = model.check_cache(request.cache)
-        mx.eval(cache.arrays)  # another thread could not compute what this one left undone
-        ids, held = cache.ids[0] + ids, cache.offset
-        if processors and max(ids) >= vocab_size:  # of a file; processors read logits at these places
-            raise ValueError(f"the cache holds token {max(ids)}; the model knows 0 to {vocab_size - 1}")
-    context = context_limit(model, pool.max_seq_len)
-    assert context is not None
-    if len(ids) > context:
-        begun = pool.offset if isinstance(pool, ModelCache) and ids[: pool.offset] == pool.ids[0] else held
-        used = f", {begun} of them used" if begun else ""
-        raise ContextError(f"the prompt has {len(ids) - begun} tokens; {limit_in_words(model, context)}{used}")
-    # One more than there is room for: the last one is sampled and not fed.
-    room = context - len(ids) + 1
-    limit = room if request.max_tokens == -1 else min(room, request.max_tokens)
-    reserved = min(len(ids) + limit, context)
-    needed = pool.pages_needed(reserved) + (request.answers - 1) * pool.pages_needed(
-        own_tokens(len(ids), reserved, pool)
-    )
-    if needed > pool.num_pages:
-        raise ContextError(
-            f"{len(ids)} tokens of a prompt and {request.answers} answers of up to {limit} need {needed} pages of "
-            f"{pool.page_size} tokens; the pool has {pool.num_pages}"
-        )
-    return Work(
-        request=request,
-        ids=ids,
-        sampler=sampler,
-        processors=processors,
-        grammar=grammar,
-        stop_tokens=stop_tokens,
-        calls_out=not (sampler is greedy or isinstance(sampler, SeededSampler))
-        or any(not isinstance(processor, KINDS) for processor in processors),
-        cache=cache,
-        held=held,
-        limit=limit,
-        full="length" if limit == request.max_tokens else "context",
-        reserved=reserved,
-        is_exact=is_exact,
-        open=set(range(request.answers)),
-        places=_places(ids, stop_tokens, pool.checkpoints, CHUNK if is_exact else 1),
-    )
 
 
 def _places(ids: Sequence[int], stop_tokens: Collection[int], checkpoints: int, unit: int) -> list[int]:
     """The places of a prompt, each a multiple of ``unit``, that later ones are likely to go on from.
 
-    The end of its first turn, in which system prompt and tools are, and of its last two: an answer before may be
-    written in another way the next time. And some between, for a quarter of the checkpoints.
+    The end of its first turn, of system prompt and tools, and of its last two: an answer before may be written in
+    another way the next time. And some between, for a quarter of the checkpoints.
     """
     if not checkpoints:
         return []
@@ -333,13 +295,3 @@ def _places(ids: Sequence[int], stop_tokens: Collection[int], checkpoints: int, 
     apart = APART * -(-len(ids) // (APART * max(1, checkpoints // 4)))
     found = {place // unit * unit for place in (*ends[:1], *ends[-2:], *range(apart, len(ids), apart))}
     return sorted(place for place in found if 0 < place < len(ids))
-
-
-def own_tokens(prompt_tokens: int, reserved: int, pool: Pool | ModelCache) -> int:
-    """Of the tokens reserved for an answer those that it does not share with the others of its prompt.
-
-    The pages of windows are not counted as shared: every answer moves through its own.
-    """
-    if pool.has_windows:
-        return reserved
-    return max(1, reserved - prompt_tokens // pool.page_size * pool.page_size)

@@ -13,7 +13,6 @@ from kvant.cli.progress import LateProgress
 from kvant.cli.session import Session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.conversation import Conversation, Overflow
-from kvant.engine.drafts import check_drafts
 from kvant.engine.sampler import for_answer
 from kvant.engine.sampling import SamplingOptions
 from kvant.engine.stream import GenerationResponse
@@ -42,7 +41,6 @@ class Talk:
             raise PromptError(
                 "the model has no chat template; kvant generate --ignore-chat-template continues a prompt"
             )
-        check_drafts(session.drafts, session.cache)
         self.run, self.wanted, self.session = run, wanted, session  # the first two are what /set replaces
         self._sampling = session.sampling(wanted)
         self.conversation = Conversation(

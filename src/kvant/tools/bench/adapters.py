@@ -65,7 +65,7 @@ class Kvant:
         """Give greedy tokens, with a cache made when the first is asked for; ``ahead`` steps more are queued."""
         self._cache = None  # frees the last run's before the next is reserved
         cache = self._cache = self._model.make_cache(len(prompt) + max_tokens, **self._cache_options)
-        drafts: Drafts | None
+        drafts: Drafts | ModelDrafts | None
         if self._draft_model is None:
             drafts = drafts_of(self._spec.draft)
         else:
