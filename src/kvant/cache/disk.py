@@ -32,20 +32,13 @@ DIGEST_BYTES = 32
 
 @dataclass(slots=True)
 class DiskCounts:
-    """What a folder has, and what was done with it since it was opened.
+    """What a folder has, and what was done with it since it was opened."""
 
-    Attributes:
-        bytes, files: that it has now.
-        hits: files that were read.
-        written, dropped: files that were written, and times that one was not: for want of room to wait, of the hour's
-            bytes or of a disk.
-    """
-
-    bytes: int = 0
+    bytes: int = 0  # that it has now
     files: int = 0
-    hits: int = 0
-    written: int = 0
-    dropped: int = 0
+    hits: int = 0  # files that were read
+    written: int = 0  # files that were written, and times that one was not:
+    dropped: int = 0  # for want of room to wait, of the hour's bytes or of a disk
 
 
 class DiskCache:
@@ -284,11 +277,8 @@ class DiskCache:
         part = path.with_name(f"{path.name}.part")
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(part, flags, 0o600), "wb", 0) as file:
-                for data in parts:
-                    rest = memoryview(data)
-                    while rest:
-                        rest = rest[file.write(rest) :]
+            with open(os.open(part, flags, 0o600), "wb") as file:
+                file.writelines(parts)
             os.replace(part, path)
         except BaseException:
             with suppress(OSError):

@@ -54,8 +54,7 @@ class Pool(PoolState):
             self.check_opening(max_tokens)
             if len(prompt) > max_tokens:
                 raise ContextError(f"the prompt has {len(prompt)} tokens; max_tokens of its sequence is {max_tokens}")
-            known = prompt[: max(0, len(prompt) - 1)]
-            chain, rest = self._beginning(known, salt, whole_pages)
+            chain, rest = self._beginning(prompt, salt, whole_pages)
             tables: list[PageTable] = []
             try:
                 for part in self.parts:
@@ -63,7 +62,7 @@ class Pool(PoolState):
                     tables.append(part.open(chain, max_tokens))
                 length = len(chain) * PAGE_SIZE
                 if rest:
-                    before, behind = chain[-1] if chain else root(salt), known[length : length + rest]
+                    before, behind = chain[-1] if chain else root(salt), prompt[length : length + rest]
                     parts = zip(self.parts, tables, strict=True)
                     length += min([part.copy_alike(table, length, before, behind) for part, table in parts])
             except BaseException:
@@ -123,14 +122,13 @@ class Pool(PoolState):
 
         Returns its tokens, the digests of its pages, and of each part the number of the first page that is needed.
         """
-        known = prompt[: max(0, len(prompt) - 1)]
-        chain, rest = self._beginning(known, salt, whole_pages, self.disk)
+        chain, rest = self._beginning(prompt, salt, whole_pages, self.disk)
         first = {part: len(chain) - len(part.seen(chain)) for part in self.parts}
         length = len(chain) * PAGE_SIZE
-        if not (rest and self.states):
-            return known[:length], chain, first
-        end = extended(chain[-1] if chain else root(salt), known[length : length + rest])
-        return known[: length + rest], [*chain, end], first
+        if rest and self.states:
+            chain = [*chain, extended(chain[-1] if chain else root(salt), prompt[length : length + rest])]
+            length += rest
+        return prompt[:length], chain, first
 
     def stored_after(self, ids: Sequence[int], salt: bytes) -> list[int]:
         """Tokens that are stored behind a text, of the page that was stored last; none: nothing is."""
@@ -147,9 +145,10 @@ class Pool(PoolState):
         return PoolBatch(self, sequences, rows)
 
     def _beginning(
-        self, known: Sequence[int], salt: bytes, whole_pages: bool, disk: PoolDisk | None = None
+        self, prompt: Sequence[int], salt: bytes, whole_pages: bool, disk: PoolDisk | None = None
     ) -> tuple[list[bytes], int]:
-        """What all layers have of a text's beginning, on ``disk`` too: its pages' digests, and tokens behind them."""
+        """What all layers, or ``disk``, have of a prompt less its last token: the pages' digests, and tokens behind."""
+        known = prompt[: max(0, len(prompt) - 1)]
         chain = digests(known, salt)
         has = partial(has_page, disk)
         count = len(chain)
@@ -177,7 +176,7 @@ class Pool(PoolState):
         for count in range(0 if whole_pages else len(ids), -1, -1):
             digest = extended(before, ids[:count]) if count else before
             pages = (has_page(disk, part, digest) for part in self.parts)
-            if (count in kept or disk.has_states(digest)) and (not count or all(pages)):
+            if (count in kept or disk.has(None, digest)) and (not count or all(pages)):
                 return count
         return None
 
@@ -188,4 +187,4 @@ class Pool(PoolState):
 
 def has_page(disk: PoolDisk | None, part: PagedLayers, digest: bytes) -> bool:
     """Whether the page of some layers at the end of a text is in their index, or on disk."""
-    return digest in part.prefix or (disk is not None and disk.has_page(part, digest))
+    return digest in part.prefix or (disk is not None and disk.has(part, digest))
