@@ -183,7 +183,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
     def sequence(
         self, max_tokens: int, prompt: Sequence[int] = (), *, salt: bytes = b"", whole_pages: bool = True
     ) -> PoolSequence:
-        """Its sequence, which goes back to what it has in common with ``prompt``, less the last token."""
+        """The one sequence, which goes back to what it has in common with ``prompt``, less the last token."""
         self.keep_common(prompt)
         if self.pool.disk is not None:
             self._read(self.pool.disk, prompt)
@@ -212,7 +212,6 @@ class ModelCache(PoolBatch, Sequence[Any]):
                 held.will_have(len(ids), states)
 
     def batch(self, sequences: Sequence[PoolSequence], rows: int | None = None) -> "ModelCache":
-        """The cache of a step: itself."""
         return self
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
@@ -275,8 +274,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
     def go_back(self, num_tokens: int) -> int:
         """Forget what it has past ``num_tokens`` tokens; if some layer cannot go back so far, past the last place kept.
 
-        Returns:
-            how many tokens are still held.
+        Returns how many tokens are still held.
         """
         self.trim_to(self.held.nearest(num_tokens))
         return self.offset

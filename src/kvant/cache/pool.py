@@ -80,16 +80,14 @@ class Pool(PoolState):
     def use_disk(self, disk: DiskCache, *, is_exact: bool = False) -> None:
         """Write what its sequences share to a disk cache, and let :meth:`fetch` read it.
 
-        Args:
-            is_exact: only what chunks of 128 tokens computed is read, with this MLX on this kind of device.
+        ``is_exact``: only what chunks of 128 tokens computed is read, with this MLX on this kind of device.
         """
         self.disk = PoolDisk(disk, self, is_exact=is_exact)
 
     def fetch(self, prompt: Sequence[int], *, salt: bytes = b"", whole_pages: bool = True, most: int) -> bool:
         """Read pages that a prompt begins with from disk, ``most`` of them at most, for :meth:`sequence` to share.
 
-        Returns:
-            whether there may be more to read.
+        Returns whether there may be more to read.
         """
         if self.disk is None:
             return False

@@ -69,7 +69,7 @@ class PoolBatch:
         self.step: mx.array | None = None  # token ids (rows, S) of a step that was begun and is not committed
         self._placed: dict[PagedLayers, PagedRows] = {}
         self._start = 0  # the position of the first of the tokens that wait
-        self.unwritten: Waiting = defaultdict(list)  # of the layers that keep them until the step is committed
+        self.unwritten = Waiting(list)  # of the layers that keep them until the step is committed
 
     def __getitem__(self, index: Any) -> Any:
         return tuple(self)[index]
@@ -202,7 +202,6 @@ class PoolLayerView:
 
     @property
     def front(self) -> Front:
-        """The layer's."""
         return self.layer.front
 
     def attend(
@@ -213,7 +212,6 @@ class PoolLayerView:
         mask: mx.array | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Append and attend; see :meth:`kvant.cache.AttentionCache.attend`. R rows, padding among them."""
         own = self.layer.format
         if sinks is not None and self.front.center is not None:
             raise ValueError("keys are stored without a constant, which would change the share of learned sinks")

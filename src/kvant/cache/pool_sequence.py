@@ -75,13 +75,7 @@ class PoolSequence:
             self.states = self.states  # the others are dropped
 
     def trim(self, num_tokens: int) -> int:
-        """Forget the last tokens, or all it has.
-
-        Beside the lengths from :attr:`oldest` on it can go back to those that were kept.
-
-        Returns:
-            how many were forgotten.
-        """
+        """Forget the last tokens, or all it has, as far as :meth:`can_trim_to` allows. Returns how many."""
         check_num_tokens(num_tokens)
         with self.pool.turn:
             self.check_open()
@@ -152,7 +146,7 @@ class PoolSequence:
         return max((length for length in self._kept if length < num_tokens), default=0)
 
     def trim_to(self, num_tokens: int) -> None:
-        """Forget what it has past its first ``num_tokens`` tokens; errors as those of :meth:`trim`."""
+        """Forget what it has past its first ``num_tokens`` tokens."""
         check_num_tokens(num_tokens)
         self.trim(max(0, self.length - num_tokens))
 
@@ -171,8 +165,7 @@ class PoolSequence:
     def fork(self, max_tokens: int | None = None) -> Self:
         """A sequence of its own with the same tokens. It shares their pages; what one writes the other never sees.
 
-        Args:
-            max_tokens: tokens that pages are reserved for; None: as many as this one has.
+        ``max_tokens``: that pages are reserved for; None: as many as this one has.
         """
         max_tokens = self.max_tokens if max_tokens is None else max_tokens
         with self.pool.turn:
@@ -353,7 +346,6 @@ def own_copies(states: Sequence[Arrays]) -> list[Arrays]:
 
 
 def check_num_tokens(num_tokens: int) -> None:
-    """Raise a ValueError unless it is a number of tokens."""
     if type(num_tokens) is not int or num_tokens < 0:
         raise ValueError(f"num_tokens is {num_tokens!r}; expected an int, 0 or more")
 

@@ -33,7 +33,7 @@ from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.errors import SnapshotError, one_line
 from kvant.files import open_regular, unique_keys
-from kvant.tensor_header import MAX_HEADER_BYTES, TensorHeader
+from kvant.tensor_header import MAX_HEADER_BYTES
 from kvant.tensor_header import read_header as read_tensor_header
 
 FORMAT, VERSION = "kvant cache", 1
@@ -174,7 +174,14 @@ def save(path: Path, sequence: PoolSequence, *, metadata: Mapping[str, str]) -> 
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise ValueError("metadata has a key or a value that is no text; expected a dict of str to str")
     header = SnapshotHeader.of(sequence, metadata)
-    data = _encode(header)
+    entries: dict[str, object] = {"__metadata__": header.as_metadata()}
+    end = 0
+    for name, stored in header.tensors().items():
+        first, end = end, end + stored_bytes(stored)
+        entries[name] = {"dtype": stored[0], "shape": stored[1], "data_offsets": [first, end]}
+    data = json.dumps(entries, separators=(",", ":")).encode()
+    data += b" " * (-len(data) % 8)
+    data = len(data).to_bytes(8, "little") + data
     if len(data) > MAX_HEADER_BYTES:
         raise SnapshotError(f"{path}: its header would have {len(data)} bytes; at most {MAX_HEADER_BYTES} are read")
     try:
@@ -239,18 +246,6 @@ def _fill(header: SnapshotHeader, sequence: PoolSequence, file: BinaryIO, whole:
             raise ValueError("altered: its SHA-256 is another")
 
 
-def _encode(header: SnapshotHeader) -> bytes:
-    """The bytes before the first tensor."""
-    entries: dict[str, object] = {"__metadata__": header.as_metadata()}
-    end = 0
-    for name, (dtype, shape) in header.tensors().items():
-        first, end = end, end + stored_bytes((dtype, shape))
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [first, end]}
-    data = json.dumps(entries, separators=(",", ":")).encode()
-    data += b" " * (-len(data) % 8)
-    return len(data).to_bytes(8, "little") + data
-
-
 def _contents(header: SnapshotHeader, sequence: PoolSequence) -> Iterator[bytes | memoryview]:
     """The bytes of every tensor between the digests, in order."""
     yield array_bytes(mx.array(sequence.ids, mx.uint32))
@@ -284,20 +279,15 @@ def _open(path: Path) -> Iterator[tuple[BinaryIO, SnapshotHeader, "hashlib._Hash
             digest = file.read(DIGEST_BYTES)
             if hashlib.sha256(found.data).digest() != digest:
                 raise ValueError("altered: the SHA-256 of its header is another")
-            _check_tensors(found, header)
+            # They are exactly those that the header describes: the file has their bytes then.
+            given = [(name, (tensor.dtype, tensor.shape)) for name, tensor in found.tensors.items()]
+            expected, places = [*header.tensors().items()], [(each.first, each.last) for each in found.tensors.values()]
+            if given != expected or places != sorted(places):
+                other = next((one for one, own in zip(given, expected, strict=False) if one != own), None)
+                raise ValueError(f"its tensors are not those of the cache it describes: {other or len(given)}")
         except (OSError, ValueError, RecursionError) as error:
             raise SnapshotError(f"{path}: {one_line(error)}") from error
         yield file, header, hashlib.sha256(found.data + digest)
-
-
-def _check_tensors(found: TensorHeader, header: SnapshotHeader) -> None:
-    """Refuse tensors that are not exactly those that the header describes: the file has their bytes then."""
-    given = [(name, (tensor.dtype, tensor.shape)) for name, tensor in found.tensors.items()]
-    expected = list(header.tensors().items())
-    ordered = sorted(found.tensors.values(), key=lambda tensor: (tensor.first, tensor.last))
-    if given != expected or ordered != list(found.tensors.values()):
-        other = next((one for one, own in zip(given, expected, strict=False) if one != own), None)
-        raise ValueError(f"its tensors are not those of the cache it describes: {other or len(given)}")
 
 
 def _identity(raw: object) -> Identity | None:

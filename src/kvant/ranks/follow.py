@@ -8,7 +8,7 @@ import mlx.core as mx
 from kvant.cache import ModelCache
 from kvant.cache.paged_layers import PageTable
 from kvant.cache.pool import Pool
-from kvant.cache.pool_batch import PoolBatch, place_rows
+from kvant.cache.pool_batch import PoolBatch, Waiting, place_rows
 from kvant.errors import RanksError
 from kvant.models import LanguageModel
 from kvant.ranks.guard import Guard
@@ -24,7 +24,7 @@ class PlannedBatch(PoolBatch):
         """``tables``: of each of the pool's parts, each sequence's pages. ``rows`` past the sequences are padding."""
         self.pool, self.sequences, self.rows = pool, (), rows
         self.step: mx.array | None = None
-        self._placed = {}
+        self._placed, self.unwritten = {}, Waiting(list)
         self._tables, self._held = tables, tuple(lengths)
 
     @property
