@@ -119,16 +119,24 @@ class DiskCache:
                 self._changed.notify_all()
 
     def get(self, name: str) -> bytes | None:
-        """The contents of a file; None: it is not there, or not whole."""
+        """The contents of a file, compared with its digest; None: it is not there, or was wrong and is gone."""
         with self._changed:
             data = self._waiting.get(name)
         if data is None:
-            data = self._read(name)
+            try:
+                data = self._read(name)
+            except OSError as error:
+                if not isinstance(error, FileNotFoundError):
+                    self._say(error)
+                with self._changed:
+                    self._forget(name)
+                return None
+            if data[:DIGEST_BYTES] != _digest(name, memoryview(data)[DIGEST_BYTES:]):
+                self.remove(name)
+                return None
+            data = data[DIGEST_BYTES:]
         with self._changed:
-            if data is None:
-                self._forget(name)
-            else:
-                self._counts.hits += 1
+            self._counts.hits += 1
         return data
 
     def remove(self, name: str) -> None:
@@ -163,24 +171,12 @@ class DiskCache:
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.kv"
 
-    def _read(self, name: str) -> bytes | None:
-        """A file's contents, compared with its digest; a wrong file is removed."""
-        path = self._path(name)
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            with open(descriptor, "rb") as file:
-                state = os.fstat(descriptor)
-                is_file = stat.S_ISREG(state.st_mode) and state.st_size <= QUEUE_BYTES + DIGEST_BYTES
-                data = file.read() if is_file else b""
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            self._say(error)
-            return None
-        if data[:DIGEST_BYTES] == _digest(name, memoryview(data)[DIGEST_BYTES:]):
-            return data[DIGEST_BYTES:]
-        self.remove(name)
-        return None
+    def _read(self, name: str) -> bytes:
+        descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            state = os.fstat(descriptor)
+            is_file = stat.S_ISREG(state.st_mode) and state.st_size <= QUEUE_BYTES + DIGEST_BYTES
+            return file.read() if is_file else b""
 
     def _work(self) -> None:
         while True:

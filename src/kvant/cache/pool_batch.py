@@ -15,7 +15,6 @@ from kvant.operators.front import Front
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged, put_rows
 from kvant.operators.paged_kernel import step_pages
-from kvant.threads import Turn
 
 Waiting = defaultdict[PagedLayers, list[tuple[PoolLayer, list[mx.array]]]]  # new tokens, as a layer stores them
 
@@ -55,7 +54,7 @@ class PoolBatch:
     """
 
     def __init__(self, pool: PoolState, sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
-        self.pool = pool
+        self.pool, self.turn = pool, pool.turn
         self.sequences = tuple(sequences)  # that take part, B of them
         count = len(self.sequences)
         # Of the inputs, B or more. Those past B are padding: nothing of them is written, and their attention is 0.
@@ -79,11 +78,6 @@ class PoolBatch:
 
     def __len__(self) -> int:
         return len(self.pool.layers)
-
-    @property
-    def turn(self) -> Turn:
-        """Held by the thread that computes through the pool."""
-        return self.pool.turn
 
     @property
     def lengths(self) -> tuple[int, ...]:

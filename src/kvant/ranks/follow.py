@@ -22,7 +22,7 @@ class PlannedBatch(PoolBatch):
 
     def __init__(self, pool: Pool, tables: Sequence[Sequence[PageTable]], lengths: Sequence[int], rows: int) -> None:
         """``tables``: of each of the pool's parts, each sequence's pages. ``rows`` past the sequences are padding."""
-        self.pool, self.sequences, self.rows = pool, (), rows
+        self.pool, self.turn, self.sequences, self.rows = pool, pool.turn, (), rows
         self.step: mx.array | None = None
         self._placed, self.unwritten = {}, Waiting(list)
         self._tables, self._held = tables, tuple(lengths)
