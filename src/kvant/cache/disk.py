@@ -99,10 +99,7 @@ class DiskCache:
     def put(self, name: str, size: int, contents: Callable[[], bytes]) -> None:
         """Write a file some time later, unless it is there. Never waits.
 
-        Args:
-            name: 64 hexadecimal digits.
-            size: bytes of the contents, about.
-            contents: makes them; is called now, or not at all.
+        ``size``: bytes of the contents, about, which ``contents`` makes: it is called now, or not at all.
         """
         with self._changed:
             if self._closed or name in self:

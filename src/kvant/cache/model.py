@@ -280,11 +280,10 @@ class ModelCache(PoolBatch, Sequence[Any]):
         return self.offset
 
     def keep_common(self, ids: Sequence[int]) -> int:
-        """Go back to what it has in common with these tokens.
+        """Go back to what it has in common with these tokens. Returns how many of them it holds now.
 
-        Returns:
-            how many of them it holds now, at least one less than there are: one has to be fed for there to be logits.
-            Fewer if a window or a state cannot go back so far.
+        At least one less than there are: one has to be fed for there to be logits. Fewer if a window or a state cannot
+        go back so far.
         """
         held = self.held.ids
         length = min(len(held), len(ids) - 1)

@@ -37,18 +37,14 @@ class Pool(PoolState):
     def sequence(
         self, max_tokens: int, prompt: Sequence[int] = (), *, salt: bytes = b"", whole_pages: bool = True
     ) -> PoolSequence:
-        """Open a sequence, with pages for ``max_tokens`` tokens.
+        """Open a sequence, with pages for ``max_tokens`` tokens, the most that it will have. It must be released.
 
         Args:
-            max_tokens: the most that it will have.
             prompt: ids that it will begin with. As many as others have shared are there at once, and at least one less
                 than given: one has to be fed for there to be logits.
             salt: sequences share pages only with those of the same one.
             whole_pages: only whole pages are shared, which takes no copy. Else the rows of a page that begins alike
                 are copied as well.
-
-        Returns:
-            a sequence that holds the shared tokens, and must be released.
         """
         with self.turn:
             self.check_opening(max_tokens)
@@ -134,11 +130,9 @@ class Pool(PoolState):
         return list(self.main.prefix.stored_after(chain[-1] if chain else root(salt))[len(ids) % PAGE_SIZE :])
 
     def batch(self, sequences: Sequence[Any], rows: int | None = None) -> PoolBatch:
-        """The cache of steps in which these sequences take part.
+        """The cache of steps in which sequences of this pool take part, at least one, none twice.
 
-        Args:
-            sequences: of this pool, at least one, none twice.
-            rows: sequences that the steps' inputs have, those past the given ones as padding; None: no padding.
+        ``rows``: sequences that the steps' inputs have, those past the given ones as padding; None: no padding.
         """
         return PoolBatch(self, sequences, rows)
 

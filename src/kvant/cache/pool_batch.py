@@ -97,8 +97,7 @@ class PoolBatch:
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
         """Begin a step of token ids (rows, S); earlier ones of its sequences that were not committed are gone.
 
-        Returns:
-            the position of each row's first new token, 0 for padding.
+        Returns the position of each row's first new token, 0 for padding.
         """
         rows, S = inputs.shape
         if rows != self.rows:
