@@ -29,11 +29,12 @@ class NotSaved:
         return "kvant's cache is saved by kvant.save_prompt_cache"
 
 
+@dataclass(eq=False)
 class CachePart:
     """A part of a :class:`ModelCache`. All parts have the same tokens: a trim of each in turn counts once."""
 
     batch: "ModelCache"
-    layer: Any  # which tells it from the others
+    layer: Any = None  # which tells it from the others
 
     @property
     def offset(self) -> int:
@@ -49,7 +50,7 @@ class CachePart:
         return self.batch.can_trim_to(max(0, self.offset - 1))
 
 
-class KVCache(CachePart, PoolLayerView):
+class KVCache(PoolLayerView, CachePart):
     """A layer of a :class:`ModelCache`."""
 
     batch: "ModelCache"
@@ -73,12 +74,8 @@ class KVCache(CachePart, PoolLayerView):
         return made
 
 
-@dataclass(eq=False, slots=True)
 class StateView(CachePart):
     """The states of a cache, of linear and convolution layers."""
-
-    batch: "ModelCache"
-    layer: None = None
 
     @property
     def nbytes(self) -> int:

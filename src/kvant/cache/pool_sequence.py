@@ -248,6 +248,7 @@ class PoolSequence:
         own.check_whole()
         given.check_whole()
         with own.turn, given.turn:
+            self.check_open()
             other.check_open()
             length, ids = other.length, other.ids
             if self.length:
