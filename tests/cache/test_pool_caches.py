@@ -58,10 +58,10 @@ def test_a_page_that_is_not_whole_is_not_shared(tmp_path: Path) -> None:
     pool = _pool(model, 0)
     whole, sequence = pool.sequence(900), pool.sequence(900)
     prefill(model, pool, whole, TEXT[:828])
-    sequence.begin_at({pool.layers[0]: 0, pool.layers[1]: 612}, 828)
-    for layer, first in zip(pool.layers, (0, 612), strict=True):
-        sequence.put(layer, whole.held_rows(layer, first), 828)
-    sequence.restore(828, TEXT[:828])
+    lost = {pool.layers[0]: 0, pool.layers[1]: 612}
+    with sequence.filling(lost, TEXT[:828]):
+        for layer, first in lost.items():
+            sequence.put(layer, whole.held_rows(layer, first), 828)
     assert sequence.tables[1].first == 612
     sequence.share_prefix()
     whole.release()

@@ -149,10 +149,9 @@ def test_tokens_that_a_ring_has_forgotten(tmp_path: Path) -> None:
     ring, whole = _cache(max_seq_len=100, window=8, slack=16), _cache(max_seq_len=100)
     _feed(whole, 8)
     (layer,), sequence = ring.pool.layers, ring.held
-    sequence.begin_at({layer: 1}, 8)
     rows = whole.held.held_rows(whole.pool.layers[0], 1)
-    sequence.put(layer, rows, 8)
-    sequence.restore(8, whole.ids[0])
+    with sequence.filling({layer: 1}, whole.ids[0]):
+        sequence.put(layer, rows, 8)
     ring.save(tmp_path / "saved")
     assert (read_header(tmp_path / "saved").written, ring.can_trim_to(7)) == (25, False)
     assert load_file(tmp_path / "saved")["layers.0.sequences.0.cache"].shape == (2, 1, 7, 16)

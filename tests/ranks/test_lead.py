@@ -226,3 +226,14 @@ def test_memory_is_given_back_everywhere(led: tuple[Lead, Loopback]) -> None:
     del first
     lead.make_cache(40)
     assert list(other.follower._held) == [1]
+
+
+def test_a_call_on_sequences_of_a_pool(led: tuple[Lead, Loopback]) -> None:
+    """It commits on every rank; the other one keeps no sequences and had nothing to drop."""
+    lead, other = led
+    pool = lead.make_pool(2048, sequences=2, max_seq_len=600, kv_bits=8)
+    batch = pool.batch([pool.sequence(600), pool.sequence(600)])
+    for start in (0, 60):
+        given = lead(mx.array([TEXT[start : start + 60], TEXT[100 + start : 160 + start]]), cache=batch)
+        check([given], other)
+    assert batch.lengths == (120, 120)

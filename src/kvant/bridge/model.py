@@ -113,7 +113,7 @@ class BridgedModel:
             raise ValueError(f"the cache is a {type(cache).__name__}; expected what model.make_cache returns")
         if cache.pool.entries != self.entries:
             raise ValueError("the cache is for a model with other layers; expected what model.make_cache returns")
-        if None not in (cache.identity, self.identity) and cache.identity != self.identity:
+        if None not in (cache.pool.identity, self.identity) and cache.pool.identity != self.identity:
             raise ValueError("the cache holds tokens of another model")
         return cache
 

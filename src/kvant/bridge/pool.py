@@ -124,8 +124,6 @@ class BridgedBatch(PoolBatch):
                     own = [[None if a is None else a[b : b + 1] for a in arrays] for arrays in own]
                 sequence.will_have(sequence.length + S, own)
         super().commit(num_tokens, ids=ids)
-        for sequence in self.sequences if self.pool.states else ():
-            sequence.drop_states()
 
     def end_step(self) -> None:
         """Drop a step that was begun and is not committed."""

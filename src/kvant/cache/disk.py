@@ -32,20 +32,13 @@ DIGEST_BYTES = 32
 
 @dataclass(slots=True)
 class DiskCounts:
-    """What a folder has, and what was done with it since it was opened.
+    """What a folder has, and what was done with it since it was opened."""
 
-    Attributes:
-        bytes, files: that it has now.
-        hits: files that were read.
-        written, dropped: files that were written, and times that one was not: for want of room to wait, of the hour's
-            bytes or of a disk.
-    """
-
-    bytes: int = 0
+    bytes: int = 0  # that it has now
     files: int = 0
-    hits: int = 0
-    written: int = 0
-    dropped: int = 0
+    hits: int = 0  # files that were read
+    written: int = 0  # files that were written, and times that one was not:
+    dropped: int = 0  # for want of room to wait, of the hour's bytes or of a disk
 
 
 class DiskCache:
@@ -106,10 +99,7 @@ class DiskCache:
     def put(self, name: str, size: int, contents: Callable[[], bytes]) -> None:
         """Write a file some time later, unless it is there. Never waits.
 
-        Args:
-            name: 64 hexadecimal digits.
-            size: bytes of the contents, about.
-            contents: makes them; is called now, or not at all.
+        ``size``: bytes of the contents, about, which ``contents`` makes: it is called now, or not at all.
         """
         with self._changed:
             if self._closed or name in self:
@@ -126,16 +116,24 @@ class DiskCache:
                 self._changed.notify_all()
 
     def get(self, name: str) -> bytes | None:
-        """The contents of a file; None: it is not there, or not whole."""
+        """The contents of a file, compared with its digest; None: it is not there, or was wrong and is gone."""
         with self._changed:
             data = self._waiting.get(name)
         if data is None:
-            data = self._read(name)
+            try:
+                data = self._read(name)
+            except OSError as error:
+                if not isinstance(error, FileNotFoundError):
+                    self._say(error)
+                with self._changed:
+                    self._forget(name)
+                return None
+            if data[:DIGEST_BYTES] != _digest(name, memoryview(data)[DIGEST_BYTES:]):
+                self.remove(name)
+                return None
+            data = data[DIGEST_BYTES:]
         with self._changed:
-            if data is None:
-                self._forget(name)
-            else:
-                self._counts.hits += 1
+            self._counts.hits += 1
         return data
 
     def remove(self, name: str) -> None:
@@ -170,24 +168,12 @@ class DiskCache:
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.kv"
 
-    def _read(self, name: str) -> bytes | None:
-        """A file's contents, compared with its digest; a wrong file is removed."""
-        path = self._path(name)
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            with open(descriptor, "rb") as file:
-                state = os.fstat(descriptor)
-                is_file = stat.S_ISREG(state.st_mode) and state.st_size <= QUEUE_BYTES + DIGEST_BYTES
-                data = file.read() if is_file else b""
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            self._say(error)
-            return None
-        if data[:DIGEST_BYTES] == _digest(name, memoryview(data)[DIGEST_BYTES:]):
-            return data[DIGEST_BYTES:]
-        self.remove(name)
-        return None
+    def _read(self, name: str) -> bytes:
+        descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            state = os.fstat(descriptor)
+            is_file = stat.S_ISREG(state.st_mode) and state.st_size <= QUEUE_BYTES + DIGEST_BYTES
+            return file.read() if is_file else b""
 
     def _work(self) -> None:
         while True:
@@ -284,11 +270,8 @@ class DiskCache:
         part = path.with_name(f"{path.name}.part")
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(part, flags, 0o600), "wb", 0) as file:
-                for data in parts:
-                    rest = memoryview(data)
-                    while rest:
-                        rest = rest[file.write(rest) :]
+            with open(os.open(part, flags, 0o600), "wb") as file:
+                file.writelines(parts)
             os.replace(part, path)
         except BaseException:
             with suppress(OSError):

@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,7 +13,6 @@ import mlx.core as mx
 
 from kvant.cache import snapshot
 from kvant.cache.disk import DiskCache
-from kvant.cache.identity import Identity
 from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool import Pool
@@ -29,11 +29,12 @@ class NotSaved:
         return "kvant's cache is saved by kvant.save_prompt_cache"
 
 
+@dataclass(eq=False)
 class CachePart:
     """A part of a :class:`ModelCache`. All parts have the same tokens: a trim of each in turn counts once."""
 
     batch: "ModelCache"
-    layer: Any  # which tells it from the others
+    layer: Any = None  # which tells it from the others
 
     @property
     def offset(self) -> int:
@@ -49,7 +50,7 @@ class CachePart:
         return self.batch.can_trim_to(max(0, self.offset - 1))
 
 
-class KVCache(CachePart, PoolLayerView):
+class KVCache(PoolLayerView, CachePart):
     """A layer of a :class:`ModelCache`."""
 
     batch: "ModelCache"
@@ -73,12 +74,8 @@ class KVCache(CachePart, PoolLayerView):
         return made
 
 
-@dataclass(eq=False, slots=True)
 class StateView(CachePart):
     """The states of a cache, of linear and convolution layers."""
-
-    batch: "ModelCache"
-    layer: None = None
 
     @property
     def nbytes(self) -> int:
@@ -95,20 +92,10 @@ class ModelCache(PoolBatch, Sequence[Any]):
     """One cache for all layers of a model. ``model.make_cache()`` makes it.
 
     It is a sequence of its layers, as mlx-lm expects of a ``prompt_cache``, and of one view of all states behind them.
-    All have the same length.
-
-    Attributes:
-        held: its sequence.
-        max_seq_len: the reservation: tokens it can have.
-        formats: how each layer stores tokens.
-        backend, num_pages, pages_needed: as of a :class:`Pool`.
-        ahead: of its tokens the last ones that are computed and not handed out yet.
-        prefill_step_size: prompt tokens that a scheduler feeds at a time.
-        embeddings: what a model takes in place of ids: a position, and rows (T, hidden) from there on; None: nothing.
+    All have the same length. A scheduler takes it in the place of a pool, whose attributes it has.
     """
 
     pool: Pool
-    # A scheduler takes a cache in the place of a pool.
     attends_apart, has_windows, page_size = True, False, PAGE_SIZE  # pages that are shared have no windows here
     max_sequences = num_free = 1
 
@@ -116,10 +103,12 @@ class ModelCache(PoolBatch, Sequence[Any]):
         """Open the sequence of a pool of one, which is made for it."""
         self.held: PoolSequence = pool.sequence(pool.max_seq_len)
         super().__init__(pool, [self.held])
-        self.max_seq_len, self.formats = pool.max_seq_len, pool.formats
+        self.max_seq_len, self.formats = pool.max_seq_len, pool.formats  # tokens that are reserved, of each layer
         self.backend, self.num_pages, self.pages_needed = pool.backend, pool.num_pages, pool.pages_needed
         self.takes_back = not pool.states  # a step may be committed in part: of up to 17 tokens if there are windows
-        self.ahead, self.prefill_step_size = 0, sys.maxsize
+        self.ahead = 0  # of its tokens the last ones that are computed and not handed out yet
+        self.prefill_step_size = sys.maxsize  # prompt tokens that a scheduler feeds at a time
+        # In place of ids a model takes rows (T, hidden) from a position on.
         self.embeddings: tuple[int, mx.array] | None = None
         self._trimmed: tuple[int, int, set[int]] | None = None
         self._is_torn = False  # pages are being handed out
@@ -165,11 +154,6 @@ class ModelCache(PoolBatch, Sequence[Any]):
         return []
 
     @property
-    def identity(self) -> Identity | None:
-        """Of the model whose tokens it holds; None: not known."""
-        return self.pool.identity
-
-    @property
     def divided(self) -> bool:
         """Whether other ranks hold a part: it is not saved, loaded or forked then."""
         return self.pool.divided
@@ -185,10 +169,9 @@ class ModelCache(PoolBatch, Sequence[Any]):
         return [*(array for layer in self.pool.layers for array in layer.arrays), *self.states]
 
     @property
-    def disk(self) -> PoolDisk | None:
+    def disk(self) -> Any:
         """Where its pages and states are written, and read from; None: nowhere."""
-        found: PoolDisk | None = self.pool.disk
-        return found
+        return self.pool.disk
 
     def use_disk(self, disk: DiskCache) -> None:
         """Read beginnings of prompts from a disk cache, and write them there; see :meth:`Pool.use_disk`."""
@@ -197,7 +180,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
     def sequence(
         self, max_tokens: int, prompt: Sequence[int] = (), *, salt: bytes = b"", whole_pages: bool = True
     ) -> PoolSequence:
-        """Its sequence, which goes back to what it has in common with ``prompt``, less the last token."""
+        """The one sequence, which goes back to what it has in common with ``prompt``, less the last token."""
         self.keep_common(prompt)
         if self.pool.disk is not None:
             self._read(self.pool.disk, prompt)
@@ -210,29 +193,22 @@ class ModelCache(PoolBatch, Sequence[Any]):
         if len(ids) <= held.length:
             return
         self.reset()
-        try:
-            held.begin_at({layer: first[part] * PAGE_SIZE for part, layer in self.pool.places}, len(ids))
+        lost = {layer: first[part] * PAGE_SIZE for part, layer in self.pool.places}
+        with suppress(FileNotFoundError), held.filling(lost, ids):
             for part, table in zip(self.pool.parts, held.tables, strict=True):
                 begin = table.start // PAGE_SIZE
                 for number, page in enumerate(table.pages[: len(chain) - begin], begin):
                     rows = disk.page(part, chain[number], min(PAGE_SIZE, len(ids) - number * PAGE_SIZE))
                     if rows is None:
-                        held.empty()
-                        return
+                        raise FileNotFoundError("a page that was there")
                     part.put_page(page, rows)
                 mx.eval([layer.arrays for layer in part.layers])
             if self.pool.states:
                 if (states := disk.states(chain[-1])) is None:
-                    held.empty()
-                    return
-                held.restore_states(len(ids), states)
-        except BaseException:
-            held.empty()
-            raise
-        held.restore(len(ids), ids)
+                    raise FileNotFoundError("states that were there")
+                held.will_have(len(ids), states)
 
     def batch(self, sequences: Sequence[PoolSequence], rows: int | None = None) -> "ModelCache":
-        """The cache of a step: itself."""
         return self
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
@@ -295,18 +271,16 @@ class ModelCache(PoolBatch, Sequence[Any]):
     def go_back(self, num_tokens: int) -> int:
         """Forget what it has past ``num_tokens`` tokens; if some layer cannot go back so far, past the last place kept.
 
-        Returns:
-            how many tokens are still held.
+        Returns how many tokens are still held.
         """
         self.trim_to(self.held.nearest(num_tokens))
         return self.offset
 
     def keep_common(self, ids: Sequence[int]) -> int:
-        """Go back to what it has in common with these tokens.
+        """Go back to what it has in common with these tokens. Returns how many of them it holds now.
 
-        Returns:
-            how many of them it holds now, at least one less than there are: one has to be fed for there to be logits.
-            Fewer if a window or a state cannot go back so far.
+        At least one less than there are: one has to be fed for there to be logits. Fewer if a window or a state cannot
+        go back so far.
         """
         held = self.held.ids
         length = min(len(held), len(ids) - 1)

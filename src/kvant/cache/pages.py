@@ -11,16 +11,11 @@ Run = tuple[int, int]  # the first row of some that lie side by side, and the on
 
 
 class Pages:
-    """The pages 0 to ``num - 1``. A page that nobody holds is free.
-
-    Attributes:
-        num, num_free: pages in all, and those that are free.
-        num_shared: those that are held more than once.
-    """
+    """The pages 0 to ``num - 1``. A page that nobody holds is free."""
 
     def __init__(self, num: int) -> None:
         self.num = self.num_free = num
-        self.num_shared = 0
+        self.num_shared = 0  # pages that are held more than once
         self._holders = [0] * num
         self._free = [(0, num)] if num else []  # the first page and the number of each free stretch, in order
 

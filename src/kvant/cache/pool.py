@@ -37,25 +37,20 @@ class Pool(PoolState):
     def sequence(
         self, max_tokens: int, prompt: Sequence[int] = (), *, salt: bytes = b"", whole_pages: bool = True
     ) -> PoolSequence:
-        """Open a sequence, with pages for ``max_tokens`` tokens.
+        """Open a sequence, with pages for ``max_tokens`` tokens, the most that it will have. It must be released.
 
         Args:
-            max_tokens: the most that it will have.
             prompt: ids that it will begin with. As many as others have shared are there at once, and at least one less
                 than given: one has to be fed for there to be logits.
             salt: sequences share pages only with those of the same one.
             whole_pages: only whole pages are shared, which takes no copy. Else the rows of a page that begins alike
                 are copied as well.
-
-        Returns:
-            a sequence that holds the shared tokens, and must be released.
         """
         with self.turn:
             self.check_opening(max_tokens)
             if len(prompt) > max_tokens:
                 raise ContextError(f"the prompt has {len(prompt)} tokens; max_tokens of its sequence is {max_tokens}")
-            known = prompt[: max(0, len(prompt) - 1)]
-            chain, rest = self._beginning(known, salt, whole_pages)
+            chain, rest = self._beginning(prompt, salt, whole_pages)
             tables: list[PageTable] = []
             try:
                 for part in self.parts:
@@ -63,7 +58,7 @@ class Pool(PoolState):
                     tables.append(part.open(chain, max_tokens))
                 length = len(chain) * PAGE_SIZE
                 if rest:
-                    before, behind = chain[-1] if chain else root(salt), known[length : length + rest]
+                    before, behind = chain[-1] if chain else root(salt), prompt[length : length + rest]
                     parts = zip(self.parts, tables, strict=True)
                     length += min([part.copy_alike(table, length, before, behind) for part, table in parts])
             except BaseException:
@@ -81,16 +76,14 @@ class Pool(PoolState):
     def use_disk(self, disk: DiskCache, *, is_exact: bool = False) -> None:
         """Write what its sequences share to a disk cache, and let :meth:`fetch` read it.
 
-        Args:
-            is_exact: only what chunks of 128 tokens computed is read, with this MLX on this kind of device.
+        ``is_exact``: only what chunks of 128 tokens computed is read, with this MLX on this kind of device.
         """
         self.disk = PoolDisk(disk, self, is_exact=is_exact)
 
     def fetch(self, prompt: Sequence[int], *, salt: bytes = b"", whole_pages: bool = True, most: int) -> bool:
         """Read pages that a prompt begins with from disk, ``most`` of them at most, for :meth:`sequence` to share.
 
-        Returns:
-            whether there may be more to read.
+        Returns whether there may be more to read.
         """
         if self.disk is None:
             return False
@@ -123,14 +116,13 @@ class Pool(PoolState):
 
         Returns its tokens, the digests of its pages, and of each part the number of the first page that is needed.
         """
-        known = prompt[: max(0, len(prompt) - 1)]
-        chain, rest = self._beginning(known, salt, whole_pages, self.disk)
+        chain, rest = self._beginning(prompt, salt, whole_pages, self.disk)
         first = {part: len(chain) - len(part.seen(chain)) for part in self.parts}
         length = len(chain) * PAGE_SIZE
-        if not (rest and self.states):
-            return known[:length], chain, first
-        end = extended(chain[-1] if chain else root(salt), known[length : length + rest])
-        return known[: length + rest], [*chain, end], first
+        if rest and self.states:
+            chain = [*chain, extended(chain[-1] if chain else root(salt), prompt[length : length + rest])]
+            length += rest
+        return prompt[:length], chain, first
 
     def stored_after(self, ids: Sequence[int], salt: bytes) -> list[int]:
         """Tokens that are stored behind a text, of the page that was stored last; none: nothing is."""
@@ -138,18 +130,17 @@ class Pool(PoolState):
         return list(self.main.prefix.stored_after(chain[-1] if chain else root(salt))[len(ids) % PAGE_SIZE :])
 
     def batch(self, sequences: Sequence[Any], rows: int | None = None) -> PoolBatch:
-        """The cache of steps in which these sequences take part.
+        """The cache of steps in which sequences of this pool take part, at least one, none twice.
 
-        Args:
-            sequences: of this pool, at least one, none twice.
-            rows: sequences that the steps' inputs have, those past the given ones as padding; None: no padding.
+        ``rows``: sequences that the steps' inputs have, those past the given ones as padding; None: no padding.
         """
         return PoolBatch(self, sequences, rows)
 
     def _beginning(
-        self, known: Sequence[int], salt: bytes, whole_pages: bool, disk: PoolDisk | None = None
+        self, prompt: Sequence[int], salt: bytes, whole_pages: bool, disk: PoolDisk | None = None
     ) -> tuple[list[bytes], int]:
-        """What all layers have of a text's beginning, on ``disk`` too: its pages' digests, and tokens behind them."""
+        """What all layers, or ``disk``, have of a prompt less its last token: the pages' digests, and tokens behind."""
+        known = prompt[: max(0, len(prompt) - 1)]
         chain = digests(known, salt)
         has = partial(has_page, disk)
         count = len(chain)
@@ -177,7 +168,7 @@ class Pool(PoolState):
         for count in range(0 if whole_pages else len(ids), -1, -1):
             digest = extended(before, ids[:count]) if count else before
             pages = (has_page(disk, part, digest) for part in self.parts)
-            if (count in kept or disk.has_states(digest)) and (not count or all(pages)):
+            if (count in kept or disk.has(None, digest)) and (not count or all(pages)):
                 return count
         return None
 
@@ -188,4 +179,4 @@ class Pool(PoolState):
 
 def has_page(disk: PoolDisk | None, part: PagedLayers, digest: bytes) -> bool:
     """Whether the page of some layers at the end of a text is in their index, or on disk."""
-    return digest in part.prefix or (disk is not None and disk.has_page(part, digest))
+    return digest in part.prefix or (disk is not None and disk.has(part, digest))

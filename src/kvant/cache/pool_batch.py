@@ -15,7 +15,6 @@ from kvant.operators.front import Front
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged, put_rows
 from kvant.operators.paged_kernel import step_pages
-from kvant.threads import Turn
 
 Waiting = defaultdict[PagedLayers, list[tuple[PoolLayer, list[mx.array]]]]  # new tokens, as a layer stores them
 
@@ -52,20 +51,13 @@ class PoolBatch:
 
     A step is to be evaluated before another one of the same pool begins, or that one has to need its result: MLX would
     copy the layers' arrays to read what the other is about to change.
-
-    Attributes:
-        pool: of the sequences.
-        sequences: that take part, B of them.
-        rows: sequences of the inputs, B or more. Those past B are padding: nothing of them is written, and their
-            attention is 0.
-        step: token ids (rows, S) of a step that was begun and is not committed.
-        unwritten: new tokens of the layers that keep them until the step is committed.
     """
 
     def __init__(self, pool: PoolState, sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
-        self.pool = pool
-        self.sequences = tuple(sequences)
+        self.pool, self.turn = pool, pool.turn
+        self.sequences = tuple(sequences)  # that take part, B of them
         count = len(self.sequences)
+        # Of the inputs, B or more. Those past B are padding: nothing of them is written, and their attention is 0.
         self.rows = count if rows is None else rows
         if not count or len({id(sequence) for sequence in self.sequences}) != count:
             raise ValueError(f"a batch of {count} sequences; expected at least one, none twice")
@@ -73,10 +65,10 @@ class PoolBatch:
             raise ValueError("a sequence of another pool; expected those of this one")
         if type(self.rows) is not int or self.rows < count:
             raise ValueError(f"rows is {rows!r}; expected an int, at least {count} for so many sequences")
-        self.step: mx.array | None = None
+        self.step: mx.array | None = None  # token ids (rows, S) of a step that was begun and is not committed
         self._placed: dict[PagedLayers, PagedRows] = {}
         self._start = 0  # the position of the first of the tokens that wait
-        self.unwritten: Waiting = defaultdict(list)
+        self.unwritten = Waiting(list)  # of the layers that keep them until the step is committed
 
     def __getitem__(self, index: Any) -> Any:
         return tuple(self)[index]
@@ -86,11 +78,6 @@ class PoolBatch:
 
     def __len__(self) -> int:
         return len(self.pool.layers)
-
-    @property
-    def turn(self) -> Turn:
-        """Held by the thread that computes through the pool."""
-        return self.pool.turn
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -110,8 +97,7 @@ class PoolBatch:
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
         """Begin a step of token ids (rows, S); earlier ones of its sequences that were not committed are gone.
 
-        Returns:
-            the position of each row's first new token, 0 for padding.
+        Returns the position of each row's first new token, 0 for padding.
         """
         rows, S = inputs.shape
         if rows != self.rows:
@@ -122,8 +108,8 @@ class PoolBatch:
             for sequence in self.sequences:
                 sequence.check_room(S)
             self.settle()
-            lengths = [sequence.length for sequence in self.sequences]
-            placed = {}
+            every = self.lengths
+            lengths, placed = every[: len(self.sequences)], {}
             for number, part in enumerate(self.pool.parts):
                 tables = [sequence.tables[number] for sequence in self.sequences]
                 waits = self.pool.alone and part.waits(tables[0], lengths[0], S)
@@ -134,7 +120,7 @@ class PoolBatch:
             self.step = inputs
             for sequence in self.sequences:
                 sequence.step = self.step
-            return (*lengths, *(0,) * (rows - len(lengths)))
+            return every
 
     def commit(
         self, num_tokens: int | Sequence[int] | None = None, *, ids: Sequence[Sequence[int]] | None = None
@@ -209,7 +195,6 @@ class PoolLayerView:
 
     @property
     def front(self) -> Front:
-        """The layer's."""
         return self.layer.front
 
     def attend(
@@ -220,7 +205,6 @@ class PoolLayerView:
         mask: mx.array | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Append and attend; see :meth:`kvant.cache.AttentionCache.attend`. R rows, padding among them."""
         own = self.layer.format
         if sinks is not None and self.front.center is not None:
             raise ValueError("keys are stored without a constant, which would change the share of learned sinks")
@@ -253,18 +237,16 @@ def place_rows(
     if waits:
         before = runs(tables[0].pages, first[0] - tables[0].start, lengths[0] - tables[0].start)
         return PagedRows(None, [before], first, part.window)
-    new, read = [], []
+    new, read, counts = [], [], []
     for table, length, seen in zip(tables, lengths, first, strict=True):
-        end, start = length + new_tokens, table.start
-        new.append(runs(table.pages, length - start, end - start))
-        read.append(runs(table.pages, seen - start, end - start))
-    is_fused = part.is_fused and new_tokens <= MAX_NEW_TOKENS
+        end = length + new_tokens - table.start
+        new.append(runs(table.pages, length - table.start, end))
+        read.append(runs(table.pages, seen - table.start, end))
+        counts.append(end)
     pages = None
-    if is_fused:
-        starts = [table.start for table in tables]
-        counts = [length + new_tokens - start for length, start in zip(lengths, starts, strict=True)]
+    if part.is_fused and new_tokens <= MAX_NEW_TOKENS:
         held = [table.pages[: pages_for(count)] for table, count in zip(tables, counts, strict=True)]
-        pages = step_pages(held, starts, lengths, max(counts), part.window)
+        pages = step_pages(held, [table.start for table in tables], lengths, max(counts), part.window)
     if len(new) == 1:
         return PagedRows(new[0], read, first, part.window, pages)
     rows = [row for own in new for run in own for row in range(*run)]

@@ -2,9 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -15,6 +17,7 @@ from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool_state import PoolState
 
 VERSION = 1
+Found = TypeVar("Found")
 
 
 class PoolDisk:
@@ -27,22 +30,15 @@ class PoolDisk:
             raise ValueError("the model was not loaded from a folder: nobody could tell its files from another's")
         self.disk = disk
         self._parts = pool.parts
-        rows = {
-            part: [each for layer in part.layers for each in layer.format.arrays(1).values()] for part in pool.parts
-        }
-        self._row_bytes = {part: sum(map(stored_bytes, stored)) for part, stored in rows.items()}
+        self._row_bytes = {part: sum(map(stored_bytes, _rows(part, 1))) for part in pool.parts}
         self._states = pool.states
         computed = [version("mlx"), str(mx.default_device())] if is_exact else []
         facts = [VERSION, pool.identity.model, pool.layout, [layer.format.as_json() for layer in pool.layers], computed]
         self._key = hashlib.sha256(json.dumps(facts).encode()).digest()
 
-    def has_page(self, part: PagedLayers, digest: bytes) -> bool:
-        """Whether the page of some layers at the end of a text is there."""
+    def has(self, part: PagedLayers | None, digest: bytes) -> bool:
+        """Whether the page of some layers at the end of a text is there; None: the states after it."""
         return self._name(part, digest) in self.disk
-
-    def has_states(self, digest: bytes) -> bool:
-        """Whether the states after a text are there."""
-        return self._name(None, digest) in self.disk
 
     def put_page(self, part: PagedLayers, digest: bytes, page: int, rows: int) -> None:
         """Have a page written, of so many rows; a part of one only where there are states, which go on there."""
@@ -58,23 +54,19 @@ class PoolDisk:
 
     def page(self, part: PagedLayers, digest: bytes, rows: int) -> list[mx.array] | None:
         """The rows of a page, for :meth:`PagedLayers.put_page`; None: they are not there, or wrong."""
-        expected = [each for layer in part.layers for each in layer.format.arrays(rows).values()]
-        return self._get(self._name(part, digest), expected)  # type: ignore[return-value]
+        return self._get(part, digest, partial(unpacked, expected=_rows(part, rows)))  # type: ignore[return-value]
 
     def states(self, digest: bytes) -> list[Arrays] | None:
-        """The states after a text; None: they are not there."""
-        arrays = self._get(name := self._name(None, digest))
-        if arrays is None:
-            return None
-        rest = iter(arrays)
-        found = [[*islice(rest, len(state.shapes))] for state in self._states]
-        try:
+        """The states after a text; None: they are not there, or wrong."""
+
+        def parse(data: bytes) -> list[Arrays]:
+            rest = iter(unpacked(data))
+            found = [[*islice(rest, len(state.shapes))] for state in self._states]
             for state, own in zip(self._states, found, strict=True):
                 state.check(own)
-        except ValueError:
-            self.disk.remove(name)
-            return None
-        return found
+            return found
+
+        return self._get(None, digest, parse)
 
     def used(self, chain: Sequence[bytes]) -> None:
         """Note that a text was used, whose pages' digests these are. Its last pages go before its first."""
@@ -84,15 +76,21 @@ class PoolDisk:
         kind = 255 if part is None else self._parts.index(part)
         return hashlib.blake2b(self._key + digest + bytes([kind]), digest_size=32).hexdigest()
 
-    def _get(self, name: str, expected: Sequence[Stored] | None = None) -> Arrays | None:
-        """The arrays of a file; None: it is not there, or was of others and is gone."""
+    def _get(self, part: PagedLayers | None, digest: bytes, parse: Callable[[bytes], Found]) -> Found | None:
+        """What a file has; None: it is not there, or was of others and is gone."""
+        name = self._name(part, digest)
         if (data := self.disk.get(name)) is None:
             return None
         try:
-            return unpacked(data, expected)
+            return parse(data)
         except (ValueError, RecursionError):
             self.disk.remove(name)
             return None
+
+
+def _rows(part: PagedLayers, rows: int) -> list[Stored]:
+    """What the arrays of so many rows are."""
+    return [each for layer in part.layers for each in layer.format.arrays(rows).values()]
 
 
 def packed(arrays: Sequence[mx.array | None]) -> bytes:

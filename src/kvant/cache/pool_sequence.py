@@ -1,6 +1,7 @@
 """A sequence of a pool: its tokens, and the pages they are in."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import mlx.core as mx
@@ -15,32 +16,22 @@ from kvant.operators.paged_attention import put_rows, stored_rows
 
 
 class PoolSequence:
-    """A text in a pool. ``pool.sequence`` makes it.
-
-    Attributes:
-        pool: it is part of.
-        tables: its pages, one table for each of the pool's parts.
-        max_tokens: tokens that pages are reserved for.
-        salt: who may share its pages: sequences with the same one.
-        step: the step that it takes part in and that is not committed; None: none.
-        length: committed tokens; the position of the next one.
-        released: its pages were given back.
-    """
+    """A text in a pool. ``pool.sequence`` makes it."""
 
     def __init__(
         self, pool: PoolState, tables: list[PageTable], max_tokens: int, ids: Sequence[int], salt: bytes
     ) -> None:
         """With ``ids`` of tokens whose rows are in the tables' pages already."""
         self.pool = pool
-        self.tables = tables
-        self.max_tokens = max_tokens
-        self.salt = salt
-        self.step: object | None = None
+        self.tables = tables  # its pages, one table for each of the pool's parts
+        self.max_tokens = max_tokens  # that pages are reserved for
+        self.salt = salt  # it shares pages with sequences of the same one
+        self.step: object | None = None  # that it takes part in and that is not committed
         self._ids = list(ids)
-        self.length = len(self._ids)
+        self.length = len(self._ids)  # committed tokens; the position of the next one
         self._kept: dict[int, tuple[dict[PoolLayer, list[mx.array]], Any]] = {}  # places, by their lengths
         self._states: dict[int, list[Arrays]] = {}  # by the number of tokens
-        self.released = False
+        self.released = False  # its pages were given back
         pool.num_sequences += 1
 
     @property
@@ -79,25 +70,17 @@ class PoolSequence:
         """Take the states of so many tokens, which count from there on: a commit can be interrupted anywhere."""
         self._states = {self.length: self.states, length: states}
 
-    def drop_states(self) -> None:
-        """Keep the states after the committed tokens alone."""
-        self.states = self.states
-
     def commit(self, ids: Sequence[int]) -> None:
         """Count tokens whose rows were written; for a batch."""
         # The length last: an interruption before leaves ids that are past it and not looked at.
         self._ids[self.length :] = ids
         self.length += len(ids)
         self.step = None
+        if self._states:
+            self.states = self.states  # the others are dropped
 
     def trim(self, num_tokens: int) -> int:
-        """Forget the last tokens, or all it has.
-
-        Beside the lengths from :attr:`oldest` on it can go back to those that were kept.
-
-        Returns:
-            how many were forgotten.
-        """
+        """Forget the last tokens, or all it has, as far as :meth:`can_trim_to` allows. Returns how many."""
         check_num_tokens(num_tokens)
         with self.pool.turn:
             self.check_open()
@@ -116,7 +99,7 @@ class PoolSequence:
                 for part, table in zip(self.pool.parts, self.tables, strict=True):
                     part.go_back(table, length)
             self._kept = {each: kept for each, kept in self._kept.items() if each <= length}
-            self.drop_states()
+            self.states = self.states
             return lost
 
     def _put_back(self, length: int) -> None:
@@ -129,7 +112,7 @@ class PoolSequence:
                     part.begin_at(table, part.first_seen(length), length)
             for layer, rows in kept.items():
                 self.put(layer, rows, length)
-            self.restore_states(length, states)
+            self.will_have(length, states)
         except BaseException:
             self._kept.clear()
             for table in self.tables:
@@ -168,7 +151,7 @@ class PoolSequence:
         return max((length for length in self._kept if length < num_tokens), default=0)
 
     def trim_to(self, num_tokens: int) -> None:
-        """Forget what it has past its first ``num_tokens`` tokens; errors as those of :meth:`trim`."""
+        """Forget what it has past its first ``num_tokens`` tokens."""
         check_num_tokens(num_tokens)
         self.trim(max(0, self.length - num_tokens))
 
@@ -187,8 +170,7 @@ class PoolSequence:
     def fork(self, max_tokens: int | None = None) -> Self:
         """A sequence of its own with the same tokens. It shares their pages; what one writes the other never sees.
 
-        Args:
-            max_tokens: tokens that pages are reserved for; None: as many as this one has.
+        ``max_tokens``: that pages are reserved for; None: as many as this one has.
         """
         max_tokens = self.max_tokens if max_tokens is None else max_tokens
         with self.pool.turn:
@@ -220,43 +202,38 @@ class PoolSequence:
             mid_prompt: more of its prompt is to come, and nobody is likely to go on here: in a disk cache is then what
                 sees all tokens.
         """
-        if self.pool.states and not self.pool.checkpoints:
+        pool = self.pool
+        if pool.states and not pool.checkpoints:
             return
-        if self.pool.alone:  # the next sequence begins with what this one leaves
-            if last_page and upto in (None, self.length):
-                self.keep()
-            if self.pool.disk is not None:
-                ids = self.ids[:upto]
-                self._write(ids, digests(ids, self.salt, last_page=last_page), mid_prompt)
+        if pool.alone and last_page and upto in (None, self.length):
+            self.keep()  # the next sequence begins with what this one leaves
+        if pool.alone and pool.disk is None:
             return
-        with self.pool.turn:
+        with pool.turn:
             self.check_open()
             ids = self.ids[:upto]
             chain = digests(ids, self.salt, last_page=last_page)
+            is_all = 0 < len(ids) == self.length <= len(chain) * PAGE_SIZE
+            if pool.disk is not None:
+                self._write(ids, chain, mid_prompt, is_all=is_all)
+            if pool.alone:
+                return
             before = [root(self.salt), *chain]
-            for part, table in zip(self.pool.parts, self.tables, strict=True):
+            for part, table in zip(pool.parts, self.tables, strict=True):
                 first = -(-table.first // PAGE_SIZE)  # the first whole page that is there
                 for number in range(first, len(chain)):
                     page = table.pages[number - table.start // PAGE_SIZE]
-                    part.prefix.put(
-                        chain[number], page, before[number], ids[number * PAGE_SIZE : (number + 1) * PAGE_SIZE]
-                    )
+                    own = ids[number * PAGE_SIZE : (number + 1) * PAGE_SIZE]
+                    part.prefix.put(chain[number], page, before[number], own)
                 part.prefix.use(chain)
-            if self.pool.disk is not None:
-                self._write(ids, chain, mid_prompt)
-            if self.pool.states and self._is_all(ids, chain):
-                prefix = self.pool.main.prefix
-                if chain[-1] in prefix and prefix.states(chain[-1]) is None:
-                    copies = own_copies(self.states)
-                    mx.eval(copies)
-                    prefix.keep(chain[-1], copies)
+            prefix = pool.main.prefix
+            if pool.states and is_all and chain[-1] in prefix and prefix.states(chain[-1]) is None:
+                copies = own_copies(self.states)
+                mx.eval(copies)
+                prefix.keep(chain[-1], copies)
 
-    def _is_all(self, ids: Sequence[int], chain: Sequence[bytes]) -> bool:
-        """Whether these are all its tokens, and these pages hold them."""
-        return 0 < len(ids) == self.length <= len(chain) * PAGE_SIZE
-
-    def _write(self, ids: Sequence[int], chain: Sequence[bytes], mid_prompt: bool) -> None:
-        """Have the pages written that a text sees which goes on here, and the states."""
+    def _write(self, ids: Sequence[int], chain: Sequence[bytes], mid_prompt: bool, *, is_all: bool) -> None:
+        """Have the pages written that a text sees which goes on here, and the states after all its tokens."""
         disk, whole = self.pool.disk, chain[: len(ids) // PAGE_SIZE]
         for part, table in zip(self.pool.parts, self.tables, strict=True):
             first = max(len(whole) - len(part.seen(whole)), -(-table.first // PAGE_SIZE))
@@ -264,47 +241,44 @@ class PoolSequence:
                 page, rows = table.pages[number - table.start // PAGE_SIZE], len(ids) - number * PAGE_SIZE
                 disk.put_page(part, chain[number], page, min(PAGE_SIZE, rows))
         if not mid_prompt:
-            if self.pool.states and self._is_all(ids, chain):
+            if self.pool.states and is_all:
                 disk.put_states(chain[-1], self.states)
             disk.used(chain)
 
     def load(self, other: "PoolSequence") -> None:
         """Take the tokens of a sequence of another pool, of the same model and format. This one must be empty."""
-        if other.pool.layout != self.pool.layout:
+        own, given = self.pool, other.pool
+        if given.layout != own.layout:
             raise ValueError("the cache is for a model with other layers than the pool's")
-        self.pool.check_whole()
-        other.pool.check_whole()
-        with self.pool.turn, other.pool.turn:
+        own.check_whole()
+        given.check_whole()
+        with own.turn, given.turn:
+            self.check_open()
             other.check_open()
             length, ids = other.length, other.ids
-            self.check_room(length)
             if self.length:
                 raise ValueError(f"the sequence holds {self.length} tokens; expected an empty one")
-            self._check_format(other.pool)
-            source = dict(zip(self.pool.layers, other.pool.layers, strict=True))
-            self.step = None
-            try:
-                lost = {layer: other._table_of(given).first for layer, given in source.items()}
-                self.begin_at(lost, length)
-                for layer, given in source.items():
-                    self.put(layer, other.held_rows(given, max(lost[layer], self._table_of(layer).first)), length)
-            except BaseException:
-                self.empty()
-                raise
-            self.commit(ids)
-            self.states = other.states
+            if len(given.layers) != len(own.layers):
+                raise ValueError(f"the cache has {len(given.layers)} layers; expected {len(own.layers)}")
+            if None not in (given.identity, own.identity) and given.identity != own.identity:
+                raise ValueError("the cache holds tokens of another model than the pool's")
+            source = dict(zip(own.layers, given.layers, strict=True))
+            for number, (layer, from_layer) in enumerate(source.items()):
+                differs = difference(from_layer.format, layer.format, given.max_seq_len, own.max_seq_len)
+                if differs:
+                    raise ValueError(f"the cache is of another format: {differs}, in layer {number}")
+            lost = {layer: other._table_of(from_layer).first for layer, from_layer in source.items()}
+            with self.filling(lost, ids):
+                for layer, from_layer in source.items():
+                    first = max(lost[layer], self._table_of(layer).first)
+                    self.put(layer, other.held_rows(from_layer, first), length)
+                self.will_have(length, other.states)
 
     @property
     def saved_layers(self) -> list[PoolLayer | Arrays]:
         """What a snapshot has of it, in the order of the model: layers with rows, or the arrays of a state."""
         states = iter(self.states)
         return [next(states) if isinstance(own, State) else own for own in self.pool.saved]
-
-    def restore_states(self, length: int, states: Sequence[Arrays]) -> None:
-        """Put in the arrays of the states that a snapshot has after so many tokens."""
-        for own, arrays in zip(self.pool.states, states, strict=True):
-            own.check(arrays)
-        self._states = {length: [*states]}
 
     def held_rows(self, layer: PoolLayer, first: int) -> list[mx.array]:
         """The rows (2, K, rows, D') of a layer's tokens from position ``first`` on, as they are stored; a copy."""
@@ -315,13 +289,26 @@ class PoolSequence:
     def _table_of(self, layer: PoolLayer) -> PageTable:
         return next(table for part, table in zip(self.pool.parts, self.tables, strict=True) if layer in part.layers)
 
-    def begin_at(self, lost: Mapping[PoolLayer, int], length: int) -> None:
-        """Take pages for ``length`` tokens, which :meth:`put` fills. ``lost``: first tokens without rows in a layer."""
-        for part, table in zip(self.pool.parts, self.tables, strict=True):
-            first = max((lost[layer] for layer in part.layers), default=0)
-            if first and part.window is None:
-                raise ValueError(f"tokens before {first} are forgotten; a cache without a window needs all of them")
-            part.begin_at(table, first, length)
+    @contextmanager
+    def filling(self, lost: Mapping[PoolLayer, int], ids: Sequence[int]) -> Iterator[None]:
+        """Have tokens whose rows are :meth:`put` in inside the block, and the states; after an error there it has none.
+
+        ``lost``: first tokens without rows in a layer.
+        """
+        self.check_room(len(ids))
+        self.step = None
+        try:
+            for part, table in zip(self.pool.parts, self.tables, strict=True):
+                first = max((lost[layer] for layer in part.layers), default=0)
+                if first and part.window is None:
+                    raise ValueError(f"tokens before {first} are forgotten; a cache without a window needs all of them")
+                part.begin_at(table, first, len(ids))
+            yield
+        except BaseException:
+            for part, table in zip(self.pool.parts, self.tables, strict=True):
+                part.go_back(table, 0)
+            raise
+        self.commit(ids)
 
     def put(self, layer: PoolLayer, tokens: Sequence[mx.array], length: int) -> None:
         """Write the rows (2, K, rows, D') of a layer's tokens before ``length``, those that there are pages for."""
@@ -338,28 +325,6 @@ class PoolSequence:
         parts = zip(self.pool.parts, self.tables, strict=True)
         lost = [table.first + part.window + SLACK for part, table in parts if part.window and table.first]
         return max(self.length, *lost) if lost else self.length
-
-    def restore(self, length: int, ids: Sequence[int]) -> None:
-        """Count tokens whose rows were put in; ``ids`` are theirs."""
-        self.step = None
-        self._ids, self.length = list(ids), length
-
-    def empty(self) -> None:
-        """Have none of what was put in."""
-        self._kept.clear()
-        for part, table in zip(self.pool.parts, self.tables, strict=True):
-            part.go_back(table, 0)
-
-    def _check_format(self, given: PoolState) -> None:
-        """Refuse tokens of another model or format."""
-        if len(given.layers) != len(self.pool.layers):
-            raise ValueError(f"the cache has {len(given.layers)} layers; expected {len(self.pool.layers)}")
-        if None not in (given.identity, self.pool.identity) and given.identity != self.pool.identity:
-            raise ValueError("the cache holds tokens of another model than the pool's")
-        for number, (one, own) in enumerate(zip(given.layers, self.pool.layers, strict=True)):
-            differs = difference(one.format, own.format, given.max_seq_len, self.pool.max_seq_len)
-            if differs:
-                raise ValueError(f"the cache is of another format: {differs}, in layer {number}")
 
     def release(self) -> None:
         """Give its pages back. It cannot be used after it; to release it again does nothing.
@@ -387,7 +352,6 @@ def own_copies(states: Sequence[Arrays]) -> list[Arrays]:
 
 
 def check_num_tokens(num_tokens: int) -> None:
-    """Raise a ValueError unless it is a number of tokens."""
     if type(num_tokens) is not int or num_tokens < 0:
         raise ValueError(f"num_tokens is {num_tokens!r}; expected an int, 0 or more")
 

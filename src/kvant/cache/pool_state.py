@@ -13,7 +13,6 @@ from kvant.cache.paged_layers import PagedLayers, PoolLayer, kernel_of, window_p
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.errors import ContextError, SnapshotError
 from kvant.operators.front import Front
-from kvant.operators.kernels.launch import Backend
 from kvant.operators.rotary import Rotary
 from kvant.sizes import format_bytes
 from kvant.threads import Turn, check_process
@@ -24,75 +23,42 @@ class PoolState:
 
     A layer's arrays are those of PMX's dynamic batching: values (2, K, T, D') and scales (2, K, T, D/G), cache_mode 1
     with pages of 128 rows, cache_layout 3, one layer. T is as many rows as all pages have.
-
-    Attributes:
-        turn: held by the thread that computes through the pool.
-        layers: of the model, in order; ``saved`` has its states among them.
-        parts: the same layers by the page tables that they share.
-        places: each layer, behind its part.
-        max_sequences: sequences that can be open at once.
-        num_sequences: sequences that are open.
-        max_seq_len: tokens that a sequence can have.
-        alone: it is for one sequence, which shares no pages.
-        prefill_step_size: new tokens of a sequence in one step, at most; any number where it is alone.
-        make_cache: makes a :class:`kvant.cache.ModelCache` for so many tokens, in the pool's format.
-        identity: of the model whose tokens it holds; None: not known.
-        rotary: how the model turns keys; None: not known.
-        layout: what a bridged model expects in its cache, as JSON; "": a decoder's.
-        divided: other ranks hold a part of the rows. A sequence takes no cache and gives none then.
-        takes_back: a step of a sequence may be committed in part, one of several sequences too.
-        made_for: the config of the model that made it; None: not known.
-        checkpoints: ends of texts whose windows and states are kept, so many at once.
-        states: what a sequence has of each layer that has a state in place of rows.
-        disk: where its pages and states are written, and read from; None: nowhere.
-        attends_apart: whether the attention of each sequence is computed for it alone. If not, its logits change by
-            rounding with the lengths of the others, in steps of as many rows too.
     """
 
     page_size = PAGE_SIZE
     may_have_sinks: ClassVar[bool] = False  # whether attention may be given learned sinks
+    # Whether the attention of each sequence is computed for it alone. If not, its logits change by rounding with the
+    # lengths of the others, in steps of as many rows too.
     attends_apart = True
-    states: Sequence[State] = ()
-    disk: Any = None
-    divided = False
-    takes_back = True
-    made_for: object = None
-    rotary: Rotary | None = None
-    layout = ""
+    states: Sequence[State] = ()  # what a sequence has of each layer that has a state in place of rows
+    disk: Any = None  # a PoolDisk, where its pages and states are written, and read from; None: nowhere
+    divided = False  # other ranks hold a part of the rows: a sequence takes no cache and gives none
+    takes_back = True  # a step of a sequence may be committed in part, one of several sequences too
+    made_for: object = None  # the config of the model that made it; None: not known
+    rotary: Rotary | None = None  # how the model turns keys; None: not known
+    layout = ""  # what a bridged model expects in its cache, as JSON; "": a decoder's
 
     def __init__(
         self,
-        formats: Sequence[LayerFormat],
-        fronts: Sequence[Front],
+        formats: Sequence[LayerFormat],  # of each layer, with its window
+        fronts: Sequence[Front],  # of each layer; position j is at column j of its bias split's rotation
         *,
-        tokens: int,
-        sequences: int,
-        max_seq_len: int,
-        prefill_step_size: int | None,
-        checkpoints: int = 0,
-        make_cache: Callable[[int], Any],
-        identity: Identity | None = None,
-        kernels: str | None = None,
-        dtype: mx.Dtype = mx.float16,
-        num_heads: int | None = None,
-        windows: Sequence[int | None] = (),
+        tokens: int,  # of all sequences together; whole pages are made of them
+        sequences: int,  # that can be open at once
+        max_seq_len: int,  # tokens that a sequence can have
+        prefill_step_size: int | None,  # new tokens of a sequence in one step, at most; None: any number
+        checkpoints: int = 0,  # ends of texts that are kept, each in the pages that a window sees and one more
+        make_cache: Callable[[int], Any],  # makes a ModelCache for so many tokens, in the pool's format
+        identity: Identity | None = None,  # of the model whose tokens it holds; None: not known
+        kernels: str | None = None,  # as of CacheOptions; what the pool needs of the kernel runs once now
+        dtype: mx.Dtype = mx.float16,  # of queries
+        num_heads: int | None = None,  # H; None: not known
+        windows: Sequence[int | None] = (),  # of the whole model, where formats are a rank's: pages count for all
     ) -> None:
-        """Allocate the pool. The arguments that are not named here are attributes.
+        """Allocate the pool.
 
-        Args:
-            formats: of each layer, with its window.
-            fronts: of each layer; position j is at column j of its bias split's rotation.
-            tokens: of all sequences together; whole pages are made of them.
-            sequences: that can be open at once.
-            prefill_step_size: None: any number. The pool is for one sequence then, which shares no pages; it has as
-                many rows as it has tokens, and of a window few more than are seen.
-            checkpoints: each takes the pages that a window sees, and one for a part of a page.
-            kernels: "unfused" or "fused" forces how attention is computed, as in :class:`kvant.cache.QuantizedKVCache`.
-                A step of more than 8 new tokens a sequence, as in a prefill, is always unfused. What the pool needs of
-                the kernel runs once now.
-            dtype: of queries.
-            num_heads: H; None: not known.
-            windows: of the whole model's layers, where ``formats`` are a rank's alone: pages are counted for all.
+        Without a ``prefill_step_size`` it is for one sequence, which shares no pages: it has as many rows as it has
+        tokens, and of a window few more than are seen.
         """
         sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
         step_size = 1 if prefill_step_size is None else prefill_step_size
@@ -111,19 +77,23 @@ class PoolState:
             for layer in of_part:
                 layer.allocate(rows)
             parts.append(PagedLayers(window, of_part, num_pages, prefill_step_size or SLACK + 1, checkpoints))
-        self.turn = Turn()
-        self.layers = tuple(layers)
-        self.saved: Sequence[PoolLayer | State] = self.layers
-        self.parts = tuple(parts)
+        self.turn = Turn()  # held by the thread that computes through the pool
+        self.layers = tuple(layers)  # of the model, in order
+        self.saved: Sequence[PoolLayer | State] = self.layers  # the same, with its states among them
+        self.parts = tuple(parts)  # the layers by the page tables that they share
         self.places = tuple((part, layer) for layer in layers for part in parts if layer in part.layers)
-        self.max_sequences = sequences
-        self.num_sequences = 0
-        self.max_seq_len = max_seq_len
-        self.alone = prefill_step_size is None
+        # The layers that see all tokens; where all have a window, those with the widest.
+        self.main = max(parts, key=lambda part: math.inf if part.window is None else part.window)
+        self.num_pages = self.main.pages.num
+        self.has_windows = any(part.window is not None for part in parts)  # pages move along with a sequence
+        self.formats = list(formats)
+        # Runs the fused kernel, for the layers that it takes; None: every layer is unfused.
+        self.backend = next((layer.backend for layer in layers if layer.backend is not None), None)
+        self.max_sequences, self.num_sequences = sequences, 0  # that can be open at once, and that are
+        self.max_seq_len, self.checkpoints = max_seq_len, checkpoints
+        self.alone = prefill_step_size is None  # it is for one sequence, which shares no pages
         self.prefill_step_size = prefill_step_size or sys.maxsize
-        self.make_cache = make_cache
-        self.identity = identity
-        self.checkpoints = checkpoints
+        self.make_cache, self.identity = make_cache, identity
 
     def release(self) -> None:
         """Give the memory back. The pool cannot be used after it."""
@@ -141,40 +111,15 @@ class PoolState:
         return f"{size} for {self.max_sequences} sequences{kept}: {', '.join(kinds)}"
 
     @property
-    def backend(self) -> Backend | None:
-        """Runs the fused kernel, for the layers that it takes; None: every layer is unfused."""
-        return next((layer.backend for layer in self.layers if layer.backend is not None), None)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all layers with their fronts, and of states: of every sequence and checkpoint."""
         states = sum(state.nbytes for state in self.states)
         return sum(layer.nbytes for layer in self.layers) + (self.max_sequences + self.checkpoints) * states
 
     @property
-    def formats(self) -> list[LayerFormat]:
-        """How each layer stores tokens."""
-        return [layer.format for layer in self.layers]
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of the layers that see all tokens; where all have a window, of those with the widest."""
-        return self.main.pages.num
-
-    @property
     def num_free(self) -> int:
         """Of :attr:`num_pages` those that new sequences could have."""
         return self.main.num_free
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether the pages of some layers move along with their sequence, while it grows."""
-        return any(part.window is not None for part in self.parts)
-
-    @property
-    def main(self) -> PagedLayers:
-        """The layers that see all tokens; where all have a window, those with the widest."""
-        return max(self.parts, key=lambda part: math.inf if part.window is None else part.window)
 
     def check_whole(self) -> None:
         """Refuse what needs all rows."""

@@ -14,15 +14,11 @@ UNKNOWN_ID = 0  # of a token whose id the file does not say
 
 
 class PromptCacheFile(Sequence[KVCache]):
-    """A file of :meth:`ModelCache.save`, whose cache the first model makes that uses it.
-
-    Attributes:
-        header: what the file says of itself.
-    """
+    """A file of :meth:`ModelCache.save`, whose cache the first model makes that uses it."""
 
     def __init__(self, path: Path, max_seq_len: int | None = None) -> None:
         """``max_seq_len``: the reservation; None: as it was."""
-        self.header = read_header(path)
+        self.header = read_header(path)  # what the file says of itself
         self._path = path
         self._max_seq_len: int | None = max_seq_len or self.header.reservation
         self._cache: ModelCache | None = None
@@ -83,17 +79,18 @@ class PlainCacheFile(PromptCacheFile):
                 f"{self._path}: of another model: it has {len(self._layers)} caches; expected {len(made)}"
             )
         length = max((layer.offset for layer in self._layers), default=0)
-        made.held.check_room(length)
-        made.held.begin_at(dict.fromkeys(made.pool.layers, 0), length)
-        for number, (layer, own) in enumerate(zip(made.pool.layers, self._layers, strict=True)):
-            keys, values, kept = own.keys[..., :length, :], own.values[..., :length, :], layer.format
-            shapes = [(1, kept.num_kv_heads, length, width) for width in (kept.head_dim, kept.value_head_dim)]
-            given = [keys.shape, values.shape]
-            if own.offset != length or given != shapes:
-                raise SnapshotError(f"{self._path}: layer {number} has keys and values of {given}; expected {shapes}")
-            stored = fitted_tokens(layer.front.keys(keys), values, layer.arrays, quant_bit=0, quant_group=0, alone=True)
-            made.held.put(layer, stored, length)
-        made.held.restore(length, [UNKNOWN_ID] * length)
+        with made.held.filling(dict.fromkeys(made.pool.layers, 0), [UNKNOWN_ID] * length):
+            for number, (layer, own) in enumerate(zip(made.pool.layers, self._layers, strict=True)):
+                keys, values, kept = own.keys[..., :length, :], own.values[..., :length, :], layer.format
+                shapes = [(1, kept.num_kv_heads, length, width) for width in (kept.head_dim, kept.value_head_dim)]
+                given = [keys.shape, values.shape]
+                if own.offset != length or given != shapes:
+                    raise SnapshotError(
+                        f"{self._path}: layer {number} has keys and values of {given}; expected {shapes}"
+                    )
+                keys = layer.front.keys(keys)
+                stored = fitted_tokens(keys, values, layer.arrays, quant_bit=0, quant_group=0, alone=True)
+                made.held.put(layer, stored, length)
         self._layers = []
         return made
 

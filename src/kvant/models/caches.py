@@ -47,7 +47,7 @@ def check_cache(
     if len(cache) != config.num_hidden_layers:
         raise ValueError(f"the cache has {len(cache)} layers; expected {config.num_hidden_layers}")
     checked = ModelCache.of(cache)
-    if None not in (checked.identity, identity) and checked.identity != identity:
+    if None not in (checked.pool.identity, identity) and checked.pool.identity != identity:
         raise ValueError("the cache holds tokens of another model")
     check_batch(checked, config)
     return checked

@@ -8,7 +8,7 @@ import mlx.core as mx
 from kvant.cache import ModelCache
 from kvant.cache.paged_layers import PageTable
 from kvant.cache.pool import Pool
-from kvant.cache.pool_batch import PoolBatch, place_rows
+from kvant.cache.pool_batch import PoolBatch, Waiting, place_rows
 from kvant.errors import RanksError
 from kvant.models import LanguageModel
 from kvant.ranks.guard import Guard
@@ -22,9 +22,9 @@ class PlannedBatch(PoolBatch):
 
     def __init__(self, pool: Pool, tables: Sequence[Sequence[PageTable]], lengths: Sequence[int], rows: int) -> None:
         """``tables``: of each of the pool's parts, each sequence's pages. ``rows`` past the sequences are padding."""
-        self.pool, self.sequences, self.rows = pool, (), rows
+        self.pool, self.turn, self.sequences, self.rows = pool, pool.turn, (), rows
         self.step: mx.array | None = None
-        self._placed = {}
+        self._placed, self.unwritten = {}, Waiting(list)
         self._tables, self._held = tables, tuple(lengths)
 
     @property
