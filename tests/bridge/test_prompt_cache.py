@@ -18,8 +18,7 @@ from support.numbers import peak_bytes, relative_error
 from support.tiny_models import build
 
 from kvant.bridge.cache import BridgedCache
-from kvant.bridge.prompt_cache import make_prompt_cache
-from kvant.bridge.prompt_layer import PromptCacheLayer
+from kvant.bridge.prompt_cache import PromptCacheLayer, make_prompt_cache
 from kvant.errors import ContextError
 
 
