@@ -54,7 +54,6 @@ def load_bridged(folder: Path, progress: Progress | None = None, adapter: Path |
         compute_in_float32(model)
     dtype = main_dtype(model)
     evaluate(model, folder, progress)
-    rotate_by_matrices(model)  # on a CPU
     return BridgedModel(model, config, dtype)
 
 
@@ -257,7 +256,10 @@ class _Float32Embedding(QuantizedEmbedding):
 
 
 def evaluate(model: Module, folder: Path, progress: Progress | None, held: Collection[str] | None = None) -> None:
-    """Read the weights, those with the names ``held`` or all, layer by layer, so that only one is held in two forms."""
+    """Read the weights, those with the names ``held`` or all, and have a CPU turn positions by matrices.
+
+    They are read layer by layer, so that only one is held in two forms.
+    """
     layers = [[own[name] for name in own if held is None or name in held] for own in by_layer(model).values()]
     layers = [own for own in layers if own]
     with library_errors(CheckpointError, f"{folder}: MLX does not read its tensors"):
@@ -265,3 +267,4 @@ def evaluate(model: Module, folder: Path, progress: Progress | None, held: Colle
             mx.eval(own)
             if progress is not None:
                 progress(done, len(layers))
+    rotate_by_matrices(model)

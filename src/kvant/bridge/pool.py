@@ -10,7 +10,7 @@ from mlx_lm.models.cache import ArraysCache
 from kvant.bridge import hook
 from kvant.bridge.architectures import ONE_AT_A_TIME
 from kvant.bridge.layers import BridgedLayer, StepRows
-from kvant.bridge.probe import Attention, Entry, Leaf, Model, as_text, caches_of, leaves_of
+from kvant.bridge.probe import Attention, Entry, Model, as_text, caches_of, leaves_of
 from kvant.cache.layer_format import Arrays, LayerFormat, State
 from kvant.cache.options import CacheOptions
 from kvant.cache.pool import Pool, pool_bytes
@@ -28,24 +28,16 @@ AGREE, AGREE_HALF = 1e-3, 0.05
 
 
 class CacheBytes(NamedTuple):
-    """Bytes of a model's caches.
+    """Bytes of a model's caches."""
 
-    Attributes:
-        keys_values: reserved when they are made.
-        state: of linear and convolution layers, which mlx-lm allocates at the first prefill.
-    """
-
-    keys_values: int
-    state: int
+    keys_values: int  # reserved when they are made
+    state: int  # of linear and convolution layers, which mlx-lm allocates at the first prefill
 
 
 class BridgedPool(Pool):
     """One reservation for the keys and values of many sequences; states are allocated by mlx-lm as they come.
 
     A model that attends in its own way is given padded rows: then it does not attend apart.
-
-    Attributes:
-        entries: what the model that it is for asks of its caches; its layout is the same as JSON.
     """
 
     may_have_sinks = True
@@ -56,8 +48,7 @@ class BridgedPool(Pool):
     ) -> None:
         """``found``: by a probe of the model. ``formats``: of its layers that keep rows. ``options``: as Pool has."""
         super().__init__(formats, fronts, **options)
-        self.layout = as_text(found)
-        self.entries = tuple(found)
+        self.entries, self.layout = tuple(found), as_text(found)
         self.states, layers = leaves_of(found, State), iter(self.layers)
         leaves = leaves_of(found, Attention | State)
         self.saved = [leaf if isinstance(leaf, State) else next(layers) for leaf in leaves]
@@ -67,18 +58,14 @@ class BridgedPool(Pool):
 
 
 class BridgedBatch(PoolBatch):
-    """The cache of a model's step, of sequences of different lengths.
-
-    Attributes:
-        views: of the layers that keep rows, in a step.
-    """
+    """The cache of a model's step, of sequences of different lengths."""
 
     pool: BridgedPool
 
     def __init__(self, pool: BridgedPool, sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
         super().__init__(pool, sequences, rows)
         self._entries: list[Any] = []
-        self.views: list[BridgedLayer] = []
+        self.views: list[BridgedLayer] = []  # of the layers that keep rows, in a step
         self._states: list[ArraysCache] = []
 
     @property
@@ -101,11 +88,7 @@ class BridgedBatch(PoolBatch):
         self.views = [BridgedLayer(self.unwritten, part, layer, steps[part]) for part, layer in self.pool.places]
         self._states = [self._stacked(each) for each in zip(*(own.states for own in self.sequences), strict=True)]
         layers, states = iter(self.views), iter(self._states)
-
-        def one(leaf: Leaf) -> Any:
-            return next(states if isinstance(leaf, State) else layers)
-
-        self._entries = caches_of(self.pool.entries, one)
+        self._entries = caches_of(self.pool.entries, lambda leaf: next(states if isinstance(leaf, State) else layers))
         return lengths
 
     def commit(
@@ -128,7 +111,6 @@ class BridgedBatch(PoolBatch):
             sequence.drop_states()
 
     def end_step(self) -> None:
-        """Drop a step that was begun and is not committed."""
         super().end_step()
         self._entries, self.views, self._states = [], [], []
 
@@ -143,9 +125,8 @@ class BridgedBatch(PoolBatch):
             if not known:
                 continue
             most = tuple(map(max, *(array.shape for array in known), known[0].shape))
-            full = [mx.zeros(most, known[0].dtype) if array is None else _padded(array, most) for array in arrays]
-            full += [mx.zeros(most, known[0].dtype)] * (self.rows - len(full))
-            made.cache[n] = mx.concatenate(full)
+            zeros, rows = mx.zeros(most, known[0].dtype), [*arrays, *[None] * (self.rows - len(arrays))]
+            made.cache[n] = mx.concatenate([zeros if array is None else _padded(array, most) for array in rows])
         return made
 
 

@@ -28,7 +28,6 @@ from kvant.bridge.layer_list import LayerList, Own, list_layers, redirect
 from kvant.bridge.layers import BridgedLayer
 from kvant.bridge.model import BridgedModel, bytes_read, parameters
 from kvant.bridge.pool import BridgedBatch
-from kvant.bridge.rope import rotate_by_matrices
 from kvant.cache import ModelCache
 from kvant.cache.pool_batch import PoolBatch
 from kvant.errors import CheckpointError, ModelError
@@ -63,7 +62,6 @@ def load_bridged_stage(
             f"this machine has {format_bytes(physical_memory())}"
         )
     evaluate(module, folder, progress, model.held)
-    rotate_by_matrices(module)  # on a CPU
     return model
 
 
@@ -102,11 +100,10 @@ class BridgedStageModel(BridgedModel):
 
     def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
         # The last rank sends nothing back.
-        bridged = self._checked(cache)
-        bridged.begin(inputs)
-        with self._step(bridged, returns=False):
-            self.module(inputs, cache=bridged.entries)
-            return [*bridged.state, *self._sent]
+        begun = self._begun(inputs, cache)
+        with self._step(begun, returns=False):
+            self.module(inputs, cache=begun.entries)
+            return [*begun.state, *self._sent]
 
     def make_pool(self, *arguments: Any, **options: Any) -> Never:
         raise ModelError(
