@@ -23,7 +23,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models import llama
 
 import kvant
-from kvant.bridge.cache import BridgedCache, make_model_cache
+from kvant.bridge.pool import BridgedCache, make_model_cache
 from kvant.bridge.rope import rotate_by_matrices
 from kvant.cache import CacheOptions
 from kvant.tools.statistics import in_turns

@@ -50,11 +50,8 @@ def load_bridged(folder: Path, progress: Progress | None = None, adapter: Path |
         raise ModelError(f"{adapter}: adapters are applied to architectures of kvant's own; this model is mlx-lm's")
     on_cpu = mx.default_device().type == mx.cpu
     model, config = check_bridged(folder, in_float32=on_cpu)
-    if on_cpu:
-        compute_in_float32(model)
-    dtype = main_dtype(model)
     evaluate(model, folder, progress)
-    return BridgedModel(model, config, dtype)
+    return BridgedModel(model, config, main_dtype(model))
 
 
 def check_bridged(folder: Path, *, in_float32: bool = False, whole: bool = True) -> tuple[Module, BridgedConfig]:
@@ -62,8 +59,8 @@ def check_bridged(folder: Path, *, in_float32: bool = False, whole: bool = True)
 
     Args:
         folder: the model folder.
-        in_float32: floats are cast before mlx-lm's class rearranges them. It adds 1 to the weights of some norms, which
-            half precision would round.
+        in_float32: it computes in float32. Floats are cast before mlx-lm's class rearranges them: it adds 1 to the
+            weights of some norms, which half precision would round.
         whole: this machine is to hold all of them.
     """
     if not folder.is_dir():
@@ -75,6 +72,8 @@ def check_bridged(folder: Path, *, in_float32: bool = False, whole: bool = True)
         if whole:
             tensors.check_memory(tensors.nbytes)
         _take_weights(model, raw, tensors, in_float32)
+        if in_float32:
+            compute_in_float32(model)
     except ModelError as error:
         named = str(error).startswith(str(folder))
         raise type(error)(str(error) if named else f"{folder}: {error}") from error

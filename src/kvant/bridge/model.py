@@ -14,9 +14,8 @@ from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from kvant.bridge.cache import BridgedCache, make_model_cache
 from kvant.bridge.config import BridgedConfig
-from kvant.bridge.pool import TRIAL, BridgedBatch, BridgedPool, attends_apart, check_entries, reserve
+from kvant.bridge.pool import BridgedBatch, BridgedCache, BridgedPool, attends_apart, make_model_cache, reserve
 from kvant.bridge.probe import Attention, Entry, leaves_of, probe
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
@@ -26,7 +25,7 @@ from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.prompt_file import PromptCacheFile
 from kvant.errors import ArgumentError
 from kvant.models.caches import default_reservation, longest_sequence
-from kvant.models.inputs import check_ids, check_offset, check_shape
+from kvant.models.inputs import Cached, Offset, check_ids, check_offset, check_shape
 from kvant.operators.dispatch import resolve
 from kvant.threads import check_process
 
@@ -57,12 +56,7 @@ class BridgedModel:
         size: int | None = getattr(getattr(self.module, "args", None), "hidden_size", None)
         return size if takes else None
 
-    def __call__(
-        self,
-        inputs: mx.array,
-        offset: int | mx.array | None = None,
-        cache: Sequence[KVCache] | PoolBatch | None = None,
-    ) -> mx.array:
+    def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
         """Logits of every position; the step is committed. As :meth:`kvant.models.Decoder.__call__`."""
         check_process()
         check_shape(inputs)
@@ -131,11 +125,9 @@ class BridgedModel:
         sizes = {"tokens": tokens, "sequences": sequences, "prefill_step_size": prefill_step_size}
         sizes["max_seq_len"] = longest_sequence(self.config, tokens, max_seq_len)
         check_sizes(**sizes)
-        name, make_cache = self.config.model_type, partial(self.make_cache, **chosen.fields)
-        check_entries(self.entries, self.module, name)
-        made = partial(reserve, self.entries, dtype=self.dtype, make_cache=make_cache)
-        apart = attends_apart(self.module, name, made(TRIAL, CacheOptions(0, kernels="unfused")), self.dtype)
-        pool = made(sizes, chosen)
+        apart = attends_apart(self.module, self.config.model_type, self.entries, self.dtype)
+        make_cache = partial(self.make_cache, **chosen.fields)
+        pool = reserve(self.entries, sizes, chosen, dtype=self.dtype, make_cache=make_cache)
         pool.identity, pool.attends_apart = self.identity, apart
         return pool
 

@@ -24,7 +24,7 @@ from kvant.models.caches import (
     pool_format,
 )
 from kvant.models.config import ModelConfig
-from kvant.models.inputs import check_ids, check_offset, check_shape
+from kvant.models.inputs import Cached, Offset, check_ids, check_offset, check_shape
 from kvant.models.matrix import Linear, Matrix
 from kvant.models.mlp import MLP, Experts
 from kvant.operators.attention import attend_tokens
@@ -35,8 +35,6 @@ from kvant.operators.rotary import Rotate
 from kvant.threads import check_process
 
 Pair = tuple[mx.array, mx.array]
-Offset = int | mx.array | None
-Cached = Sequence[KVCache] | PoolBatch | None
 Caches = Iterable[AttentionCache | None]  # what each layer attends through
 
 

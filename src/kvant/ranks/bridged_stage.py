@@ -21,13 +21,12 @@ from typing import Any, Never
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from kvant.bridge.cache import BridgedCache
 from kvant.bridge.config import BridgedConfig
-from kvant.bridge.folder import Progress, check_bridged, compute_in_float32, evaluate, main_dtype
+from kvant.bridge.folder import Progress, check_bridged, evaluate, main_dtype
 from kvant.bridge.layer_list import LayerList, Own, list_layers, redirect
 from kvant.bridge.layers import BridgedLayer
 from kvant.bridge.model import BridgedModel, bytes_read, parameters
-from kvant.bridge.pool import BridgedBatch
+from kvant.bridge.pool import BridgedBatch, BridgedCache
 from kvant.cache import ModelCache
 from kvant.cache.pool_batch import PoolBatch
 from kvant.errors import CheckpointError, ModelError
@@ -46,15 +45,12 @@ def load_bridged_stage(
         progress: called with (layers loaded, this rank's layers).
     """
     check_process()
-    on_cpu = mx.default_device().type == mx.cpu
-    module, config = check_bridged(folder, in_float32=on_cpu, whole=False)
+    module, config = check_bridged(folder, in_float32=mx.default_device().type == mx.cpu, whole=False)
     try:
         found = list_layers(module, config.model_type)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
     _check_range(folder, ranks, layers, len(found.paths))
-    if on_cpu:
-        compute_in_float32(module)
     model = BridgedStageModel(module, config, main_dtype(module), ranks, layers, found)
     if model.nbytes > physical_memory():
         raise CheckpointError(

@@ -15,7 +15,7 @@ from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
 from kvant.errors import RanksError, one_line
 from kvant.models import LanguageModel
-from kvant.models.decoder import Cached, Offset
+from kvant.models.inputs import Cached, Offset
 from kvant.ranks.group import Ranks, Traffic
 from kvant.ranks.guard import Guard
 
