@@ -83,12 +83,7 @@ class PromptCacheLayer(BridgedLayer):
     def __init__(
         self, cache: ModelCache, sequence: SequenceLayers, holders: "WeakSet[PromptCacheLayer] | None" = None
     ) -> None:
-        """For a cache of one layer.
-
-        Args:
-            sequence: it becomes the next layer of.
-            holders: the copies that share the cache; None: there are none.
-        """
+        """The next layer of a sequence, with a cache of one layer. ``holders``: the copies that share it, if any."""
         self.sequence, self._place = sequence, len(sequence.caches)
         sequence.caches.append(cache)
         self._holders: WeakSet[PromptCacheLayer] = WeakSet() if holders is None else holders
