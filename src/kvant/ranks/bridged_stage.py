@@ -66,24 +66,18 @@ class BridgedStageModel(BridgedModel):
 
     Every rank calls its methods with the same ids, and with caches that hold the same tokens, and evaluates what it is
     returned before the next call. Rank 0 is returned logits; the others what they sent, which nobody reads.
-
-    Attributes:
-        layers: the numbers of this rank's layers.
-        held: the names of the weights that it has. No other is read.
     """
 
     def __init__(
         self, module: Module, config: BridgedConfig, dtype: mx.Dtype, ranks: Ranks, layers: range, found: LayerList
     ) -> None:
-        """``module``: its weights may be lazy. ``found``: all of its layers."""
+        """``module``: its weights may be lazy. ``layers``: this rank's numbers. ``found``: all of its layers."""
         super().__init__(module, config, dtype)
-        self.ranks = ranks
-        self.layers = layers
-        self._found = found
+        self.ranks, self.layers, self._found = ranks, layers, found
         leads = ranks.rank == 0
         own = {name for n in layers for name in _below(module, found.paths[n])}
         others = {name for n, path in enumerate(found.paths) if n not in layers for name in _below(module, path)}
-        self.held = frozenset(parameters(module).keys() - others if leads else own)
+        self.held = frozenset(parameters(module).keys() - others if leads else own)  # no other weight is read
         caches = {cache for n in layers for cache in found.caches[n]}
         elsewhere = {cache for n, each in enumerate(found.caches) if n not in layers for cache in each}
         self.absent_caches = frozenset(elsewhere if leads else set(range(len(self.entries))) - caches)

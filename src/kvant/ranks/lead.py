@@ -47,7 +47,8 @@ class Lead:
     ) -> None:
         """``whole``: a step is computed in it. It keeps Ctrl-C until the others have what they wait for."""
         self.part, self.ranks, self.step_traffic = part, ranks, Traffic()
-        self.config, self.dtype = part.config, part.dtype
+        self.config, self.dtype, self.arrays = part.config, part.dtype, part.arrays
+        self.nbytes, self.nbytes_read = part.nbytes, part.nbytes_read
         self.last_token_alone = part.last_token_alone
         self._guard, self._whole = guard, whole
         self._numbers: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # of pools
@@ -62,18 +63,6 @@ class Lead:
     @identity.setter
     def identity(self, identity: Identity | None) -> None:
         self.part.identity = identity
-
-    @property
-    def nbytes(self) -> int:
-        return self.part.nbytes
-
-    @property
-    def nbytes_read(self) -> int:
-        return self.part.nbytes_read
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return self.part.arrays
 
     def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
         """Compute the logits of every position and commit the step. ``cache`` is one of this model's."""
