@@ -77,9 +77,8 @@ class Adapter:
     def take(self, sizes: Mapping[str, int], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
         """Factors of the sum that is added to quantized matrices (path -> outputs) that lie side by side as one.
 
-        Returns:
-            ``down`` (in, R) and ``up`` (R, sum of outputs), R the sum of the ranks, stacked for experts; None: nothing
-            is added to any.
+        They are ``down`` (in, R) and ``up`` (R, sum of outputs), R the sum of the ranks, stacked for experts. None:
+        nothing is added to any.
         """
         low_ranks = {path: self._low_ranks.pop(path) for path in sizes if path in self._low_ranks}
         if not low_ranks:

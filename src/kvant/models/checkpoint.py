@@ -91,8 +91,7 @@ def load_part(
 def check_folder(folder: Path, *, whole: bool = True) -> tuple[ModelConfig, TensorFiles]:
     """The config and the tensors of a model folder, whose names, shapes and dtypes agree; no tensor has been read.
 
-    Args:
-        whole: this machine is to have memory for all of it.
+    ``whole``: this machine is to have memory for all of it.
     """
     config, tensors = ModelConfig.from_folder(folder), TensorFiles(folder)
     tensors.check(expected_tensors(config, tensors))
@@ -183,12 +182,8 @@ class _Builder:
     def __init__(
         self, config: ModelConfig, tensors: TensorFiles, dtype: mx.Dtype, adapter: Adapter | None, wanted: Wanted
     ) -> None:
-        self.config = config
-        self.tensors = tensors
-        self.dtype = dtype
-        self.adapter = adapter
-        self.wanted = wanted
-        self.share = wanted.share
+        self.config, self.tensors, self.dtype, self.adapter = config, tensors, dtype, adapter
+        self.wanted, self.share = wanted, wanted.share
         self.local = local_config(config, wanted.share, wanted.layers)
 
     def parts(self, progress: Progress) -> DecoderParts:

@@ -40,9 +40,7 @@ def load_bridged_stage(
 ) -> "BridgedStageModel":
     """Load a rank's layers of a bridged model; rank 0 has the embedding, the final norm and the head too.
 
-    Args:
-        layers: their numbers. They follow those of the rank before.
-        progress: called with (layers loaded, this rank's layers).
+    ``layers``: their numbers, which follow those of the rank before. ``progress`` counts them.
     """
     check_process()
     module, config = check_bridged(folder, in_float32=mx.default_device().type == mx.cpu, whole=False)

@@ -29,11 +29,6 @@ class Lead:
     The others compute the same steps on their parts, and have no tokens of their own to choose: ids are in what they
     are told. A step is evaluated before it is returned. Caches and pools are those that this model makes. They cannot
     be saved, loaded or forked.
-
-    Attributes:
-        part: rank 0's part of the model.
-        ranks: that compute it.
-        step_traffic: what rank 0 sent, received and summed in the last step.
     """
 
     embedding_size: int | None = None  # the other ranks compute from ids
@@ -45,8 +40,9 @@ class Lead:
         guard: Guard,
         whole: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """``whole``: a step is computed in it. It keeps Ctrl-C until the others have what they wait for."""
-        self.part, self.ranks, self.step_traffic = part, ranks, Traffic()
+        """``part``: rank 0's. ``whole``: a step is computed in it; it keeps Ctrl-C until the others have theirs."""
+        self.part, self.ranks = part, ranks
+        self.step_traffic = Traffic()  # what rank 0 sent, received and summed in the last step
         self.config, self.dtype, self.arrays = part.config, part.dtype, part.arrays
         self.nbytes, self.nbytes_read = part.nbytes, part.nbytes_read
         self.last_token_alone = part.last_token_alone
