@@ -23,7 +23,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models import llama
 
 import kvant
-from kvant.bridge.cache import BridgedCache, make_model_cache
+from kvant.bridge.pool import BridgedCache, make_model_cache
 from kvant.bridge.rope import rotate_by_matrices
 from kvant.cache import CacheOptions
 from kvant.tools.statistics import in_turns
@@ -92,16 +92,20 @@ def _way(model: llama.Model, cache: Any, context: int) -> Callable[[], list[floa
     """A function of a block of steps that returns their milliseconds."""
     prompt = mx.array([[7 * i % SHAPE["vocab_size"] for i in range(context)]])
     own = isinstance(cache, BridgedCache)
+
+    def logits_of(ids: mx.array) -> mx.array:
+        return model(ids, cache=cache.entries if own else cache)[:, -1]
+
     if own:
         cache.begin(prompt)
-    mx.eval(model(prompt, cache=cache)[:, -1])
+    mx.eval(logits_of(prompt))
     if own:
         cache.commit()
 
     def step(token: mx.array) -> mx.array:
         if own:
             cache.begin(token[None])
-        logits = model(token[None], cache=cache)[:, -1]
+        logits = logits_of(token[None])
         following = mx.argmax(logits - mx.logsumexp(logits, axis=-1, keepdims=True), axis=-1)
         if own:
             token.item()

@@ -12,9 +12,8 @@ from support.counts import at_widths
 from support.numbers import peak_bytes, relative_error
 from support.tiny_models import build
 
-from kvant.bridge.cache import BridgedCache, make_model_cache
 from kvant.bridge.layers import BridgedLayer
-from kvant.bridge.pool import CacheBytes, pool_needs
+from kvant.bridge.pool import BridgedCache, CacheBytes, make_model_cache, pool_needs
 from kvant.bridge.probe import probe
 from kvant.bridge.prompt_cache import make_prompt_cache
 from kvant.cache import CacheOptions

@@ -14,8 +14,8 @@ from support.bridged import IDS, NAMES, copy_folder, write_mlx_lm
 from support.command import call
 from support.runs import Run
 
-from kvant.bridge.cache import BridgedCache
 from kvant.bridge.model import BridgedModel
+from kvant.bridge.pool import BridgedCache
 from kvant.cache import CacheOptions, ModelCache
 from kvant.engine.load import load_model
 from kvant.errors import ModelError

@@ -14,8 +14,8 @@ from support.numbers import normal, peak_bytes, relative_error
 from support.tiny_models import SERVED, build
 
 from kvant.bridge import hook
-from kvant.bridge.cache import make_model_cache
 from kvant.bridge.layers import BridgedLayer
+from kvant.bridge.pool import make_model_cache
 from kvant.bridge.probe import Attention, leaves_of, probe
 from kvant.cache import CacheOptions
 from kvant.operators import dispatch, paged_kernel

@@ -1,6 +1,7 @@
 """kvant's caches in mlx-lm's own batches, its server's store of prompts and its files."""
 
 import copy
+import io
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -17,7 +18,7 @@ from support.bridged import KINDS, LONG, bridged
 from support.counts import at_widths
 from support.tiny_models import build
 
-from kvant.bridge.batch_layer import BatchLayer
+from kvant.bridge.prompt_cache import BatchLayer
 from kvant.cache import ModelCache
 from kvant.errors import ContextError, SnapshotError
 
@@ -133,6 +134,21 @@ def test_a_batch_trims_and_takes_masks_of_the_models_own() -> None:
     with pytest.raises(ValueError, match="keys of 1 sequences; the batch has 2"):
         batch[0].update_and_fetch(keys[:1], keys[:1])
     assert inputs.shape == (2, 3)
+
+
+def test_a_batch_computes_every_row_s_appends() -> None:
+    """DeepSeek V3.2's indexer is not read in a short text: its appends were left over, step after step, but row 0's."""
+    model, _ = build("deepseek_v32")
+    caches = [kvant.make_prompt_cache(model, 90, kv_bits=0) for _ in range(2)]
+    batch = [layers[0].merge(layers) for layers in zip(*caches, strict=True)]
+    rows = [row for entry in batch for part in entry.caches for row in part.rows]
+    left = []
+    for token in range(4):
+        mx.eval(model(mx.array([[token], [token]]), cache=batch))
+        graph = io.StringIO()
+        mx.export_to_dot(graph, *(array for row in rows for array in row.layer.arrays))
+        left.append(graph.getvalue().count("label"))
+    assert left[2:] == left[1:-1]
 
 
 def test_a_copy_without_memory_stays_shared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,8 @@ from support.counts import at_widths, count
 from support.numbers import peak_bytes, relative_error
 from support.tiny_models import build
 
-from kvant.bridge.cache import BridgedCache
-from kvant.bridge.prompt_cache import make_prompt_cache
-from kvant.bridge.prompt_layer import PromptCacheLayer
+from kvant.bridge.pool import BridgedCache
+from kvant.bridge.prompt_cache import PromptCacheLayer, make_prompt_cache
 from kvant.errors import ContextError
 
 

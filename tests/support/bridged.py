@@ -10,12 +10,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from kvant.bridge.cache import BridgedCache
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.model import BridgedModel
-from kvant.bridge.pool import reserve
+from kvant.bridge.pool import BridgedCache, reserve
 from kvant.bridge.probe import Attention
-from kvant.bridge.prompt_layer import PromptCacheLayer, SequenceLayers
+from kvant.bridge.prompt_cache import PromptCacheLayer, SequenceLayers
 from kvant.cache import CacheOptions, ModelCache
 from kvant.cache.layer_format import DTYPE_NAMES
 from kvant.cache.pool import sizes_alone

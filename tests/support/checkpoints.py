@@ -14,7 +14,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING
 
 from kvant.models import Decoder, ModelConfig
-from kvant.models.parameters import parameters
 from support.numbers import relative_error
 
 TOLERANCE = 1e-4  # of the largest logit
@@ -218,7 +217,7 @@ def load_reference(folder: Path) -> nn.Module:
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Each tensor's name and shape in kvant's table, if nothing is quantized; of the head even if it is tied."""
     shapes = {}
-    for path, _, row in parameters(config):
+    for path, _, row in config.parameters():
         shapes[f"{path}.weight"] = config.shape(row)
         if row.bias in config.biases:
             shapes[f"{path}.bias"] = config.shape(row)[:1]

@@ -60,10 +60,7 @@ REMAPPED_BY_CLASS = {("bailing_hybrid", "BailingMoeV3ForCausalLM"): "bailing_moe
 
 
 def module_name(config: Mapping[str, Any]) -> str:
-    """The module of mlx_lm.models that mlx-lm would take for a config.json: a name of ``ALLOWED``.
-
-    The ``model_type`` decides, and in one case the ``architectures``.
-    """
+    """The module of mlx_lm.models that mlx-lm would take for a config.json: a name of ``ALLOWED``."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError(f"config.json: model_type is {model_type!r}; expected the name of an architecture")

@@ -24,21 +24,13 @@ EXPERTS_USED_KEYS = ("num_experts_per_tok", "moe_topk", "moe_top_k", "num_expert
 
 @dataclass(frozen=True, slots=True)
 class BridgedConfig:
-    """The facts of a bridged model.
-
-    Attributes:
-        model_type: the architecture's name in config.json.
-        max_position_embeddings: the context limit in tokens: config.json's, or the class's own default; None: neither
-            has one, and a cache's reservation is the only limit.
-        eos_token_ids: of the folder.
-        experts_used: of each layer's experts, those that a token goes through; None: not known, or no experts.
-    """
+    """The facts of a bridged model: a :class:`kvant.models.language_model.LanguageModelConfig`."""
 
     model_type: str
     vocab_size: int
-    max_position_embeddings: int | None
+    max_position_embeddings: int | None  # config.json's, or the class's own default; None: neither has one
     eos_token_ids: tuple[int, ...] = ()
-    experts_used: int | None = None
+    experts_used: int | None = None  # of each layer's, those that a token goes through; None: not known, or no experts
 
 
 def is_bridged(raw: Mapping[str, Any]) -> bool:
@@ -94,11 +86,6 @@ def check(raw: Mapping[str, Any]) -> None:
             raise ModelError(f"config.json: {key} is {number}; expected at most {limit}")
 
 
-def for_mlx_lm(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy for mlx-lm's class, which may change it. transformers writes infinity as an object."""
-    return {key: _untagged(value) for key, value in raw.items()}
-
-
 def read_config(raw: Mapping[str, Any], args: Any) -> BridgedConfig:
     """What is known once mlx-lm's ModelArgs took a config.json."""
     parts = [vars(args), _text(vars(args)), raw, _text(raw)]
@@ -143,11 +130,12 @@ def _values(raw: Mapping[str, Any]) -> Iterator[tuple[str, int | str | list[Any]
             left += [(key if isinstance(item, dict) else "an item", item) for item in value]
 
 
-def _untagged(value: Any) -> Any:
+def for_mlx_lm(value: Any) -> Any:
+    """A copy of JSON for mlx-lm's class, which may change it. transformers writes infinity as an object."""
     if isinstance(value, list):
-        return [_untagged(item) for item in value]
-    if not isinstance(value, dict):
+        return [for_mlx_lm(item) for item in value]
+    if not isinstance(value, Mapping):
         return value
     if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
         return float(value["__float__"])
-    return {key: _untagged(item) for key, item in value.items()}
+    return {key: for_mlx_lm(item) for key, item in value.items()}

@@ -39,32 +39,22 @@ def load_bridged(folder: Path, progress: Progress | None = None, adapter: Path |
     """Load a folder of an architecture that mlx-lm has and kvant has not.
 
     On a CPU activations and all floating-point weights have float32. On a GPU they keep the checkpoint's dtype.
-
-    Args:
-        folder: the model folder.
-        progress: called with (layers loaded, layers in all).
-        adapter: refused.
+    ``progress`` is called with (layers loaded, layers in all). An ``adapter`` is refused.
     """
     check_process()
     if adapter is not None:
         raise ModelError(f"{adapter}: adapters are applied to architectures of kvant's own; this model is mlx-lm's")
-    on_cpu = mx.default_device().type == mx.cpu
-    model, config = check_bridged(folder, in_float32=on_cpu)
-    if on_cpu:
-        compute_in_float32(model)
-    dtype = main_dtype(model)
+    model, config = check_bridged(folder, in_float32=mx.default_device().type == mx.cpu)
     evaluate(model, folder, progress)
-    rotate_by_matrices(model)  # on a CPU
-    return BridgedModel(model, config, dtype)
+    return BridgedModel(model, config, main_dtype(model))
 
 
 def check_bridged(folder: Path, *, in_float32: bool = False, whole: bool = True) -> tuple[Module, BridgedConfig]:
     """mlx-lm's model with the folder's weights, which fit it and of which none has been read.
 
     Args:
-        folder: the model folder.
-        in_float32: floats are cast before mlx-lm's class rearranges them. It adds 1 to the weights of some norms, which
-            half precision would round.
+        in_float32: it computes in float32. Floats are cast before mlx-lm's class rearranges them: it adds 1 to the
+            weights of some norms, which half precision would round.
         whole: this machine is to hold all of them.
     """
     if not folder.is_dir():
@@ -76,6 +66,8 @@ def check_bridged(folder: Path, *, in_float32: bool = False, whole: bool = True)
         if whole:
             tensors.check_memory(tensors.nbytes)
         _take_weights(model, raw, tensors, in_float32)
+        if in_float32:
+            compute_in_float32(model)
     except ModelError as error:
         named = str(error).startswith(str(folder))
         raise type(error)(str(error) if named else f"{folder}: {error}") from error
@@ -118,22 +110,27 @@ def describe_formats(raw: Mapping[str, Any]) -> str:
     return f"{default.bits} bits, groups of {default.group_size}{kind}"
 
 
-def quantize_all(model: Module, raw: Mapping[str, Any]) -> None:
-    """Make every module quantized that can be and whose width fits, as mlx-lm's converter does."""
+def quantize_modules(model: Module, raw: Mapping[str, Any], weights: Weights | None = None) -> None:
+    """Make the modules quantized whose tensors are, in the format that the tensors' shapes tell.
+
+    Without ``weights`` every one that can be and whose width fits, as mlx-lm's converter does.
+    """
     default, overrides = _formats(raw)
     if default is None:
         return
 
     def chosen(path: str, module: Module) -> bool | dict[str, Any]:
-        quantization = overrides.get(path, default)
-        if quantization is None or not hasattr(module, "to_quantized"):
+        can, own = hasattr(module, "to_quantized"), overrides.get(path, default)
+        if weights is None:
+            return own.form if own is not None and can and module.weight.shape[-1] % own.group_size == 0 else False
+        if path not in overrides:
+            own = _format_of(path, module, weights) if can and f"{path}.scales" in weights else None
+        if own is None:
             return False
-        if module.weight.shape[-1] % quantization.group_size:
-            return False
-        return quantization.form
+        check_device(own)
+        return own.form
 
-    with library_errors(ModelError, f"config.json: MLX cannot quantize a {raw['model_type']} so"):
-        quantize(model, default.group_size, default.bits, mode=default.mode, class_predicate=chosen)
+    quantize(model, default.group_size, default.bits, mode=default.mode, class_predicate=chosen)
 
 
 def _take_weights(model: Module, raw: Mapping[str, Any], tensors: TensorFiles, in_float32: bool) -> None:
@@ -145,30 +142,9 @@ def _take_weights(model: Module, raw: Mapping[str, Any], tensors: TensorFiles, i
     with library_errors(CheckpointError, f"its tensors are not those of a {raw['model_type']}"):
         if sanitize is not None:
             weights = dict(sanitize(weights))
-        _quantize(model, raw, weights)
+        quantize_modules(model, raw, weights)
     _check(model, weights)
     model.load_weights(list(weights.items()))
-
-
-def _quantize(model: Module, raw: Mapping[str, Any], weights: Weights) -> None:
-    """Make the modules quantized whose tensors are, in the format that the tensors' shapes tell."""
-    default, overrides = _formats(raw)
-    if default is None:
-        return
-
-    def chosen(path: str, module: Module) -> bool | dict[str, Any]:
-        if path in overrides:
-            quantization = overrides[path]
-        elif hasattr(module, "to_quantized") and f"{path}.scales" in weights:
-            quantization = _format_of(path, module, weights)
-        else:
-            quantization = None
-        if quantization is None:
-            return False
-        check_device(quantization)
-        return quantization.form
-
-    quantize(model, default.group_size, default.bits, mode=default.mode, class_predicate=chosen)
 
 
 def _formats(raw: Mapping[str, Any]) -> tuple[Quantization | None, Mapping[str, Quantization | None]]:
@@ -257,7 +233,10 @@ class _Float32Embedding(QuantizedEmbedding):
 
 
 def evaluate(model: Module, folder: Path, progress: Progress | None, held: Collection[str] | None = None) -> None:
-    """Read the weights, those with the names ``held`` or all, layer by layer, so that only one is held in two forms."""
+    """Read the weights, those with the names ``held`` or all, and have a CPU turn positions by matrices.
+
+    They are read layer by layer, so that only one is held in two forms.
+    """
     layers = [[own[name] for name in own if held is None or name in held] for own in by_layer(model).values()]
     layers = [own for own in layers if own]
     with library_errors(CheckpointError, f"{folder}: MLX does not read its tensors"):
@@ -265,3 +244,4 @@ def evaluate(model: Module, folder: Path, progress: Progress | None, held: Colle
             mx.eval(own)
             if progress is not None:
                 progress(done, len(layers))
+    rotate_by_matrices(model)

@@ -25,15 +25,10 @@ Own = Callable[[Any], Any]  # a layer's call: hidden states (B, S, hidden) to th
 
 @dataclass(frozen=True, slots=True)
 class LayerList:
-    """A model's layers, first to last.
+    """A model's layers, first to last."""
 
-    Attributes:
-        paths: the name of each layer's module, such as "model.layers.3".
-        caches: the numbers of the model's caches that each layer uses.
-    """
-
-    paths: tuple[str, ...]
-    caches: tuple[tuple[int, ...], ...]
+    paths: tuple[str, ...]  # the name of each layer's module, such as "model.layers.3"
+    caches: tuple[tuple[int, ...], ...]  # the numbers of the model's caches that each layer uses
 
 
 def list_layers(model: Module, model_type: str) -> LayerList:

@@ -4,6 +4,7 @@ R rows: sequences of the step, B of them real and the others padding. S new toke
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +17,7 @@ from kvant.cache.pool_batch import PoolBatch, Waiting
 from kvant.operators.attention import attend_as_mlx, attend_tokens
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import window_mask
-from kvant.operators.paged_attention import PagedRows, attend_rows, read_rows, write_rows
+from kvant.operators.paged_attention import PagedRows, attend_rows, cut_runs, read_rows, write_rows
 from kvant.operators.paged_kernel import StepPages, attend_pages
 from kvant.operators.stored_tokens import fitted_tokens, float_tokens
 
@@ -26,21 +27,13 @@ Mask = mx.array | str | None
 
 @dataclass
 class StepRows:
-    """What the layers that share page tables have in common in a step.
+    """What the layers that share page tables have in common in a step."""
 
-    Attributes:
-        rows: where the tokens are.
-        window: tokens that a query sees; None: all.
-        lengths: tokens of each of the R rows before the step.
-        new_tokens: S.
-        masks: those that were made in the step, by the window that was asked for and T.
-    """
-
-    rows: PagedRows
-    window: int | None
-    lengths: tuple[int, ...]
-    new_tokens: int
-    masks: dict[tuple[int | None, int], mx.array] = field(default_factory=dict)
+    rows: PagedRows  # where the tokens are
+    window: int | None  # tokens that a query sees; None: all
+    lengths: tuple[int, ...]  # tokens of each of the R rows before the step
+    new_tokens: int  # S
+    masks: dict[tuple[int | None, int], mx.array] = field(default_factory=dict)  # by the window asked for, and T
 
     @classmethod
     def of(cls, batch: PoolBatch, part: PagedLayers, new_tokens: int) -> "StepRows":
@@ -82,23 +75,16 @@ class StepRows:
         return mx.concatenate(parts)
 
     def mask(self, window: int | None) -> mx.array:
-        """Which of the tokens that are read each query sees: boolean (R, 1, S, T), and (S, T) of one row.
-
-        A query of padding sees a row that nobody reads the answer of: softmax of nothing would be NaN.
-        """
-        key = window, self.longest
-        if key not in self.masks:
-            T, S = self.longest, self.new_tokens
-            if self.is_alone:
-                self.masks[key] = window_mask(S, T, window or T)
-                return self.masks[key]
-            length = mx.array(self.lengths)[:, None, None, None]
-            first = mx.array([*self.rows.first, *[0] * (len(self.lengths) - len(self.rows.first))])
-            query = length + mx.arange(S)[:, None]
-            token = length + S - T + mx.arange(T)
-            seen = (token >= first[:, None, None, None]) & (token <= query)
-            self.masks[key] = seen if window is None else seen & (token > query - window)
-        return self.masks[key]
+        """Which of the tokens that are read each query sees: boolean (R, 1, S, T), and (S, T) of one row."""
+        T, S, R = self.longest, self.new_tokens, len(self.lengths)
+        if (window, T) not in self.masks:
+            first = [*self.rows.first, *[0] * (R - len(self.rows.first))]
+            self.masks[window, T] = (
+                window_mask(S, T, window or T)
+                if self.is_alone
+                else padded_mask(self.lengths, first, [S] * R, S, T, window)
+            )
+        return self.masks[window, T]
 
     def seen(self, mask: Mask) -> PagedRows | None:
         """The rows that a mask shows of each sequence, all up to a query's own; None: not known, or they go with it."""
@@ -107,7 +93,11 @@ class StepRows:
             return None
         if window is None or window == self.window:
             return self.rows
-        return self._last(window) if self.new_tokens == 1 else None
+        if self.new_tokens > 1:
+            return None
+        # Some models show a window of what a layer without one keeps.
+        counted = zip(self.rows.runs, self.counts, strict=True)
+        return replace(self.rows, runs=[cut_runs(own, max(0, count - window), count) for own, count in counted])
 
     def seen_pages(self, mask: Mask) -> StepPages | None:
         """:meth:`seen` for the fused kernel; None also for a step that it does not take."""
@@ -130,16 +120,21 @@ class StepRows:
                 return self.window if self.new_tokens == 1 else UNKNOWN  # no more was fetched
         return UNKNOWN
 
-    def _last(self, count: int) -> PagedRows:
-        """The last rows of each sequence: some models show a window of what a layer without one keeps."""
-        runs = []
-        for own in self.rows.runs:
-            left, last = count, []
-            for first, end in reversed(own):
-                last.append((max(first, end - left), end))
-                left -= end - last[-1][0]
-            runs.append([run for run in reversed(last) if run[0] < run[1]])
-        return replace(self.rows, runs=runs)
+
+def padded_mask(
+    lengths: Sequence[int], first: Sequence[int], counts: Sequence[int], S: int, T: int, window: int | None
+) -> mx.array:
+    """Which of T tokens, a row's own on the right, each of S new ones sees: boolean (R, 1, S, T).
+
+    Of each row there are the tokens before the step, the first that is read, and how many of the new ones are no
+    padding. A query of padding sees something, or softmax would be NaN; so does a row of padding.
+    """
+    length, start, count = (mx.array([*each])[:, None, None, None] for each in (lengths, first, counts))
+    token, query = length + count - T + mx.arange(T), length + mx.arange(S)[:, None]
+    seen = (token >= start) & (token <= query)
+    if window is not None:
+        seen &= token > query - window
+    return seen if min(counts) == S else seen | (query >= length + count)
 
 
 class BridgedLayer:
@@ -147,25 +142,18 @@ class BridgedLayer:
 
     The model appends through :meth:`update_and_fetch`, which gives all tokens as lazy arrays: an array that nobody
     reads is not computed. The model's attention to them comes to :meth:`attend_fetched` (:mod:`kvant.bridge.hook`).
-
-    Attributes:
-        part, layer: appended to; the layer's arrays are replaced.
-        step: that it takes part in.
-        offset: tokens so far: an int where the step has one row, otherwise (R,).
-        appended: whether the step's tokens were.
-        attends: whether all of the model's attention to what it fetched was computed here, for each sequence alone.
     """
 
     def __init__(self, unwritten: Waiting, part: PagedLayers, layer: PoolLayer, step: StepRows) -> None:
         """``unwritten``: the batch's, which holds the layer."""
+        # Whether all of the model's attention to what it fetched was computed here, for each sequence alone.
         self.attends: bool | None = None
         self._unwritten, self.part, self.layer = unwritten, part, layer
         self._begin(step)
 
     def _begin(self, step: StepRows) -> None:
-        self.offset: Any = step.offset
-        self.appended = False
-        self.step = step
+        self.step, self.appended = step, False
+        self.offset: Any = step.offset  # tokens so far
         self._fetched: tuple[mx.array, mx.array] | None = None
         self._stored_keys: mx.array | None = None  # those fetched, as they are stored, where that is otherwise
 
@@ -290,15 +278,13 @@ class BridgedLayer:
     def _append(self, keys: mx.array, values: mx.array, rows: PagedRows) -> list[mx.array]:
         """Write new tokens. Returns them as they are stored, where they wait."""
         own, arrays, B = self.layer.format, self.layer.arrays, len(rows.runs)
-        bits, group = own.kv_bits, own.kv_group_size
+        form: dict[str, Any] = {"quant_bit": own.kv_bits, "quant_group": own.kv_group_size}
         if rows.new is None:
-            waiting = fitted_tokens(keys, values, arrays, quant_bit=bits, quant_group=group, alone=True)
+            waiting = fitted_tokens(keys, values, arrays, **form, alone=True)
             self._unwritten[self.part].append((self.layer, waiting))
             return waiting
-        if len(self.step.lengths) > B:
-            keys, values = keys[:B], values[:B]
         backend = None if rows.pages is None else self.layer.backend
-        write_rows(keys, values, arrays, rows.new, quant_bit=bits, quant_group=group, backend=backend)
+        write_rows(keys[:B], values[:B], arrays, rows.new, **form, backend=backend)
         return []
 
     def _read(self, dtype: mx.Dtype, waiting: list[mx.array]) -> tuple[mx.array, mx.array]:

@@ -14,9 +14,8 @@ from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from kvant.bridge.cache import BridgedCache, make_model_cache
 from kvant.bridge.config import BridgedConfig
-from kvant.bridge.pool import TRIAL, BridgedBatch, BridgedPool, attends_apart, check_entries, reserve
+from kvant.bridge.pool import BridgedBatch, BridgedCache, BridgedPool, attends_apart, make_model_cache, reserve
 from kvant.bridge.probe import Attention, Entry, leaves_of, probe
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
@@ -26,29 +25,19 @@ from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.prompt_file import PromptCacheFile
 from kvant.errors import ArgumentError
 from kvant.models.caches import default_reservation, longest_sequence
-from kvant.models.inputs import check_ids, check_offset, check_shape
+from kvant.models.inputs import Cached, Offset, check_ids, check_offset, check_shape
 from kvant.operators.dispatch import resolve
 from kvant.threads import check_process
 
 
 class BridgedModel:
-    """mlx-lm's model with :class:`kvant.models.LanguageModel`'s methods.
+    """A :class:`kvant.models.LanguageModel`: mlx-lm's model, ``module``."""
 
-    Attributes:
-        config: its facts.
-        dtype: the dtype activations are computed in.
-        module: mlx-lm's model.
-        identity: digests of the files it was loaded from, for the snapshots of its caches; None: not known.
-        absent_caches: the numbers of mlx-lm's caches whose layers another process computes.
-    """
-
-    absent_caches: frozenset[int] = frozenset()
+    absent_caches: frozenset[int] = frozenset()  # numbers of mlx-lm's caches whose layers another process computes
     last_token_alone = True  # mlx-lm's models give the logits of every position they are given
 
     def __init__(self, module: Module, config: BridgedConfig, dtype: mx.Dtype) -> None:
-        self.module = module
-        self.config = config
-        self.dtype = dtype
+        self.module, self.config, self.dtype = module, config, dtype
         self.identity: Identity | None = None
 
     @cached_property
@@ -63,17 +52,11 @@ class BridgedModel:
 
     @cached_property
     def embedding_size(self) -> int | None:
-        """The width of embeddings that mlx-lm's model takes in place of ids; None: it takes none."""
         takes = "input_embeddings" in inspect.signature(type(self.module).__call__).parameters
         size: int | None = getattr(getattr(self.module, "args", None), "hidden_size", None)
         return size if takes else None
 
-    def __call__(
-        self,
-        inputs: mx.array,
-        offset: int | mx.array | None = None,
-        cache: Sequence[KVCache] | PoolBatch | None = None,
-    ) -> mx.array:
+    def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
         """Logits of every position; the step is committed. As :meth:`kvant.models.Decoder.__call__`."""
         check_process()
         check_shape(inputs)
@@ -92,19 +75,15 @@ class BridgedModel:
         return logits
 
     def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
-        """Begin a step of (B, S) ids whose logits nobody reads; see :class:`kvant.models.LanguageModel`."""
-        self.every_logits(inputs, cache)  # dropped, so that what only logits need is never computed
-        return self._checked(cache).state
+        begun = self._begun(inputs, cache)
+        self._logits(inputs, begun)  # dropped, so that what only logits need is never computed
+        return begun.state
 
     def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
-        """Begin a step of (B, S) ids. Returns the logits (B, vocab) of the last position, not evaluated."""
         return self.every_logits(inputs, cache)[:, -1]
 
     def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
-        """Begin a step of (B, S) ids. Returns the logits (B, S, vocab) of every position, not evaluated."""
-        bridged = self._checked(cache)
-        bridged.begin(inputs)
-        return self._logits(inputs, bridged)
+        return self._logits(inputs, self._begun(inputs, cache))
 
     def check_cache(self, cache: Sequence[KVCache]) -> BridgedCache:
         if isinstance(cache, PromptCacheFile):
@@ -146,30 +125,22 @@ class BridgedModel:
         sizes = {"tokens": tokens, "sequences": sequences, "prefill_step_size": prefill_step_size}
         sizes["max_seq_len"] = longest_sequence(self.config, tokens, max_seq_len)
         check_sizes(**sizes)
-        name, make_cache = self.config.model_type, partial(self.make_cache, **chosen.fields)
-        check_entries(self.entries, self.module, name)
-        made = partial(reserve, self.entries, dtype=self.dtype, make_cache=make_cache)
-        apart = attends_apart(self.module, name, made(TRIAL, CacheOptions(0, kernels="unfused")), self.dtype)
-        pool = made(sizes, chosen)
+        apart = attends_apart(self.module, self.config.model_type, self.entries, self.dtype)
+        make_cache = partial(self.make_cache, **chosen.fields)
+        pool = reserve(self.entries, sizes, chosen, dtype=self.dtype, make_cache=make_cache)
         pool.identity, pool.attends_apart = self.identity, apart
         return pool
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights."""
         return sum(array.nbytes for array in self.arrays)
 
     @property
     def nbytes_read(self) -> int:
-        """Bytes of the weights that a step of one token reads.
-
-        Of a table that only embeds next to nothing is read, and of experts those that a token goes through.
-        """
         return bytes_read(self.module, self.config.experts_used)
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every weight array."""
         return list(parameters(self.module).values())
 
     def _options(self, fields: CacheFields) -> CacheOptions:
@@ -187,6 +158,11 @@ class BridgedModel:
         if not isinstance(cache, BridgedBatch) or cache.pool.entries != self.entries:
             raise ValueError("the pool is for a model with other layers; expected what model.make_pool returns")
         return cache
+
+    def _begun(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> BridgedBatch:
+        bridged = self._checked(cache)
+        bridged.begin(inputs)
+        return bridged
 
     def _logits(self, inputs: mx.array, cache: BridgedBatch | None) -> mx.array:
         if cache is None:
@@ -208,11 +184,9 @@ def parameters(module: Module) -> dict[str, mx.array]:
 
 
 def bytes_read(model: Module, experts_used: int | None, held: Collection[str] | None = None) -> int:
-    """Bytes of mlx-lm's model that a step of one token reads.
+    """Bytes of mlx-lm's model that a step of one token reads: of a table that only embeds next to nothing.
 
-    Args:
-        experts_used: of a layer's experts; None: all.
-        held: the names of the arrays that count; None: all.
+    ``experts_used``: of a layer's experts. ``held``: the names of the arrays that count. None: all.
     """
     arrays = {name: array for name, array in parameters(model).items() if held is None or name in held}
     total = sum(array.nbytes for array in arrays.values())

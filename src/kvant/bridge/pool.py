@@ -1,7 +1,9 @@
-"""A pool for mlx-lm's models: sequences of different lengths in one step, each with its own pages and states."""
+"""What mlx-lm's models are given as their caches: a pool for many sequences of different lengths, or for one alone."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -10,15 +12,17 @@ from mlx_lm.models.cache import ArraysCache
 from kvant.bridge import hook
 from kvant.bridge.architectures import ONE_AT_A_TIME
 from kvant.bridge.layers import BridgedLayer, StepRows
-from kvant.bridge.probe import Attention, Entry, Leaf, Model, as_text, caches_of, leaves_of
-from kvant.cache.layer_format import Arrays, LayerFormat, State
-from kvant.cache.options import CacheOptions
-from kvant.cache.pool import Pool, pool_bytes
+from kvant.bridge.probe import Attention, Entry, Model, as_text, caches_of, leaves_of, probe
+from kvant.cache import ModelCache
+from kvant.cache.layer_format import DTYPES, Arrays, LayerFormat, State
+from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
+from kvant.cache.pool import Pool, check_sizes, pool_bytes, rows_alone, sizes_alone
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.errors import ModelError
 from kvant.models.caches import check_memory
 from kvant.operators.front import PLAIN, Front
+from kvant.sizes import format_bytes
 
 TRIED = (0, 1, 21)  # tokens of the sequences that a model is tried with: none, fewer than a state looks back, and more
 TRIAL = {"tokens": len(TRIED) * Pool.page_size, "sequences": len(TRIED), "max_seq_len": 64, "prefill_step_size": 32}
@@ -28,24 +32,16 @@ AGREE, AGREE_HALF = 1e-3, 0.05
 
 
 class CacheBytes(NamedTuple):
-    """Bytes of a model's caches.
+    """Bytes of a model's caches."""
 
-    Attributes:
-        keys_values: reserved when they are made.
-        state: of linear and convolution layers, which mlx-lm allocates at the first prefill.
-    """
-
-    keys_values: int
-    state: int
+    keys_values: int  # reserved when they are made
+    state: int  # of linear and convolution layers, which mlx-lm allocates at the first prefill
 
 
 class BridgedPool(Pool):
     """One reservation for the keys and values of many sequences; states are allocated by mlx-lm as they come.
 
     A model that attends in its own way is given padded rows: then it does not attend apart.
-
-    Attributes:
-        entries: what the model that it is for asks of its caches; its layout is the same as JSON.
     """
 
     may_have_sinks = True
@@ -56,8 +52,7 @@ class BridgedPool(Pool):
     ) -> None:
         """``found``: by a probe of the model. ``formats``: of its layers that keep rows. ``options``: as Pool has."""
         super().__init__(formats, fronts, **options)
-        self.layout = as_text(found)
-        self.entries = tuple(found)
+        self.entries, self.layout = tuple(found), as_text(found)
         self.states, layers = leaves_of(found, State), iter(self.layers)
         leaves = leaves_of(found, Attention | State)
         self.saved = [leaf if isinstance(leaf, State) else next(layers) for leaf in leaves]
@@ -67,18 +62,14 @@ class BridgedPool(Pool):
 
 
 class BridgedBatch(PoolBatch):
-    """The cache of a model's step, of sequences of different lengths.
-
-    Attributes:
-        views: of the layers that keep rows, in a step.
-    """
+    """The cache of a model's step, of sequences of different lengths."""
 
     pool: BridgedPool
 
     def __init__(self, pool: BridgedPool, sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
         super().__init__(pool, sequences, rows)
         self._entries: list[Any] = []
-        self.views: list[BridgedLayer] = []
+        self.views: list[BridgedLayer] = []  # of the layers that keep rows, in a step
         self._states: list[ArraysCache] = []
 
     @property
@@ -101,11 +92,7 @@ class BridgedBatch(PoolBatch):
         self.views = [BridgedLayer(self.unwritten, part, layer, steps[part]) for part, layer in self.pool.places]
         self._states = [self._stacked(each) for each in zip(*(own.states for own in self.sequences), strict=True)]
         layers, states = iter(self.views), iter(self._states)
-
-        def one(leaf: Leaf) -> Any:
-            return next(states if isinstance(leaf, State) else layers)
-
-        self._entries = caches_of(self.pool.entries, one)
+        self._entries = caches_of(self.pool.entries, lambda leaf: next(states if isinstance(leaf, State) else layers))
         return lengths
 
     def commit(
@@ -126,7 +113,6 @@ class BridgedBatch(PoolBatch):
         super().commit(num_tokens, ids=ids)
 
     def end_step(self) -> None:
-        """Drop a step that was begun and is not committed."""
         super().end_step()
         self._entries, self.views, self._states = [], [], []
 
@@ -141,10 +127,69 @@ class BridgedBatch(PoolBatch):
             if not known:
                 continue
             most = tuple(map(max, *(array.shape for array in known), known[0].shape))
-            full = [mx.zeros(most, known[0].dtype) if array is None else _padded(array, most) for array in arrays]
-            full += [mx.zeros(most, known[0].dtype)] * (self.rows - len(full))
-            made.cache[n] = mx.concatenate(full)
+            zeros, rows = mx.zeros(most, known[0].dtype), [*arrays, *[None] * (self.rows - len(arrays))]
+            made.cache[n] = mx.concatenate([zeros if array is None else _padded(array, most) for array in rows])
         return made
+
+
+class BridgedCache(ModelCache, BridgedBatch):
+    """A model's cache for kvant's loop, whose :attr:`entries` mlx-lm's model takes as its own.
+
+    A step is :meth:`begin`, a call of the model with the entries, and :meth:`commit`.
+    """
+
+    pool: BridgedPool
+
+    def __init__(self, pool: BridgedPool, kv_group_size: int, absent: Collection[int] = ()) -> None:
+        """``kv_group_size``: that was asked for. ``absent`` is as in :func:`make_model_cache`."""
+        super().__init__(pool)
+        self._group = kv_group_size
+        held = [entry for number, entry in enumerate(pool.entries) if number not in absent]
+        self._num_states = len(leaves_of(held, State))
+
+    @property
+    def used(self) -> CacheBytes:
+        """:attr:`nbytes` by kind."""
+        return CacheBytes(self.keys_values, self.nbytes - self.keys_values)
+
+    def describe(self) -> list[str]:
+        """What it is made of, a line for each kind of layer, and where a group is not the one asked for."""
+        held = [layer for layer in self.pool.layers if layer.format.num_kv_heads]
+        kinds = Counter(_described(layer.format, self.max_seq_len, layer.nbytes) for layer in held)
+        now = f"state, mlx-lm's own, {format_bytes(self.used.state)}" if self.used.state else "state, mlx-lm's own"
+        groups = Counter(layer.format.kv_group_size for layer in held if layer.format.kv_bits)
+        return [
+            *(f"{_counted(count)}: {kind}" for kind, count in kinds.items()),
+            *([f"{_counted(self._num_states)}: {now}"] if self._num_states else []),
+            *(
+                f"groups of {group} in {_counted(count)}: {self._group} does not divide every width there"
+                for group, count in groups.items()
+                if group != self._group
+            ),
+        ]
+
+
+def make_model_cache(
+    model: Model,
+    max_seq_len: int,
+    options: CacheOptions = DEFAULT_OPTIONS,
+    *,
+    found: Sequence[Entry] | None = None,
+    absent: Collection[int] = (),
+) -> BridgedCache:
+    """A cache of mlx-lm's model for kvant's loop; errors as :func:`kvant.make_prompt_cache` has them.
+
+    Args:
+        found: by a probe of the model; None: it is probed.
+        absent: the numbers of the model's caches that hold nothing here, because another process computes their layers.
+            Offsets and masks are as in the others.
+    """
+    check_sizes(max_seq_len=max_seq_len)
+    found = probe(model) if found is None else found
+    dtype = next((leaf.dtype for leaf in leaves_of(found, Attention)), "F32")
+    make_cache = partial(make_model_cache, model, options=options, found=found, absent=absent)
+    pool = reserve(found, sizes_alone(max_seq_len), options, dtype=DTYPES[dtype], make_cache=make_cache, absent=absent)
+    return BridgedCache(pool, options.kv_group_size, absent)
 
 
 def reserve(
@@ -189,12 +234,14 @@ def pool_needs(found: Sequence[Entry], sizes: Mapping[str, Any], options: CacheO
     return CacheBytes(rows, (sizes["sequences"] + options.checkpoints) * one)
 
 
-def attends_apart(model: Model, name: str, pool: BridgedPool, dtype: mx.Dtype) -> bool:
+def attends_apart(model: Model, name: str, found: Sequence[Entry], dtype: mx.Dtype) -> bool:
     """Whether attention in a step of several sequences is computed for each alone; a ModelError if they disturb it.
 
     Some models take one position for all sequences, or the position from the number of rows that they read, or add a
-    boolean mask to the scores. ``pool`` is of the sizes :data:`TRIAL`.
+    boolean mask to the scores.
     """
+    check_entries(found, model, name)
+    pool = reserve(found, TRIAL, CacheOptions(0, kernels="unfused"), dtype=dtype, make_cache=BridgedCache)
     refused = f"{name} has no step of several sequences of different lengths; one sequence at a time works"
     texts = [[2 + (7 + 31 * i + 5 * b) % 59 for i in range(count + 1)] for b, count in enumerate(TRIED)]
     opened = [pool.sequence(pool.max_seq_len) for _ in texts]
@@ -265,3 +312,14 @@ def formats_of(
 def _padded(array: mx.array, shape: tuple[int, ...]) -> mx.array:
     """An array with zeros in front."""
     return mx.pad(array, [(most - own, 0) for own, most in zip(array.shape, shape, strict=True)])
+
+
+def _counted(layers: int) -> str:
+    return "1 layer" if layers == 1 else f"{layers} layers"
+
+
+def _described(own: LayerFormat, max_seq_len: int, nbytes: int) -> str:
+    kind = "chunks" if own.kind == "chunks" else "a window"
+    seen = "" if own.window is None else f" for {kind} of {own.window} tokens"
+    how = f"{own.kv_bits} bits in groups of {own.kv_group_size}" if own.kv_bits else "not quantized"
+    return f"{rows_alone(own.window, max_seq_len)} rows{seen}, {how}, {format_bytes(nbytes)}"

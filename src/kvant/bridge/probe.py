@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -21,30 +22,19 @@ KINDS = "KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache and CacheList"
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """A layer's keys and values.
-
-    Attributes:
-        num_kv_heads, key_dim, value_dim: of its tokens; value_dim 0: no values are kept.
-        dtype: of its keys, by its name in safetensors.
-        window: tokens that a query sees, its own included; None: all.
-        chunk: tokens of a chunk, where a query sees its own chunk only.
-        value_is_key: the model gives one array for both.
-        shared: other layers ask for what was fetched.
-        query_heads: heads that attend through mlx-lm's function; 0: the model attends in a way of its own.
-        takes_array: the model gives that function masks as arrays, whatever the window.
-    """
+    """A layer's keys and values."""
 
     num_kv_heads: int
     key_dim: int
-    value_dim: int
-    dtype: str
-    window: int | None
+    value_dim: int  # 0: no values are kept
+    dtype: str  # of its keys, by its name in safetensors
+    window: int | None  # tokens that a query sees, its own included; None: all
     keep: int = field(default=0, init=False)  # layouts that were saved have it
-    chunk: int | None
-    value_is_key: bool
-    shared: bool
-    query_heads: int = field(default=0, compare=False)
-    takes_array: bool = field(default=False, compare=False)
+    chunk: int | None  # tokens of a chunk, where a query sees its own chunk only
+    value_is_key: bool  # the model gives one array for both
+    shared: bool  # other layers ask for what was fetched
+    query_heads: int = field(default=0, compare=False)  # that attend through mlx-lm's function; 0: in a way of its own
+    takes_array: bool = field(default=False, compare=False)  # it is given masks as arrays, whatever the window
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +77,8 @@ def _nothing_read(model: Model) -> Iterator[None]:
         yield
         return
 
-    class FirstOnes:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(mx, name)
-
-        def argpartition(self, x: mx.array, kth: int, axis: int) -> mx.array:
-            return mx.zeros(x.shape, mx.uint32)
-
-    module.mx = FirstOnes()
+    first_ones = {"argpartition": lambda x, **_: mx.zeros(x.shape, mx.uint32)}
+    module.mx = SimpleNamespace(**vars(mx) | first_ones)
     try:
         yield
     finally:
@@ -119,11 +103,7 @@ def as_text(entries: Sequence[Entry]) -> str:
 
 def caches_of(entries: Iterable[Entry], make: Callable[[Any], Any]) -> list[Any]:
     """What mlx-lm's model takes as its caches: ``make`` of each that it uses, and mlx-lm's own of the others."""
-
-    def one(leaf: Leaf) -> Any:
-        return mlx_lm_cache.KVCache() if isinstance(leaf, Unused) else make(leaf)
-
-    made = _each(entries, one)
+    made = _each(entries, lambda leaf: mlx_lm_cache.KVCache() if isinstance(leaf, Unused) else make(leaf))
     return [mlx_lm_cache.CacheList(*entry) if isinstance(entry, tuple) else entry for entry in made]
 
 

@@ -1,18 +1,30 @@
-"""Prompt caches for mlx-lm's own loops, in kvant's memory."""
+"""Prompt caches for mlx-lm's own loops and batches, in kvant's memory.
 
-from typing import Any
+R sequences, N new tokens each, some of them padding on the right, H query heads, K kv heads, D head_dim.
+"""
 
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+from weakref import WeakSet, ref
+
+import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from kvant.bridge.batch_layer import MergedLayer
+from kvant.bridge import hook
+from kvant.bridge.layers import BridgedLayer, Mask, StepRows, padded_mask
 from kvant.bridge.pool import pool_needs, reserve
 from kvant.bridge.probe import Attention, Model, caches_of, leaves_of, probe
-from kvant.bridge.prompt_layer import PromptCacheLayer, SequenceLayers
 from kvant.cache import ModelCache
 from kvant.cache.layer_format import DTYPES, State
+from kvant.cache.model import NotSaved
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pool import sizes_alone
 from kvant.models.caches import check_memory
+from kvant.operators.paged_attention import PagedRows
+
+Fetched = tuple[mx.array, mx.array]
 
 
 def make_prompt_cache(model: Model, max_kv_size: int, options: CacheOptions = DEFAULT_OPTIONS) -> list[Any]:
@@ -47,3 +59,319 @@ def make_prompt_cache(model: Model, max_kv_size: int, options: CacheOptions = DE
         return kind(made(max_kv_size), sequence)
 
     return caches_of(found, one)
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class SequenceLayers:
+    """What the layers of one sequence share."""
+
+    caches: list[ModelCache] = field(default_factory=list)  # of all: none goes back further than all of them can
+    # That layers made in this step, by its position and new tokens: a model gives one layer's mask to another.
+    masks: dict[tuple[int, int], dict[tuple[int | None, int], mx.array]] = field(default_factory=dict)
+    # The same of a batch whose first sequence this is, by the positions of all.
+    joint_masks: dict[tuple[tuple[int, ...], ...], dict[int | None, mx.array]] = field(default_factory=dict)
+    # Gives the last copy, which has no more layers than were copied so far; None: it is gone.
+    copy: "Callable[[], SequenceLayers | None]" = lambda: None
+
+
+class PromptCacheLayer(BridgedLayer):
+    """A layer's keys and values as mlx-lm's loops use a cache: every append counts at once.
+
+    A step begins with its mask or its tokens. A copy shares the memory until one of the two is changed.
+    """
+
+    def __init__(
+        self, cache: ModelCache, sequence: SequenceLayers, holders: "WeakSet[PromptCacheLayer] | None" = None
+    ) -> None:
+        """The next layer of a sequence, with a cache of one layer. ``holders``: the copies that share it, if any."""
+        self.sequence, self._place = sequence, len(sequence.caches)
+        sequence.caches.append(cache)
+        self._holders: WeakSet[PromptCacheLayer] = WeakSet() if holders is None else holders
+        self._hold(cache)
+
+    def _hold(self, cache: ModelCache) -> None:
+        self._cache = self.sequence.caches[self._place] = cache
+        self._holders.add(self)
+        part = cache.pool.parts[0]
+        none = StepRows(PagedRows(None, [[]], [0], part.window), part.window, (cache.offset,), 0)
+        super().__init__(cache.unwritten, part, cache.pool.layers[0], none)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PromptCacheLayer":
+        """The same layer of a copy of all."""
+        return type(self)(self._cache, memo.setdefault(id(self.sequence), SequenceLayers()), holders=self._holders)
+
+    def copied(self) -> Self:
+        """The same layer of a copy whose layers are made one after the other."""
+        sequence = self.sequence.copy()
+        if sequence is None or len(sequence.caches) != self._place:
+            sequence = SequenceLayers()
+            self.sequence.copy = ref(sequence)  # what it reserves goes with it
+        return type(self)(self._cache, sequence, holders=self._holders)
+
+    def _own(self) -> None:
+        """Have memory of its own, before it is changed."""
+        if len(self._holders) > 1:
+            copy = self._cache.fork()  # which may fail: then the memory is still shared
+            self._holders.discard(self)
+            self._holders = WeakSet()
+            self._hold(copy)
+
+    @property
+    def max_seq_len(self) -> int:
+        """The reservation: tokens it can have."""
+        return self._cache.max_seq_len
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are reserved."""
+        return self.layer.nbytes
+
+    @property
+    def state(self) -> list[object]:
+        """For mlx-lm, which evaluates it."""
+        return [NotSaved(), *self.layer.arrays, *self._cache.waiting]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append (1, K, S, D) keys and (1, K, S, Dv) values; see :class:`BridgedLayer`."""
+        self._own()
+        self._begin_for(keys.shape[2])
+        fetched = super().update_and_fetch(keys, values)
+        self._cache.held.commit([0] * keys.shape[2])  # what waits is written before the next step
+        return fetched
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        """The mask of N new tokens: "causal", None or a boolean array."""
+        self._own()
+        self._begin_for(N)
+        return super().make_mask(N, return_array, window_size)
+
+    @property
+    def keys(self) -> mx.array:
+        """The array that keys are in. A model may put it back, made to depend on others that are to be computed."""
+        return self.layer.arrays[0]
+
+    @keys.setter
+    def keys(self, array: mx.array) -> None:
+        self.layer.arrays[0] = array
+
+    def size(self) -> int:
+        """Tokens so far."""
+        return self._cache.offset
+
+    def empty(self) -> bool:
+        """Whether it has no token."""
+        return not self.size()
+
+    def is_trimmable(self) -> bool:
+        """Whether the last token can be forgotten, by all layers."""
+        length = max(0, self.size() - 1)
+        return all(cache.can_trim_to(length) for cache in self.sequence.caches)
+
+    def trim(self, num_tokens: int) -> int:
+        """Forget the last tokens, or all there are. Returns how many were forgotten."""
+        length = max(0, self.size() - num_tokens)
+        for cache in self.sequence.caches:
+            if not cache.can_trim_to(length):
+                cache.trim_to(length)  # which says why not
+        self._own()
+        forgotten = self._cache.trim(num_tokens)
+        self.offset = self.size()
+        return forgotten
+
+    def _begin_for(self, tokens: int) -> None:
+        """Begin a step of so many tokens, if none was."""
+        if not self.appended and self._cache.step is not None and self.step.new_tokens == tokens:
+            return
+        self._cache.begin(mx.zeros((1, tokens), mx.int32))
+        place = self._cache.offset, tokens
+        masks = self.sequence.masks
+        if place not in masks:
+            masks.clear()
+        step = StepRows.of(self._cache, self.part, tokens)
+        step.masks = masks.setdefault(place, step.masks)
+        self._begin(step)
+
+
+class BatchLayer:
+    """In place of mlx-lm's ``BatchKVCache``: sequences join and leave without a copy of the others.
+
+    Of what is fetched, (R, K, T, D), a sequence's tokens are on the right, as there.
+    """
+
+    def __init__(self, rows: Sequence[PromptCacheLayer]) -> None:
+        self.rows = [*rows]  # the layer of each sequence
+        self._left: list[int] | None = None  # tokens of each row that are still to come; None: there is no padding
+        self._fetched: list[Fetched | None] = []  # the last, of each row
+        self._joint: Fetched | None = None  # the same, where layers share it
+
+    @classmethod
+    def merge(cls, layers: Sequence[PromptCacheLayer]) -> "BatchLayer":
+        """Of the layers of several sequences, which keep what they have."""
+        return cls([layer.copied() for layer in layers])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BatchLayer":
+        made = BatchLayer(copy.deepcopy(self.rows, memo))
+        made._left = self._left
+        return made
+
+    @property
+    def offset(self) -> mx.array:
+        """Tokens so far, (R,)."""
+        return mx.array([row.size() for row in self.rows])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are reserved."""
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def state(self) -> list[object]:
+        """For mlx-lm, which evaluates it."""
+        return [row.state for row in self.rows]
+
+    @property
+    def keys(self) -> mx.array:
+        """The array that a row's keys are in; see :attr:`PromptCacheLayer.keys`."""
+        return self.rows[0].keys
+
+    @keys.setter
+    def keys(self, array: mx.array) -> None:
+        self.rows[0].keys = array
+
+    @property
+    def values(self) -> mx.array:
+        """An array that is computed when the last append of every row is."""
+        arrays = [row.values for row in self.rows]
+        made: mx.array = mx.depends(arrays[:1], arrays[1:])[0]
+        return made
+
+    @values.setter
+    def values(self, array: mx.array) -> None:
+        self.rows[0].values = array
+
+    def size(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(row.size() for row in self.rows)
+
+    def empty(self) -> bool:
+        """Whether there is no token."""
+        return not self.size()
+
+    def prepare(self, *, lengths: Sequence[int], right_padding: object = None, left_padding: object = None) -> None:
+        """Take so many of the tokens that follow, of each row; the others are padding. Until :meth:`finalize`."""
+        if left_padding is not None:
+            raise ValueError("left_padding is given; expected right_padding: kvant's rows have no place for padding")
+        self._left = [*lengths]
+
+    def finalize(self) -> None:
+        """Take all tokens again."""
+        self._left = None
+
+    def filter(self, indices: Any) -> None:
+        """Keep the rows of these indices, in their order."""
+        kept = [int(i) for i in indices]
+        self.rows = [self.rows[i] for i in kept]
+        self._left = None if self._left is None else [self._left[i] for i in kept]
+        self._fetched, self._joint = [], None
+
+    def extend(self, other: "BatchLayer") -> None:
+        """Take another batch's rows behind its own."""
+        self.rows += other.rows
+
+    def extract(self, index: int) -> PromptCacheLayer:
+        """One sequence's layer, which this batch does not change any more."""
+        return self.rows[index].copied()
+
+    def is_trimmable(self) -> bool:
+        """Whether the last token of every row can be forgotten."""
+        return all(row.is_trimmable() for row in self.rows)
+
+    def trim(self, num_tokens: int) -> int:
+        """Forget the last tokens of every row. Returns how many the longest lost."""
+        return max(row.trim(num_tokens) for row in self.rows)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        """Which of the tokens that will be fetched each of N new ones sees: boolean (R, 1, N, T)."""
+        counts, lengths = self._counts(N), [row.size() for row in self.rows]
+        masks, place = self.rows[0].sequence.joint_masks, (tuple(lengths), tuple(counts), (N,))
+        if place not in masks:
+            masks.clear()
+        # A row that is too short for a window has none, and sees no less through it.
+        window = window_size or min((row.part.window for row in self.rows if row.part.window), default=None)
+        if window not in masks.setdefault(place, {}):
+            first = [row.part.first_read(length) for row, length in zip(self.rows, lengths, strict=True)]
+            read = zip(lengths, first, counts, strict=True)
+            T = max(length + count - start if count else 0 for length, start, count in read)
+            masks[place][window] = padded_mask(lengths, first, counts, N, T, window)
+        return masks[place][window]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Fetched:
+        """Append (R, K, N, D) keys and (R, K, N, Dv) values.
+
+        Returns:
+            all tokens that are read, as lazy arrays (R, K, T, D) and (R, K, T, Dv); zeros before them.
+        """
+        if keys.shape[0] != len(self.rows):
+            raise ValueError(f"keys of {keys.shape[0]} sequences; the batch has {len(self.rows)}")
+        self._fetched, self._joint = [], None  # or the rows' memory would be copied, to be read and changed
+        counts = self._counts(keys.shape[2])
+        for b, (row, count) in enumerate(zip(self.rows, counts, strict=True)):
+            key = keys[b : b + 1, :, :count]
+            value = key if values is keys else values[b : b + 1, :, :count]
+            self._fetched.append(row.update_and_fetch(key, value) if count else None)
+        if self._left is not None:
+            self._left = [left - count for left, count in zip(self._left, counts, strict=True)]
+        key, value = (_stacked([each and each[n] for each in self._fetched]) for n in (0, 1))
+        fetched = key, key if values is keys else value
+        if self.rows[0].layer.format.shared:
+            self._joint = fetched
+        hook.remember(self, *fetched)
+        return fetched
+
+    def keys_and_values(self) -> Fetched:
+        """What was fetched in this step, for layers that share it."""
+        if self._joint is None:
+            raise RuntimeError("keys and values are asked for, and none were fetched in this step")
+        return self._joint
+
+    def attend_fetched(
+        self, query: mx.array, key: mx.array, value: mx.array, *, mask: Any, **options: Any
+    ) -> mx.array | None:
+        """Attention of queries (R, H, N, D), each row's to its own tokens; None: of no mask that is known."""
+        N, outputs = query.shape[2], []
+        made = self.rows[0].sequence.joint_masks.values()
+        known = [window for masks in made for window, own in masks.items() if own is mask]
+        if not known:
+            if not isinstance(mask, mx.array) or mask.ndim < 4:
+                return None
+            mask = mx.broadcast_to(mask, (len(self.rows), *mask.shape[1:]))
+        for b, (row, fetched) in enumerate(zip(self.rows, self._fetched, strict=True)):
+            if fetched is None:
+                outputs.append(mx.zeros((1, *query.shape[1:3], value.shape[3]), query.dtype))
+                continue
+            own, T = row.step.new_tokens, fetched[0].shape[2]
+            if known:  # that of the row's step, whose tokens are appended
+                shown = BridgedLayer.make_mask(row, own, window_size=known[0])
+            else:
+                shown = mask[b : b + 1, :, :own, mask.shape[3] - T :]
+            output = hook.attention(query[b : b + 1, :, :own], *fetched, None, mask=shown, **options)
+            outputs.append(mx.pad(output, [(0, 0), (0, 0), (0, N - own), (0, 0)]) if own < N else output)
+        return mx.concatenate(outputs)
+
+    def _counts(self, N: int) -> list[int]:
+        """How many of N new tokens of each row are no padding."""
+        return [N] * len(self.rows) if self._left is None else [min(N, max(0, left)) for left in self._left]
+
+
+class MergedLayer(PromptCacheLayer):
+    """A layer that mlx-lm's batches take: not of chunks, which a batch has no mask of."""
+
+    merge = BatchLayer.merge
+
+
+def _stacked(each: Sequence[mx.array | None]) -> mx.array:
+    """One array (R, K, T, D) of arrays (1, K, up to T, D), with zeros before them; None is zeros."""
+    known = [array for array in each if array is not None]
+    T, empty = max(array.shape[2] for array in known), known[0][:, :, :0]
+    full = [empty if array is None else array for array in each]
+    return mx.concatenate([mx.pad(x, [(0, 0), (0, 0), (T - x.shape[2], 0), (0, 0)]) for x in full])

@@ -16,22 +16,15 @@ from mlx_lm.models import rope_utils
 KINDS = (RoPE, rope_utils.SuScaledRoPE, rope_utils.Llama3RoPE, rope_utils.YarnRoPE, rope_utils.ProportionalRoPE)
 
 
-def rotate_by_matrices(model: Module) -> int:
-    """Replace the rotary positions in an mlx-lm model by :class:`MatrixRoPE`. On a CPU; elsewhere nothing is done.
-
-    Returns:
-        how many were replaced.
-    """
+def rotate_by_matrices(model: Module) -> None:
+    """Replace the rotary positions in an mlx-lm model by :class:`MatrixRoPE`. On a CPU; elsewhere nothing is done."""
     if mx.default_device().type != mx.cpu:
-        return 0
+        return
     kinds: dict[Hashable, _Matrices] = {}
-    count = 0
     for parent in model.modules():
         for name, child in list(parent.items()):
             if type(child) in KINDS and not isinstance(parent, MatrixRoPE):
                 parent[name] = MatrixRoPE(child, kinds.setdefault(_settings(child), _Matrices()))
-                count += 1
-    return count
 
 
 class MatrixRoPE(Module):

@@ -10,7 +10,6 @@ from kvant.errors import CheckpointError, ModelError
 from kvant.files import read_json
 from kvant.models.architectures.table import Parameter
 from kvant.models.config import ModelConfig
-from kvant.models.parameters import matrices, parameters
 from kvant.models.share import Share, Wanted, divides_inputs
 from kvant.models.tensors import Part, TensorFiles
 
@@ -41,7 +40,7 @@ class Adapter:
 
     def __init__(self, folder: Path, config: ModelConfig, wanted: Wanted) -> None:
         """``folder``: as ``mlx_lm.lora`` writes it. ``config``: of the whole model, of which ``wanted`` is loaded."""
-        settings = _read_settings(folder, config.hidden_size, len(matrices(config)))
+        settings = _read_settings(folder, config.hidden_size, len(config.matrices()))
         tensors = TensorFiles(folder, [tensors_file(folder)])
         self._all_sum = wanted.all_sum
         self._low_ranks = {
@@ -78,9 +77,8 @@ class Adapter:
     def take(self, sizes: Mapping[str, int], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
         """Factors of the sum that is added to quantized matrices (path -> outputs) that lie side by side as one.
 
-        Returns:
-            ``down`` (in, R) and ``up`` (R, sum of outputs), R the sum of the ranks, stacked for experts; None: nothing
-            is added to any.
+        They are ``down`` (in, R) and ``up`` (R, sum of outputs), R the sum of the ranks, stacked for experts. None:
+        nothing is added to any.
         """
         low_ranks = {path: self._low_ranks.pop(path) for path in sizes if path in self._low_ranks}
         if not low_ranks:
@@ -148,13 +146,11 @@ def _read_settings(folder: Path, max_rank: int, num_matrices: int) -> _Settings:
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < abs(scale) <= MAX_SCALE:
         raise ModelError(f"{path}: scale is {scale!r}; expected a number other than 0, at most {MAX_SCALE:g}")
     keys = parameters.get("keys")
-    if keys is None:
-        return _Settings(kind, num_layers, rank, float(scale), None)
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+    if keys is not None and not (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
         raise ModelError(f"{path}: keys is {str(keys)[:80]}; expected a list of module paths")
-    if len(keys) > num_matrices:
+    if keys is not None and len(keys) > num_matrices:
         raise ModelError(f"{path}: {len(keys)} keys; expected at most {num_matrices}, one a matrix of the model")
-    return _Settings(kind, num_layers, rank, float(scale), frozenset(keys))
+    return _Settings(kind, num_layers, rank, float(scale), None if keys is None else frozenset(keys))
 
 
 def _targets(tensors: TensorFiles, settings: _Settings, config: ModelConfig) -> dict[str, tuple[int | None, Parameter]]:
@@ -163,7 +159,7 @@ def _targets(tensors: TensorFiles, settings: _Settings, config: ModelConfig) -> 
     As in mlx-lm, a key is a path inside each of the last ``num_layers`` layers, all of them if that is not positive,
     or from the model's root. Without keys any projection in these layers may be adapted, and the file says which.
     """
-    rows = [(path, layer, row) for path, layer, row in parameters(config) if len(row.shape) > 1]
+    rows = [(path, layer, row) for path, layer, row in config.parameters() if len(row.shape) > 1]
     most = len(rows) * len(PARTS[settings.kind])
     if len(tensors.names) > most:
         raise CheckpointError(f"{TENSORS_FILE}: {len(tensors.names)} tensors; expected at most {most} for this model")

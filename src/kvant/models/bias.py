@@ -60,9 +60,6 @@ def split_pairs(config: ModelConfig, bias: mx.array, pairs: tuple[int, ...]) -> 
     """The division for given rotary pairs; attention is the same for any."""
     H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     kept = mx.array([p not in pairs for p in range(D // 2)])
-    parts = [
-        mx.ones(H * D, mx.bool_),
-        mx.broadcast_to(kept, (K, 2, D // 2)).reshape(K * D),
-        mx.zeros(K * D, mx.bool_),
-    ]
-    return ProjectionBias(whole=bias, stored=mx.where(mx.concatenate(parts), bias, mx.zeros_like(bias)), pairs=pairs)
+    of_keys = mx.broadcast_to(kept, (K, 2, D // 2)).reshape(K * D)
+    stays = mx.concatenate([mx.ones(H * D, mx.bool_), of_keys, mx.zeros(K * D, mx.bool_)])
+    return ProjectionBias(whole=bias, stored=mx.where(stays, bias, mx.zeros_like(bias)), pairs=pairs)

@@ -80,13 +80,10 @@ def pool_format(
     layer: int = 0,
     balanced: bool = False,
 ) -> LayerFormat:
-    """How a layer of a pool stores tokens. A window that no sequence outgrows is none.
+    """How a layer, with its number in the whole model, stores tokens in a pool. A window no sequence outgrows is none.
 
-    Args:
-        dtype: of keys and values at 0 bits.
-        pairs: the rotary pairs of its bias split; None: there is none.
-        layer: its number in the whole model.
-        balanced: its norms of queries and keys are :func:`kvant.models.key_norms.balance_norms`'.
+    At 0 bits they keep ``dtype``. ``pairs``: the rotary pairs of its bias split; None: there is none. ``balanced``: its
+    norms of queries and keys are :func:`kvant.models.key_norms.balance_norms`'.
     """
     options.check_head(config.head_dim)
     choice = options.layer(layer)
@@ -117,8 +114,7 @@ def pool_size(
 ) -> int:
     """Bytes of the pool that :meth:`kvant.models.Decoder.make_pool` makes with these arguments.
 
-    Args:
-        split_pairs: how many rotary pairs each layer's bias split has; None: there is none.
+    ``split_pairs``: how many rotary pairs each layer's bias split has; None: there is none.
     """
     max_seq_len = longest_sequence(config, tokens, max_seq_len)
     sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}

@@ -23,10 +23,9 @@ from kvant.models.matrix import (
     quantized_matrix,
 )
 from kvant.models.mlp import MLP, Experts
-from kvant.models.parameters import matrices, parameters
 from kvant.models.share import Share, Wanted, divides_inputs, everything, local_config
 from kvant.models.stacking import joined_part, stored_otherwise, take_stacked
-from kvant.models.tensors import FLOATS, Expected, TensorFiles
+from kvant.models.tensors import DTYPES, FLOATS, Expected, TensorFiles
 from kvant.threads import check_process
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # some exporters leave them behind; recomputed here
@@ -92,8 +91,7 @@ def load_part(
 def check_folder(folder: Path, *, whole: bool = True) -> tuple[ModelConfig, TensorFiles]:
     """The config and the tensors of a model folder, whose names, shapes and dtypes agree; no tensor has been read.
 
-    Args:
-        whole: this machine is to have memory for all of it.
+    ``whole``: this machine is to have memory for all of it.
     """
     config, tensors = ModelConfig.from_folder(folder), TensorFiles(folder)
     tensors.check(expected_tensors(config, tensors))
@@ -152,7 +150,7 @@ def adds_bias(row: Parameter, share: Share) -> bool:
 def _stored_parameters(config: ModelConfig, tensors: TensorFiles) -> Iterator[tuple[Parameter, int | None, Expected]]:
     """Each parameter's row of the table, its layer (None: it is in none), and its tensors as they are to be stored."""
     tied, head = is_tied(config, tensors), config.architecture.head
-    for path, layer, row in parameters(config):
+    for path, layer, row in config.parameters():
         if len(row.shape) == 1:
             yield row, layer, {f"{path}.weight": (config.shape(row), FLOATS)}
         elif row != head or not tied:
@@ -184,12 +182,8 @@ class _Builder:
     def __init__(
         self, config: ModelConfig, tensors: TensorFiles, dtype: mx.Dtype, adapter: Adapter | None, wanted: Wanted
     ) -> None:
-        self.config = config
-        self.tensors = tensors
-        self.dtype = dtype
-        self.adapter = adapter
-        self.wanted = wanted
-        self.share = wanted.share
+        self.config, self.tensors, self.dtype, self.adapter = config, tensors, dtype, adapter
+        self.wanted, self.share = wanted, wanted.share
         self.local = local_config(config, wanted.share, wanted.layers)
 
     def parts(self, progress: Progress) -> DecoderParts:
@@ -218,7 +212,7 @@ class _Builder:
 
     def check_formats(self) -> None:
         """Refuse a quantization that MLX does not have on this device, before any matrix is read."""
-        stored = [(path, size) for path, size in matrices(self.config).items() if f"{path}.scales" in self.tensors]
+        stored = [(path, size) for path, size in self.config.matrices().items() if f"{path}.scales" in self.tensors]
         for quantization, experts in {(self.config.quantization_of(path), len(size) > 2) for path, size in stored}:
             if quantization is not None:
                 check_device(quantization, gathers=experts)
@@ -332,5 +326,4 @@ class _Builder:
 def _compute_dtype(config: ModelConfig, tensors: TensorFiles) -> mx.Dtype:
     if mx.default_device().type == mx.cpu:
         return mx.float32
-    dtypes = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
-    return dtypes.get(tensors.dtype(f"{config.architecture.final_norm.path}.weight"), mx.float32)
+    return DTYPES.get(tensors.dtype(f"{config.architecture.final_norm.path}.weight"), mx.float32)

@@ -1,6 +1,6 @@
 """config.json as a frozen, validated dataclass."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,25 @@ class ModelConfig:
         if self.experts is not None:
             sizes |= {"experts": self.experts.count, "expert_inner": self.experts.inner_size}
         return tuple(sizes[name] for name in parameter.shape)
+
+    def parameters(self) -> Iterator[tuple[str, int | None, Parameter]]:
+        """Path, layer and row of the table of each parameter, in the order of the model; layer None: it is in none."""
+        table = self.architecture
+        yield table.embedding.path, None, table.embedding
+        for layer in range(self.num_hidden_layers):
+            prefix = table.layers.format(layer)
+            yield from ((prefix + row.path, layer, row) for row in table.of_layer(self.has_experts(layer)))
+        yield table.final_norm.path, None, table.final_norm
+        yield table.head.path, None, table.head
+
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """Each matrix's module path and (outputs, inputs): those stored as ``path.weight``, quantized or not.
+
+        One for each expert is (experts, outputs, inputs); :mod:`kvant.models.stacking` has the other ways to store
+        them. The output head is among them even if it is tied: a tied checkpoint may still carry it.
+        """
+        shapes = ((path, self.shape(row)) for path, _, row in self.parameters())
+        return {path: shape for path, shape in shapes if len(shape) > 1}
 
     def quantization_of(self, path: str) -> Quantization | None:
         """The quantization of the module at ``path``, such as ``model.layers.0.mlp.up_proj``; None: floating point."""

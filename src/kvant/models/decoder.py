@@ -12,7 +12,7 @@ from kvant.cache import AttentionCache, KVCache, ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import narrow_window
 from kvant.cache.options import CacheFields, CacheOptions
-from kvant.cache.pool import Pool, check_sizes, pool_bytes
+from kvant.cache.pool import Pool, check_sizes, pool_bytes, sizes_alone
 from kvant.cache.pool_batch import PoolBatch
 from kvant.models.bias import ProjectionBias
 from kvant.models.caches import (
@@ -24,7 +24,7 @@ from kvant.models.caches import (
     pool_format,
 )
 from kvant.models.config import ModelConfig
-from kvant.models.inputs import check_ids, check_offset, check_shape
+from kvant.models.inputs import Cached, Offset, check_ids, check_offset, check_shape
 from kvant.models.matrix import Linear, Matrix
 from kvant.models.mlp import MLP, Experts
 from kvant.operators.attention import attend_tokens
@@ -35,8 +35,6 @@ from kvant.operators.rotary import Rotate
 from kvant.threads import check_process
 
 Pair = tuple[mx.array, mx.array]
-Offset = int | mx.array | None
-Cached = Sequence[KVCache] | PoolBatch | None
 Caches = Iterable[AttentionCache | None]  # what each layer attends through
 
 
@@ -90,15 +88,12 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One layer: attention, and an MLP or experts, each added to the stream.
-
-    Attributes:
-        norms: the RMSNorms it has, by their role in the architecture's table: ``before_attention``,
-            ``after_attention`` (before it is added), ``before_mlp`` and ``after_mlp``; weights are (hidden,).
-    """
+    """One layer: attention, and an MLP or experts, each added to the stream."""
 
     self_attn: Attention
     mlp: MLP | Experts
+    # The RMSNorms it has, (hidden,), by their role in the architecture's table: ``before_attention``,
+    # ``after_attention`` (before it is added), ``before_mlp`` and ``after_mlp``.
     norms: Mapping[str, mx.array]
     rms_norm_eps: float
 
@@ -144,13 +139,9 @@ class DecoderParts:
 
 
 class Decoder:
-    """A :class:`kvant.models.LanguageModel` of one of :data:`kvant.models.architectures.ARCHITECTURES`.
+    """A :class:`kvant.models.LanguageModel` of one of :data:`kvant.models.architectures.ARCHITECTURES`."""
 
-    Attributes:
-        all_windows: of the whole model's layers, if these are a rank's alone; else nothing.
-    """
-
-    all_windows: Sequence[int | None] = ()
+    all_windows: Sequence[int | None] = ()  # of the whole model's layers, if these are a rank's alone
     last_token_alone = False
 
     def __init__(self, parts: DecoderParts) -> None:
@@ -245,7 +236,7 @@ class Decoder:
     def make_cache(self, max_seq_len: int | None = None, **fields: Unpack[CacheFields]) -> ModelCache:
         if max_seq_len is None:
             max_seq_len = default_reservation(self.config)
-        return ModelCache(self._pool(CacheOptions.of(**fields), max_seq_len, 1, max_seq_len, None))
+        return ModelCache(self.make_pool(**sizes_alone(max_seq_len), **fields))
 
     def make_pool(
         self,
@@ -253,21 +244,12 @@ class Decoder:
         *,
         sequences: int,
         max_seq_len: int | None = None,
-        prefill_step_size: int = 512,
+        prefill_step_size: int | None = 512,
         **fields: Unpack[CacheFields],
     ) -> Pool:
-        return self._pool(CacheOptions.of(**fields), tokens, sequences, max_seq_len, prefill_step_size)
-
-    def _pool(
-        self,
-        chosen: CacheOptions,
-        tokens: int,
-        sequences: int,
-        max_seq_len: int | None,
-        prefill_step_size: int | None,
-    ) -> Pool:
-        """A pool; without a step size that of one sequence alone, as :class:`kvant.cache.pool.Pool` has it."""
+        # Without a step size it is that of one sequence alone, as kvant.cache.pool.Pool has it.
         check_process()
+        chosen = CacheOptions.of(**fields)
         given = {"max_seq_len": max_seq_len or 1} if prefill_step_size is None else {"tokens": tokens}
         check_sizes(**given, sequences=sequences, prefill_step_size=prefill_step_size or 1)
         max_seq_len = longest_sequence(self.config, tokens, max_seq_len)

@@ -1,6 +1,14 @@
 """Checks of what a model is called with: token ids and offsets."""
 
+from collections.abc import Sequence
+
 import mlx.core as mx
+
+from kvant.cache import KVCache
+from kvant.cache.pool_batch import PoolBatch
+
+Offset = int | mx.array | None
+Cached = Sequence[KVCache] | PoolBatch | None
 
 
 def check_shape(inputs: mx.array) -> None:
@@ -19,7 +27,7 @@ def check_ids(inputs: mx.array, vocab_size: int) -> None:
             raise ValueError(f"inputs has token ids {low} to {high}; the model knows 0 to {vocab_size - 1}")
 
 
-def check_offset(offset: int | mx.array | None, lengths: tuple[int, ...]) -> None:
+def check_offset(offset: Offset, lengths: tuple[int, ...]) -> None:
     """Raise a ValueError unless ``offset`` says what the lengths of the sequences say, or nothing."""
     if offset is None:
         return

@@ -12,9 +12,8 @@ OUTLIER = 2.0  # times the median of a head's rotary pairs: what is larger is mo
 def balance_norms(query: mx.array, key: mx.array, head_dim: int) -> tuple[mx.array, mx.array, bool]:
     """Both weights, and whether they are others than those given.
 
-    Args:
-        query, key: (head_dim,), of each head by itself, or (H D,) and (K D,), of all heads together. Rotary pair p is
-            the elements p and p + D/2 of a head: both are divided alike, so that they can turn.
+    They are (head_dim,), of each head by itself, or (H D,) and (K D,), of all heads together. Rotary pair p is the
+    elements p and p + D/2 of a head: both are divided alike, so that they can turn.
     """
     rows = key.astype(mx.float32).reshape(-1, 2, head_dim // 2)
     size = mx.abs(rows).max(axis=1)  # (rows, D/2)

@@ -10,6 +10,7 @@ from kvant.cache.identity import Identity
 from kvant.cache.options import CacheFields
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
+from kvant.models.inputs import Cached, Offset
 
 
 class LanguageModelConfig(Protocol):
@@ -72,9 +73,7 @@ class LanguageModel(Protocol):
         Such a model computes the logits of every position it is given, and only those of the last are read.
         """
 
-    def __call__(
-        self, inputs: mx.array, offset: int | mx.array | None = None, cache: Sequence[KVCache] | None = None
-    ) -> mx.array:
+    def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
         """Logits (B, S, vocab) of every position of (B, S) ids. The step is committed; see :class:`Decoder`."""
 
     def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:

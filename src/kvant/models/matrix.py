@@ -27,15 +27,11 @@ PARALLEL_PRODUCT = 256 * 1024 * 1024  # multiplications with a smaller one that 
 
 @dataclass(frozen=True, slots=True)
 class DenseMatrix:
-    """A floating-point matrix, transposed.
+    """A floating-point matrix, transposed."""
 
-    Attributes:
-        weight: (in, out).
-        by_rows: it lies in memory as the checkpoint's, (out, in). On a CPU only large ones do: for the others the
-            products of one row are 1.8x as fast with it lying transposed (measured).
-    """
-
-    weight: mx.array
+    weight: mx.array  # (in, out)
+    # It lies in memory as the checkpoint's, (out, in). On a CPU only large ones do: for the others the products of one
+    # row are 1.8x as fast with it lying transposed (measured).
     by_rows: bool = False
 
     def project(self, x: mx.array) -> mx.array:
@@ -123,25 +119,16 @@ class QuantizedMatrix:
 
     def _in_bytes(self, x: mx.array) -> bool:
         """Whether :func:`unpacked_product` knows the format."""
-        return (
-            8 % self.quantization.bits == 0 and self.biases is not None and x.dtype == self.scales.dtype == mx.float32
-        )
+        in_float32 = x.dtype == self.scales.dtype == mx.float32
+        return 8 % self.quantization.bits == 0 and self.biases is not None and in_float32
 
     def rows(self, ids: mx.array) -> mx.array:
         """Rows of the matrix, dequantized, as an embedding reads them: (...) -> (..., in)."""
         return self._dequantize([array[ids] for array in self.arrays], None)
 
     def gather(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
-        return mx.gather_qmm(
-            x,
-            self.weight,
-            self.scales,
-            self.biases,
-            rhs_indices=experts,
-            transpose=True,
-            **self.quantization.form,
-            sorted_indices=in_order,
-        )
+        options = {"rhs_indices": experts, "sorted_indices": in_order, **self.quantization.form}
+        return mx.gather_qmm(x, self.weight, self.scales, self.biases, transpose=True, **options)
 
     def of_expert(self, number: int) -> "QuantizedMatrix":
         return QuantizedMatrix(self.quantization, *(array[number] for array in self.arrays))
@@ -217,9 +204,7 @@ class Linear:
     def gather(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
         """Each row through the projections of its own expert: (N, 1, in), (N,) -> (N, 1, out).
 
-        Args:
-            experts: the numbers of experts.
-            in_order: they do not decrease from row to row.
+        ``in_order``: the experts' numbers do not decrease from row to row.
         """
         return _side_by_side([matrix.gather(x, experts, in_order) for matrix in self.matrices])
 

@@ -180,14 +180,6 @@ def _read_yarn(rope: Mapping[str, Any], prefix: str, theta: float, factor: float
     if rope.get("mscale") and rope.get("mscale_all_dim"):  # one alone is without effect
         above, below = (number(rope, name, where=prefix) for name in ("mscale", "mscale_all_dim"))
         default = (above * lengthening + 1) / (below * lengthening + 1)
+    ends: dict[str, Any] = {"beta_fast": fast, "beta_slow": slow, "truncate": truncate}
     attention_factor = number(rope, "attention_factor", default=default, where=prefix)
-    return Rope(
-        "yarn",
-        theta,
-        factor,
-        original,
-        beta_fast=fast,
-        beta_slow=slow,
-        truncate=truncate,
-        attention_factor=attention_factor,
-    )
+    return Rope("yarn", theta, factor, original, **ends, attention_factor=attention_factor)

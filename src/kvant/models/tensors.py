@@ -40,16 +40,12 @@ class Part:
 
 
 class TensorFiles:
-    """The tensors of a model folder by name. Headers are checked at once; data is read lazily.
-
-    Attributes:
-        nbytes: of the files.
-        bytes_read: of the tensors taken so far, those of each part or whole. Headers are not counted.
-    """
+    """The tensors of a model folder by name. Headers are checked at once; data is read lazily."""
 
     def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
         """Read the headers of ``files``; None: those of the folder's model."""
-        self.nbytes = self.bytes_read = 0
+        self.nbytes = 0  # of the files
+        self.bytes_read = 0  # of the tensors taken so far, whole or in part; headers are not counted
         self._tensors: dict[str, tuple[Path, Tensor]] = {}  # each with its file
         self._data_of: dict[Path, int] = {}  # where a file's tensors begin
         self._opened: dict[Path, Identity] = {}
@@ -116,11 +112,9 @@ class TensorFiles:
     def take(
         self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = FLOATS, part: Part | None = None
     ) -> mx.array:
-        """The tensor, after a check of its shape and dtype.
+        """The tensor, after a check of its dtype and of its ``shape``, which is the whole tensor's.
 
-        Args:
-            shape: of the whole tensor.
-            part: read only this, and now. None: all of the tensor, which MLX reads when it is used.
+        A ``part`` is read now; all of the tensor (None) when MLX uses it.
         """
         self._check(name, shape, dtypes)
         if part is not None:

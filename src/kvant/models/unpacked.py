@@ -28,9 +28,8 @@ def few_rows_product(
 ) -> mx.array:
     """The product of 1 to :data:`kvant.operators.streams.FEW_ROWS` rows of x with a matrix, the streams taking turns.
 
-    Args:
-        x: (..., in) float32 -> (..., out).
-        arrays: as those of :func:`unpacked_product`; without a quantization the weights alone, (out, in) float32.
+    (..., in) float32 -> (..., out). Arrays are those of :func:`unpacked_product`; without a quantization the weights
+    alone, (out, in) float32.
     """
     num_rows, num_columns, rows = len(arrays[0]), x.shape[-1], x.size // x.shape[-1]
     rounds = 1 if quantization is None else -(-num_rows * num_columns // (UNPACKED_ELEMENTS * len(streams)))

@@ -282,7 +282,7 @@ def _attend_in_parts(
         split = bias_split and replace(bias_split, rotation=bias_split.rotation[..., start:])
         with mx.stream(streams[number % len(streams)]):
             readable = mx.depends(arrays, [before])
-            own, copy = _cut(runs, start, end), quant_bit > 0
+            own, copy = cut_runs(runs, start, end), quant_bit > 0
             key, value = read_rows(readable, own, quant_bit=quant_bit, dtype=mx.float32, key_dim=D, copy=copy)
             if bias_split is not None and sinks is not None:
                 value = value + bias_split.value_bias[:, None]
@@ -304,7 +304,7 @@ def _attend_in_parts(
     return output.astype(query.dtype)
 
 
-def _cut(runs: Sequence[Run], start: int, end: int) -> list[Run]:
+def cut_runs(runs: Sequence[Run], start: int, end: int) -> list[Run]:
     """The runs of some of the rows, counted from the first."""
     found, before = [], 0
     for first, last in runs:

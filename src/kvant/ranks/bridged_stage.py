@@ -21,14 +21,12 @@ from typing import Any, Never
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from kvant.bridge.cache import BridgedCache
 from kvant.bridge.config import BridgedConfig
-from kvant.bridge.folder import Progress, check_bridged, compute_in_float32, evaluate, main_dtype
+from kvant.bridge.folder import Progress, check_bridged, evaluate, main_dtype
 from kvant.bridge.layer_list import LayerList, Own, list_layers, redirect
 from kvant.bridge.layers import BridgedLayer
 from kvant.bridge.model import BridgedModel, bytes_read, parameters
-from kvant.bridge.pool import BridgedBatch
-from kvant.bridge.rope import rotate_by_matrices
+from kvant.bridge.pool import BridgedBatch, BridgedCache
 from kvant.cache import ModelCache
 from kvant.cache.pool_batch import PoolBatch
 from kvant.errors import CheckpointError, ModelError
@@ -42,20 +40,15 @@ def load_bridged_stage(
 ) -> "BridgedStageModel":
     """Load a rank's layers of a bridged model; rank 0 has the embedding, the final norm and the head too.
 
-    Args:
-        layers: their numbers. They follow those of the rank before.
-        progress: called with (layers loaded, this rank's layers).
+    ``layers``: their numbers, which follow those of the rank before. ``progress`` counts them.
     """
     check_process()
-    on_cpu = mx.default_device().type == mx.cpu
-    module, config = check_bridged(folder, in_float32=on_cpu, whole=False)
+    module, config = check_bridged(folder, in_float32=mx.default_device().type == mx.cpu, whole=False)
     try:
         found = list_layers(module, config.model_type)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
     _check_range(folder, ranks, layers, len(found.paths))
-    if on_cpu:
-        compute_in_float32(module)
     model = BridgedStageModel(module, config, main_dtype(module), ranks, layers, found)
     if model.nbytes > physical_memory():
         raise CheckpointError(
@@ -63,7 +56,6 @@ def load_bridged_stage(
             f"this machine has {format_bytes(physical_memory())}"
         )
     evaluate(module, folder, progress, model.held)
-    rotate_by_matrices(module)  # on a CPU
     return model
 
 
@@ -72,24 +64,18 @@ class BridgedStageModel(BridgedModel):
 
     Every rank calls its methods with the same ids, and with caches that hold the same tokens, and evaluates what it is
     returned before the next call. Rank 0 is returned logits; the others what they sent, which nobody reads.
-
-    Attributes:
-        layers: the numbers of this rank's layers.
-        held: the names of the weights that it has. No other is read.
     """
 
     def __init__(
         self, module: Module, config: BridgedConfig, dtype: mx.Dtype, ranks: Ranks, layers: range, found: LayerList
     ) -> None:
-        """``module``: its weights may be lazy. ``found``: all of its layers."""
+        """``module``: its weights may be lazy. ``layers``: this rank's numbers. ``found``: all of its layers."""
         super().__init__(module, config, dtype)
-        self.ranks = ranks
-        self.layers = layers
-        self._found = found
+        self.ranks, self.layers, self._found = ranks, layers, found
         leads = ranks.rank == 0
         own = {name for n in layers for name in _below(module, found.paths[n])}
         others = {name for n, path in enumerate(found.paths) if n not in layers for name in _below(module, path)}
-        self.held = frozenset(parameters(module).keys() - others if leads else own)
+        self.held = frozenset(parameters(module).keys() - others if leads else own)  # no other weight is read
         caches = {cache for n in layers for cache in found.caches[n]}
         elsewhere = {cache for n, each in enumerate(found.caches) if n not in layers for cache in each}
         self.absent_caches = frozenset(elsewhere if leads else set(range(len(self.entries))) - caches)
@@ -102,11 +88,10 @@ class BridgedStageModel(BridgedModel):
 
     def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
         # The last rank sends nothing back.
-        bridged = self._checked(cache)
-        bridged.begin(inputs)
-        with self._step(bridged, returns=False):
-            self.module(inputs, cache=bridged.entries)
-            return [*bridged.state, *self._sent]
+        begun = self._begun(inputs, cache)
+        with self._step(begun, returns=False):
+            self.module(inputs, cache=begun.entries)
+            return [*begun.state, *self._sent]
 
     def make_pool(self, *arguments: Any, **options: Any) -> Never:
         raise ModelError(

@@ -92,10 +92,8 @@ class Guard:
     ) -> "Guard":
         """Wait until all ranks are here and :meth:`agree` on ``facts``, such as versions.
 
-        Args:
-            launcher: a process of this machine; the run ends with it.
-            deadline_s: for all ranks to come; and of silence of a rank that has not begun.
-            silence_s: after which a rank that has begun is lost.
+        The run ends with ``launcher``, a process of this machine. ``deadline_s`` is for all ranks to come, and of
+        silence of a rank that has not begun; after ``silence_s`` one that has is lost.
         """
         guard = cls(place.rank, place.size, launcher, silence_s)
         try:

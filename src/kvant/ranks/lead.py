@@ -15,7 +15,7 @@ from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
 from kvant.errors import RanksError, one_line
 from kvant.models import LanguageModel
-from kvant.models.decoder import Cached, Offset
+from kvant.models.inputs import Cached, Offset
 from kvant.ranks.group import Ranks, Traffic
 from kvant.ranks.guard import Guard
 
@@ -29,11 +29,6 @@ class Lead:
     The others compute the same steps on their parts, and have no tokens of their own to choose: ids are in what they
     are told. A step is evaluated before it is returned. Caches and pools are those that this model makes. They cannot
     be saved, loaded or forked.
-
-    Attributes:
-        part: rank 0's part of the model.
-        ranks: that compute it.
-        step_traffic: what rank 0 sent, received and summed in the last step.
     """
 
     embedding_size: int | None = None  # the other ranks compute from ids
@@ -45,9 +40,11 @@ class Lead:
         guard: Guard,
         whole: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """``whole``: a step is computed in it. It keeps Ctrl-C until the others have what they wait for."""
-        self.part, self.ranks, self.step_traffic = part, ranks, Traffic()
-        self.config, self.dtype = part.config, part.dtype
+        """``part``: rank 0's. ``whole``: a step is computed in it; it keeps Ctrl-C until the others have theirs."""
+        self.part, self.ranks = part, ranks
+        self.step_traffic = Traffic()  # what rank 0 sent, received and summed in the last step
+        self.config, self.dtype, self.arrays = part.config, part.dtype, part.arrays
+        self.nbytes, self.nbytes_read = part.nbytes, part.nbytes_read
         self.last_token_alone = part.last_token_alone
         self._guard, self._whole = guard, whole
         self._numbers: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # of pools
@@ -62,18 +59,6 @@ class Lead:
     @identity.setter
     def identity(self, identity: Identity | None) -> None:
         self.part.identity = identity
-
-    @property
-    def nbytes(self) -> int:
-        return self.part.nbytes
-
-    @property
-    def nbytes_read(self) -> int:
-        return self.part.nbytes_read
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return self.part.arrays
 
     def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
         """Compute the logits of every position and commit the step. ``cache`` is one of this model's."""

@@ -10,8 +10,8 @@ from kvant.cache import ModelCache
 from kvant.cache.pool_batch import PoolBatch
 from kvant.models.checkpoint import Progress, load_part
 from kvant.models.config import ModelConfig
-from kvant.models.decoder import Cached, Decoder, DecoderParts, Offset
-from kvant.models.inputs import check_ids
+from kvant.models.decoder import Decoder, DecoderParts
+from kvant.models.inputs import Cached, Offset, check_ids
 from kvant.models.matrix import DenseMatrix
 from kvant.operators.normalization import rms_norm
 from kvant.ranks.group import Ranks

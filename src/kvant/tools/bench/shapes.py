@@ -14,7 +14,6 @@ import mlx.core as mx
 from kvant.errors import KvantError, one_line
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.config import ModelConfig
-from kvant.models.parameters import parameters
 from kvant.sizes import format_bytes
 
 DISK_RESERVE_BYTES = 1024 * 1024  # headers, config.json, index
@@ -115,7 +114,7 @@ def _parts(shape: Shape) -> list[dict[str, tuple[int, ...]]]:
     """The contents of each file: a matrix's path -> (out, in), then a vector's name -> (size,)."""
     config = ModelConfig.from_dict(_config(shape, 0, 0))
     parts: list[dict[str, tuple[int, ...]]] = [{} for _ in range(shape.num_hidden_layers + 2)]
-    for path, layer, row in parameters(config):
+    for path, layer, row in config.parameters():
         if row.role == "head" and shape.tie_word_embeddings:
             continue
         number = layer + 1 if layer is not None else 0 if row.role == "embedding" else -1

@@ -21,7 +21,6 @@ from kvant.errors import CheckpointError, ConvertError, one_line
 from kvant.files import read_json
 from kvant.models.checkpoint import Progress, expected_tensors
 from kvant.models.config import ModelConfig
-from kvant.models.parameters import matrices
 from kvant.models.share import everything
 from kvant.models.stacking import expert_roles, expert_tensors, take_stacked
 from kvant.models.tensors import TensorFiles
@@ -59,7 +58,7 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
     names, quantized = set(arrays), {name.removesuffix(".scales") for name in arrays if name.endswith(".scales")}
     if to.bits and not quantized:
         raise ConvertError(f"groups of {to.group_size} divide the width of no matrix; nothing would be quantized")
-    floats = [path for path in matrices(config) if to.bits and f"{path}.weight" in names and path not in quantized]
+    floats = [path for path in config.matrices() if to.bits and f"{path}.weight" in names and path not in quantized]
     size = sum(array.nbytes for array in arrays.values())
     result = Conversion(source_bytes, size, float(compute_bits_per_weight(model)), tuple(floats))
     arrays.clear()  # the writer lets go of each shard's as it is written

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvant.bridge.config import BridgedConfig, check, is_bridged
-from kvant.errors import ModelError
+from kvant.errors import ModelError, library_errors
 from kvant.files import read_json
 from kvant.tools.plan.stored import Checkpoint, Loading, Part
 
@@ -62,7 +62,7 @@ class BridgedCheckpoint:
         """From a config.json already parsed: matrices count as quantized as mlx-lm's converter quantizes them."""
         import mlx.core as mx
 
-        from kvant.bridge.folder import build, quantize_all
+        from kvant.bridge.folder import build, quantize_modules
 
         check(raw)
         text = raw.get("text_config")
@@ -73,7 +73,8 @@ class BridgedCheckpoint:
         def make() -> "Module":
             module, _ = build(raw)
             module.apply(lambda array: array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array)
-            quantize_all(module, raw)
+            with library_errors(ModelError, f"config.json: MLX cannot quantize a {raw['model_type']} so"):
+                quantize_modules(module, raw)
             return module
 
         return cls(raw, build(raw)[1], make)

@@ -13,7 +13,6 @@ from kvant.files import read_json
 from kvant.models.adapter import tensors_file
 from kvant.models.architectures.table import Parameter
 from kvant.models.config import ModelConfig
-from kvant.models.parameters import parameters
 from kvant.models.quantization import Quantization
 from kvant.models.share import Share, divides_inputs, local_config
 
@@ -106,7 +105,7 @@ class Checkpoint:
             bits_now = self.config.quantization.bits
             raise ModelError(f"the weights are quantized already, to {bits_now} bits; only float ones can be")
         quantization, others = Quantization(bits=bits, group_size=group_size), dict[str, Quantization | None]()
-        for path, _, row in parameters(self.config):
+        for path, _, row in self.config.parameters():
             size = self.config.shape(row)
             own_bits, own_group = row.converted or (bits, group_size)
             if len(size) > 1 and (size[-1] % group_size or size[-1] % own_group):
@@ -205,7 +204,7 @@ class Checkpoint:
     def _parameters(self) -> Iterator[tuple[str, int | None, Parameter]]:
         """Of those in the model, the ones that are here."""
         ends = self.part is None or self.part.has_ends
-        return (entry for entry in parameters(self.config) if ends or entry[1] is not None)
+        return (entry for entry in self.config.parameters() if ends or entry[1] is not None)
 
     def _matrices(self) -> Iterator[tuple[str, tuple[int, ...], int | None, Parameter]]:
         """Path, size, layer and row of each matrix; a tied head is none."""
