@@ -22,6 +22,7 @@ from kvant.errors import ContextError, PromptError
 from kvant.models import Decoder, load_decoder
 from kvant.text.stream import TextStream
 
+pytestmark = pytest.mark.usefixtures("without_compilation")  # of mlx-lm's samplers
 Pocket = tuple[Decoder, Any]
 QUESTION = "Tell me a story about a fox named Pip."
 LONG = [(7 * i) % 1000 for i in range(1900)]
