@@ -2,7 +2,6 @@
 
 import copy
 import weakref
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import KVCache, LRUPromptCache, RotatingKVCache, save_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as mlx_lms_cache
-from support.bridged import KINDS, LONG, bridged
+from support.bridged import KINDS, LONG, bridged, layers_of
 from support.counts import at_widths
 from support.tiny_models import build
 
@@ -56,21 +55,16 @@ def test_batches_give_each_sequence_what_it_gets_alone(name: str, bits: int) -> 
     caches = [made() for _ in FIRST]
     tokens, ended = _answers(model, FIRST, caches)
     again, _ = _answers(model, SECOND, ended)
-    assert all(layer.size() == 0 for cache in caches for layer in _layers(cache))
+    assert all(layer.size() == 0 for cache in caches for layer in layers_of(cache))
     for n, (first, second) in enumerate(zip(FIRST, SECOND, strict=True)):
         assert tokens[n] == _alone(model, first, caches[n])
         cache = ended[n]
-        assert {layer.size() for layer in _layers(cache)} == {len(first) + TOKENS}
+        assert {layer.size() for layer in layers_of(cache)} == {len(first) + TOKENS}
         assert again[n] == _alone(model, second, cache)
     if not bits:
         del model.make_cache
         assert tokens == expected
         assert again == _answers(model, SECOND, theirs)[0]
-
-
-def _layers(cache: Sequence[Any]) -> list[Any]:
-    parts = [part for entry in cache for part in getattr(entry, "caches", [entry])]
-    return [part for part in parts if hasattr(part, "copied")]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "falcon_h1"])
@@ -84,7 +78,7 @@ def test_a_batch_copies_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     _, ended = _answers(model, FIRST)
     assert not copies
     _answers(model, SECOND[:1], ended[:1])
-    assert len(copies) == len(_layers(ended[0]))  # somebody holds the first one's still
+    assert len(copies) == len(layers_of(ended[0]))  # somebody holds the first one's still
 
 
 def test_copies_share_memory_until_one_changes(monkeypatch: pytest.MonkeyPatch) -> None:
