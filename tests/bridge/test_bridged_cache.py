@@ -21,12 +21,6 @@ from kvant.cache.pool import sizes_alone
 from kvant.errors import ContextError
 
 
-def _begin(model: Any, cache: BridgedCache, tokens: list[int]) -> None:
-    inputs = mx.array([tokens])
-    cache.begin(inputs)
-    mx.eval(model(inputs, cache=cache.entries), cache.state)
-
-
 @pytest.mark.parametrize(("name", "bits"), at_widths(KINDS))
 def test_a_step_that_is_not_committed_leaves_no_trace(name: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not where tokens of a window wait, in a prefill, in a decode step, or where it failed; else it is mlx-lm's."""
@@ -41,12 +35,12 @@ def test_a_step_that_is_not_committed_leaves_no_trace(name: str, bits: int, monk
         return append(layer, *given)
 
     for tokens in (PROMPT[:20], PROMPT[20:29], PROMPT[29:], LONG[30:380], [5], [6, 7, 8], [9]):
-        _begin(model, disturbed, [90] * len(tokens))
-        _begin(model, disturbed, [91, 92, 93])
+        feed(model, disturbed, [90] * len(tokens), commits=False)
+        feed(model, disturbed, [91, 92, 93], commits=False)
         with monkeypatch.context() as patch:
             patch.setattr(BridgedLayer, "update_and_fetch", broken)
             with pytest.raises(InterruptedError):
-                _begin(model, disturbed, [94] * 18)
+                feed(model, disturbed, [94] * 18, commits=False)
         disturbed.end_step()
         assert disturbed.offset == quiet.offset
         given = feed(model, disturbed, tokens)
@@ -79,7 +73,7 @@ def test_a_part_of_a_step_can_be_committed(name: str) -> None:
     drafted, plain = (make_model_cache(model, 64) for _ in range(2))
     for cache in (drafted, plain):
         feed(model, cache, PROMPT)
-    _begin(model, drafted, [5, 6, 70, 71])
+    feed(model, drafted, [5, 6, 70, 71], commits=False)
     drafted.commit(2)
     for token in (5, 6):
         feed(model, plain, [token])
@@ -91,7 +85,7 @@ def test_a_part_of_a_step_can_be_committed(name: str) -> None:
 def test_a_state_takes_all_of_a_step_or_nothing(name: str) -> None:
     model, _ = build(name)
     cache, fresh = (make_model_cache(model, 64) for _ in range(2))
-    _begin(model, cache, PROMPT)
+    feed(model, cache, PROMPT, commits=False)
     with pytest.raises(ValueError, match="num_tokens is 2; the step has 30, and the state of a linear layer"):
         cache.commit(2)
     cache.commit(30)

@@ -5,64 +5,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import architectures as table
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.bridged import REFUSED, bridged
+from support.bridged import bridged
 from support.counts import count
 from support.interruption import Interruption
 from support.pools import check_pages
-from support.turns import SIZES, STOP, run, turn
+from support.turns import SIZES, TWO, ask, turn
 
-from kvant.bridge.model import BridgedModel
-from kvant.bridge.pool import BridgedPool, pool_needs
+from kvant.bridge.pool import pool_needs
 from kvant.cache import CacheOptions
 from kvant.cache.pages import pages_for
 from kvant.cache.pool import PoolSequence
-from kvant.engine.cache_scheduler import CacheScheduler
-from kvant.engine.request import Request
-from kvant.engine.scheduler import Scheduler
 from kvant.errors import ArgumentError
-
-# gated delta rule and keys; Mamba alone, and beside keys; convolutions; a recurrence beside latent attention; windows
-NAMES = ["qwen3_next", "mamba2", "falcon_h1", "lfm2", "kimi_linear", "gpt_oss", "gemma3_text"]
-
-
-def _scheduler(
-    model: BridgedModel, bits: int = 0, deterministic: bool = False, **changes: Any
-) -> tuple[Scheduler, BridgedPool]:
-    pool = model.make_pool(**SIZES | {"kv_bits": bits} | changes)
-    return Scheduler(model, pool, max_batch=2, deterministic=deterministic), pool
-
-
-def _answered(model: BridgedModel, cache: Any, text: list[int], *, reset: bool = False) -> list[int | None]:
-    if reset:
-        cache.reset()
-    request = Request(text, 8, stop_tokens=[STOP])
-    return [token.token for token in CacheScheduler(model, cache, prefill_step_size=64).answer([request])]
-
-
-@pytest.mark.parametrize("name", count(NAMES, sorted(set(table.measured()) - REFUSED.keys() - {"gpt2"})))
-@pytest.mark.parametrize("bits", [0, 8])
-def test_a_turn_reads_only_what_is_new(name: str, bits: int) -> None:
-    """Two conversations with the same system prompt, at once."""
-    model, rng = bridged(name), random.Random(0)
-    (scheduler, pool), (fresh, _) = _scheduler(model, bits), _scheduler(model, bits, checkpoints=0)
-    system = turn(rng, 150)
-    texts = [[*system, *turn(rng, length)] for length in (61, 200)]
-    known = [0, len(system)]
-    for _ in range(3):
-        answers = run(scheduler, *texts)
-        # Where there is no state, fewer than 16 tokens of a page are fed and not copied.
-        copied = [each if pool.states or each % 128 >= 16 else each // 128 * 128 for each in known]
-        assert [first.cached_tokens for _, first in answers] == copied
-        assert [answer for answer, _ in answers] == [answer for answer, _ in run(fresh, *texts)]
-        known = [len(text) + len(answer) - 1 for text, (answer, _) in zip(texts, answers, strict=True)]  # but the last
-        for text, (answer, _) in zip(texts, answers, strict=True):
-            text += [*answer, *turn(rng, 40)]
-    check_pages(pool, [])
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "gpt_oss", "recurrent_gemma", "llama4"])
@@ -74,24 +29,24 @@ def test_a_conversation_goes_back(name: str) -> None:
     model, rng = bridged(name), random.Random(0)
     cache, other = (model.make_cache(700, kv_bits=8, checkpoints=places) for places in (6, 0))
 
-    def ask(text: list[int]) -> tuple[int, list[Any]]:
-        expected = _answered(model, other, text, reset=True)
-        read, answer = cache.keep_common(text), _answered(model, cache, text)
-        assert answer == expected
+    def asked(text: list[int]) -> tuple[int, list[Any]]:
+        other.reset()
+        read, (_, answer) = cache.keep_common(text), ask(model, cache, text)
+        assert answer == ask(model, other, text)[1]
         return read, answer
 
     text = [*turn(rng, 50), *turn(rng, 100)]
     before, known = [], 0
     for _ in range(3):
-        read, answer = ask(text)
+        read, answer = asked(text)
         assert read == known
         before.append(text)
         known = len(text) + len(answer) - 1
         text = [*text, *answer, *turn(rng, 40)]
     last_turn = len(before[1]) + 8 - 1  # what was known before the last question
-    assert ask(before[2])[0] in (last_turn, len(before[2]) - 1)  # a window goes back a few tokens by itself
-    assert ask([*before[2][:-40], *turn(rng, 30)])[0] in (last_turn, last_turn + 1)
-    assert ask([*before[2][:50], *turn(rng, 60)])[0] == 50
+    assert asked(before[2])[0] in (last_turn, len(before[2]) - 1)  # a window goes back a few tokens by itself
+    assert asked([*before[2][:-40], *turn(rng, 30)])[0] in (last_turn, last_turn + 1)
+    assert asked([*before[2][:50], *turn(rng, 60)])[0] == 50
     assert len(cache.held.kept_arrays) > 0
     assert cache.fork().offset == cache.offset
     cache.reset()
@@ -127,35 +82,6 @@ def test_the_logits_are_those_without_a_break(name: str, whole_pages: bool) -> N
     assert other.length == (128 if whole_pages or name == "gpt_oss" else 0)
 
 
-@settings(max_examples=count(12, 300), deadline=None, derandomize=count(True, False))
-@given(data=st.data())
-@pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss"])
-def test_any_turns_under_eviction(name: str, data: st.DataObject) -> None:
-    """Whatever was given up meanwhile, tokens are a fresh server's, and nothing is lost or held twice."""
-    model, rng = bridged(name), random.Random(data.draw(st.integers(0, 9)))
-    changes = {
-        "tokens": data.draw(st.sampled_from([768, 1152])),
-        "checkpoints": data.draw(st.sampled_from([1, 2, 4])),
-        "max_seq_len": 512,
-    }
-    deterministic = data.draw(st.booleans())
-    (scheduler, pool), (fresh, _) = (
-        _scheduler(model, 8, deterministic, prefill_step_size=128, **changes | each)
-        for each in ({}, {"checkpoints": 0})
-    )
-    systems = [turn(rng, length) for length in (20, 128, 150)]
-    texts = [[*system, *turn(rng, 30)] for system in systems] + [[*systems[2], *turn(rng, 50)]]
-    for _ in range(data.draw(st.integers(2, 5))):
-        chosen = data.draw(st.lists(st.sampled_from(texts), min_size=1, max_size=3))
-        chosen = [list(text) for text in chosen]
-        answers = run(scheduler, *chosen, max_tokens=5)
-        assert [answer for answer, _ in answers] == [answer for answer, _ in run(fresh, *chosen, max_tokens=5)]
-        check_pages(pool, [])
-        for text in texts:
-            if text in chosen and len(text) < 400:
-                text += [*answers[chosen.index(text)][0], *turn(rng, data.draw(st.integers(1, 60)))]
-
-
 @pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss"])
 def test_bytes_are_planned_and_counted(name: str) -> None:
     model = bridged(name)
@@ -176,7 +102,7 @@ def test_bytes_are_planned_and_counted(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss", "llama4"])
 def test_going_back_is_interrupted(name: str) -> None:
     """Anywhere: the cache holds what it held, the place that was kept, or nothing; and what is fed then is right."""
-    model, rng = bridged(name), random.Random(2)
+    model, rng = bridged(name, **TWO.get(name, {})), random.Random(2)
     text, behind = turn(rng, 400), turn(rng, 40)
 
     def fed() -> Any:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bridged import REFUSED, bridged
-from support.counts import count
+from support.counts import at_widths, count
 from support.pools import check_pages
 from support.tiny_models import CONFIGS
-from support.turns import SIZES, STOP, run, turn
+from support.turns import SIZES, TWO, ask, fresh_answers, run, server, turn
 
 from kvant.bridge.model import BridgedModel
-from kvant.bridge.pool import BridgedPool
 from kvant.cache import Identity
 from kvant.cache.disk import DiskCache
 from kvant.cache.layer_format import DTYPE_NAMES
 from kvant.cache.pool_disk import packed, unpacked
 from kvant.engine.cache_scheduler import CacheScheduler
-from kvant.engine.request import Request
 from kvant.engine.scheduler import Scheduler
 
 # keys alone; gated delta rule and keys; Mamba alone, and beside keys; convolutions; latent attention; windows
@@ -49,57 +48,55 @@ def _model(name: str, weights: str = "a", **changes: Any) -> BridgedModel:
     return model
 
 
-def _server(
-    model: BridgedModel, disk: DiskCache | None, *, deterministic: bool = False, **changes: Any
-) -> tuple[Scheduler, BridgedPool]:
-    pool = model.make_pool(**SIZES | {"kv_bits": 8} | changes)
-    if disk is not None:
-        pool.use_disk(disk, is_exact=deterministic)
-    return Scheduler(model, pool, max_batch=2, deterministic=deterministic), pool
-
-
 def _run(scheduler: Scheduler, *prompts: list[int], **options: Any) -> list[tuple[list[int], int]]:
     """The tokens of each prompt's answer, and how many of the prompt's were read from elsewhere."""
     return [(answer, first.cached_tokens) for answer, first in run(scheduler, *prompts, **options)]
 
 
-def _fresh(model: BridgedModel, *prompts: list[int], kv_bits: int = 8, **options: Any) -> list[list[int]]:
-    server, _ = _server(model, None, kv_bits=kv_bits, checkpoints=0)
-    return [answer for answer, _ in _run(server, *prompts, **options)]
-
-
 @pytest.mark.parametrize(
     ("name", "bits"),
-    [*product(count(NAMES, sorted(set(table.measured()) - REFUSED.keys() - {"gpt2"})), [0, 8]), *product(NAMES, [4])],
+    count(
+        [*at_widths(NAMES), *((f"{name} of pages", bits) for name in ("gpt_oss", "gemma3_text") for bits in (0, 8))],
+        [*product(sorted(set(table.measured()) - REFUSED.keys() - {"gpt2"}), [0, 8]), *product(NAMES, [4])]
+        + [(f"{name} of pages", bits) for name in WINDOWS for bits in (0, 8, 4)],
+    ),
 )
-def test_a_restarted_server_reads_only_what_is_new(name: str, bits: int, disk: DiskCache) -> None:
-    """Two conversations with the same system prompt, at once. Where there is no state, whole pages are read.
+def test_a_turn_reads_only_what_is_new(name: str, bits: int, disk: DiskCache) -> None:
+    """Two conversations with the same system prompt, at once: of a server that goes on, and of restarted ones.
 
-    Their tokens are those of a server that goes on and of a fresh one. Quantized, they can be one's alone: a chunk that
+    Where there is no state, whole pages are read from the disk, and fewer than 16 tokens of a page are fed and not
+    copied. Tokens are a fresh server's. Quantized, a restarted one's can be those of the one that goes on: a chunk that
     begins elsewhere can round a value that lies on an edge to another number, as without a disk.
     """
-    model, rng = _model(name, **WINDOWS.get(name, {})), random.Random(1)
-    going_on, _ = _server(model, None, kv_bits=bits)
+    name, _, of_pages = name.partition(" ")
+    model, rng = _model(name, **(WINDOWS[name] if of_pages else {})), random.Random(0)
+    going_on, pool = server(model, kv_bits=bits)
+    # Of a window that is no number of pages its first page may be gone by the end of a page.
+    whole = all(part.window is None or part.window % 128 == 0 for part in pool.parts)
     system = turn(rng, 150)
     texts = [[*system, *turn(rng, length)] for length in (61, 200)]
-    known: list[int] = []
+    known, stored = [0, len(system)], list[int]()
     for _ in range(3):
-        scheduler, pool = _server(model, disk, kv_bits=bits)  # everything it knows is on disk
-        answers = _run(scheduler, *texts)
-        read = [each if pool.states else each // 128 * 128 for each in known]
-        # Of a window that is no number of pages its first page may be gone by the end of a page.
-        if all(part.window is None or part.window % 128 == 0 for part in pool.parts):
-            assert [cached for _, cached in answers][: len(read)] == read
-        others = [answer for answer, _ in _run(going_on, *texts)], _fresh(model, *texts, kv_bits=bits)
-        assert [answer for answer, _ in answers] in others
-        assert bits or others[0] == others[1]
-        check_pages(pool, [])
+        answers, fresh = _run(going_on, *texts), fresh_answers(model, *texts, kv_bits=bits)
+        copied = [each if pool.states or each % 128 >= 16 else each // 128 * 128 for each in known]
+        assert [cached for _, cached in answers] == copied
+        assert bits == 4 or [answer for answer, _ in answers] == fresh
+        restarted, own = server(model, disk, kv_bits=bits)  # everything it knows is on disk
+        again = _run(restarted, *texts)
+        if whole:
+            read = [each if pool.states else each // 128 * 128 for each in stored]
+            assert [cached for _, cached in again][: len(read)] == read
+        assert [answer for answer, _ in again] in (fresh, [answer for answer, _ in answers])
+        check_pages(own, [])
+        stored = [len(text) + len(answer) - 1 for text, (answer, _) in zip(texts, again, strict=True)]  # but the last
         known = [len(text) + len(answer) - 1 for text, (answer, _) in zip(texts, answers, strict=True)]
         for text, (answer, _) in zip(texts, answers, strict=True):
             text += [*answer, *turn(rng, 40)]
         assert disk.flush(30)
-    other = [*system, *turn(rng, 50)]
-    assert _run(_server(model, disk, kv_bits=bits)[0], other)[0][1] == (150 if pool.states else 128)
+    check_pages(pool, [])
+    if whole:
+        other = [*system, *turn(rng, 50)]
+        assert _run(server(model, disk, kv_bits=bits)[0], other)[0][1] == (150 if pool.states else 128)
     assert disk.counts.dropped == 0
 
 
@@ -128,9 +125,9 @@ def test_the_logits_are_those_without_a_break(name: str, disk: DiskCache) -> Non
 
 def test_nothing_is_read_that_is_of_others(disk: DiskCache) -> None:
     """Of another model, format or client, or of chunks that a deterministic server does not feed."""
-    model, text = _model("qwen3_next"), turn(random.Random(2), 300)
-    ((answer, _),) = _run(_server(model, disk)[0], text, salt=b"one")
-    ask = [*text, *answer, 5]
+    model, text = _model("qwen3_next", **TWO["qwen3_next"]), turn(random.Random(2), 300)
+    ((answer, _),) = _run(server(model, disk)[0], text, salt=b"one")
+    prompt = [*text, *answer, 5]
     disk.flush(30)
     for other, changes, options in (
         (model, {"kv_bits": 4}, {}),
@@ -139,10 +136,10 @@ def test_nothing_is_read_that_is_of_others(disk: DiskCache) -> None:
         (model, {}, {"salt": b"two"}),
         (model, {}, {"salt": b""}),
         (model, {"deterministic": True, "prefill_step_size": 128}, {}),
-        (_model("qwen3_next", "c"), {}, {}),
+        (_model("qwen3_next", "c", **TWO["qwen3_next"]), {}, {}),
     ):
-        assert _run(_server(other, disk, **changes)[0], ask, **{"salt": b"one"} | options)[0][1] == 0
-    assert _run(_server(model, disk)[0], ask, salt=b"one")[0][1] == len(ask) - 2
+        assert _run(server(other, disk, **changes)[0], prompt, **{"salt": b"one"} | options)[0][1] == 0
+    assert _run(server(model, disk)[0], prompt, salt=b"one")[0][1] == len(prompt) - 2
     nameless = bridged("qwen3_next")
     nameless.identity = None
     with pytest.raises(ValueError, match="was not loaded from a folder"):
@@ -152,44 +149,60 @@ def test_nothing_is_read_that_is_of_others(disk: DiskCache) -> None:
 def test_a_deterministic_server_reads_its_own(disk: DiskCache) -> None:
     model, text = _model("qwen3"), turn(random.Random(2), 300)
     for known in (0, 256):
-        scheduler, _ = _server(model, disk, deterministic=True, prefill_step_size=128)
+        scheduler, _ = server(model, disk, deterministic=True, prefill_step_size=128)
         assert _run(scheduler, [*text, 5])[0][1] == known
         disk.flush(30)
 
 
+def _any_turns(model: BridgedModel, data: st.DataObject, disk: DiskCache | None = None, kv_bits: int = 8) -> None:
+    """Whatever was given up meanwhile, tokens are a fresh server's, and nothing is lost or held twice."""
+    rng, deterministic = random.Random(data.draw(st.integers(0, 9))), disk is None and data.draw(st.booleans())
+    drawn = {"tokens": data.draw(st.sampled_from([768, 1152])), "checkpoints": data.draw(st.sampled_from([1, 2, 4]))}
+    drawn |= {"prefill_step_size": 128, "max_seq_len": 512, "kv_bits": kv_bits, "deterministic": deterministic}
+    scheduler, pool = server(model, disk, **drawn)
+    systems = [turn(rng, length) for length in (20, 128, 150)]
+    texts = [[*system, *turn(rng, 30)] for system in systems] + [[*systems[2], *turn(rng, 50)]]
+    for _ in range(data.draw(st.integers(2, 5 if disk is None else 4))):
+        if disk is not None and data.draw(st.booleans()):
+            _harm(disk, data, rng)
+            scheduler, pool = server(model, disk, **drawn)
+        chosen = [list(text) for text in data.draw(st.lists(st.sampled_from(texts), min_size=1, max_size=3))]
+        answers = [answer for answer, _ in run(scheduler, *chosen, max_tokens=5)]
+        assert answers == fresh_answers(model, *chosen, max_tokens=5, **drawn)
+        check_pages(pool, [])
+        for text in texts:
+            if text in chosen and len(text) < 400:
+                text += [*answers[chosen.index(text)], *turn(rng, data.draw(st.integers(1, 60)))]
+
+
+def _harm(disk: DiskCache, data: st.DataObject, rng: random.Random) -> None:
+    """Some files go, or are cut."""
+    disk.flush(30)
+    files = sorted(disk.folder.glob("*.kv"))
+    for path in data.draw(st.lists(st.sampled_from(files), max_size=4, unique=True)) if files else ():
+        if data.draw(st.booleans()):
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[: rng.randrange(200)])
+
+
+@settings(max_examples=count(12, 300), deadline=None, derandomize=count(True, False))
+@given(data=st.data())
+@pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss"])
+def test_any_turns_under_eviction(name: str, data: st.DataObject) -> None:
+    _any_turns(bridged(name, **TWO[name]), data)
+
+
 @settings(max_examples=count(6, 300), deadline=None, derandomize=count(True, False))
 @given(data=st.data())
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_next", "gpt_oss"])
+@pytest.mark.parametrize("name", TWO)
 def test_any_files_that_go_or_are_wrong(
     name: str, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Whatever is lost on disk and given up in the pool, and however small both are, tokens are a fresh server's."""
-    model, rng = _model(name), random.Random(data.draw(st.integers(0, 9)))
-    changes = {"tokens": data.draw(st.sampled_from([768, 1152])), "checkpoints": data.draw(st.sampled_from([1, 3]))}
-    folder = tmp_path_factory.mktemp("disk") / "cache"
-    disk = DiskCache(folder, data.draw(st.sampled_from([60_000, 10**8])))
-    bits = 0 if name == "gpt_oss" else 8  # of its values some lie on an edge, and a fresh server's chunks differ
-    drawn = {"prefill_step_size": 128, "max_seq_len": 512, "kv_bits": bits} | changes
-    server = _server(model, disk, **drawn)
-    systems = [turn(rng, length) for length in (20, 128, 150)]
-    texts = [[*system, *turn(rng, 30)] for system in systems] + [[*systems[2], *turn(rng, 50)]]
-    for _ in range(data.draw(st.integers(2, 4))):
-        if data.draw(st.booleans()):
-            disk.flush(30)
-            files = sorted(folder.glob("*.kv"))
-            for path in data.draw(st.lists(st.sampled_from(files), max_size=4, unique=True)) if files else ():
-                if data.draw(st.booleans()):
-                    path.unlink()
-                else:
-                    path.write_bytes(path.read_bytes()[: rng.randrange(200)])
-            server = _server(model, disk, **drawn)
-        chosen = [list(text) for text in data.draw(st.lists(st.sampled_from(texts), min_size=1, max_size=3))]
-        answers = _run(server[0], *chosen, max_tokens=5)
-        assert [answer for answer, _ in answers] == _fresh(model, *chosen, kv_bits=bits, max_tokens=5)
-        check_pages(server[1], [])
-        for text in texts:
-            if text in chosen and len(text) < 400:
-                text += [*answers[chosen.index(text)][0], *turn(rng, data.draw(st.integers(1, 60)))]
+    """And however small the disk is."""
+    disk = DiskCache(tmp_path_factory.mktemp("disk") / "cache", data.draw(st.sampled_from([60_000, 10**8])))
+    # of gpt-oss's values some lie on an edge, and a fresh server's chunks differ
+    _any_turns(_model(name, **TWO[name]), data, disk, kv_bits=0 if name == "gpt_oss" else 8)
     disk.close()
 
 
@@ -197,47 +210,43 @@ def test_any_files_that_go_or_are_wrong(
 def test_a_conversation_is_gone_on_with(name: str, disk: DiskCache) -> None:
     model, text = _model(name, **WINDOWS.get(name, {})), turn(random.Random(3), 300)
 
-    def ask(cache: Any, prompt: list[int]) -> tuple[int, list[int | None]]:
-        request = Request(prompt, 8, stop_tokens=[STOP])
-        tokens = list(CacheScheduler(model, cache, prefill_step_size=64).answer([request]))
-        return tokens[0].cached_tokens, [token.token for token in tokens]
-
     def cache(used: DiskCache | None) -> Any:
         made = model.make_cache(700, kv_bits=8, checkpoints=6)
         if used is not None:
             made.use_disk(used)
         return made
 
-    _, answer = ask(cache(disk), text)
+    _, answer = ask(model, cache(disk), text)
     disk.flush(30)
     behind = [*text, *answer, *turn(random.Random(4), 40)]
     known = len(text) + len(answer) - 1
-    read, tokens = ask(gone_on := cache(disk), behind)
+    read, tokens = ask(model, gone_on := cache(disk), behind)
     assert read == (known if name == "qwen3_next" else known // 128 * 128)
-    assert tokens == ask(cache(None), behind)[1]
-    assert ask(gone_on, [*behind, *tokens, 7, 8])[0] >= len(behind)
+    assert tokens == ask(model, cache(None), behind)[1]
+    assert ask(model, gone_on, [*behind, *tokens, 7, 8])[0] >= len(behind)
     for path in disk.folder.glob("*.kv"):
         path.write_bytes(b"wrong")
-    assert ask(cache(disk), behind) == (0, tokens)
+    assert ask(model, cache(disk), behind) == (0, tokens)
 
 
-@pytest.mark.parametrize("arrays", [[mx.zeros(3)], [], [None] * 50, [mx.zeros((1, 9, 9, 9))] * 50])
-def test_a_whole_file_of_something_else_is_none(arrays: list[mx.array | None], disk: DiskCache) -> None:
-    model, text = _model("qwen3_next"), turn(random.Random(2), 300)
-    ((answer, _),) = _run(_server(model, disk)[0], text)
-    ask = [*text, *answer, 5]
-    disk.flush(30)
-    for path in disk.folder.glob("*.kv"):
-        disk.remove(path.stem)
-        disk.put(path.stem, 100, lambda: packed(arrays))
-    disk.flush(30)
-    for cache in (None, model.make_cache(512, kv_bits=8, checkpoints=6)):
-        if cache is None:
-            found = _run(_server(model, disk)[0], ask)
-        else:
+def test_a_whole_file_of_something_else_is_none(disk: DiskCache) -> None:
+    model, text = _model("qwen3_next", **TWO["qwen3_next"]), turn(random.Random(2), 300)
+    ((answer, _),) = _run(server(model, disk)[0], text)
+    prompt = [*text, *answer, 5]
+    expected = fresh_answers(model, prompt)[0]
+    wrong: list[list[mx.array | None]] = [[mx.zeros(3)], [], [None] * 50, [mx.zeros((1, 9, 9, 9))] * 50]
+    for arrays, is_alone in product(wrong, (False, True)):
+        disk.flush(30)
+        for path in disk.folder.glob("*.kv"):
+            disk.remove(path.stem)
+            disk.put(path.stem, 100, partial(packed, arrays))
+        disk.flush(30)
+        scheduler = server(model, disk)[0]
+        if is_alone:
+            cache = model.make_cache(512, kv_bits=8, checkpoints=6)
             cache.use_disk(disk)
-            found = _run(CacheScheduler(model, cache, prefill_step_size=64), ask)
-        assert found == [(_fresh(model, ask)[0], 0)]
+            scheduler = CacheScheduler(model, cache, prefill_step_size=64)
+        assert _run(scheduler, prompt) == [(expected, 0)]
 
 
 def test_arrays_as_bytes() -> None:

@@ -12,6 +12,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model as load_mlx_lm
 from support.bridged import IDS, NAMES, copy_folder, write_mlx_lm
 from support.command import call
+from support.counts import count
 from support.runs import Run
 
 from kvant.bridge.model import BridgedModel
@@ -62,9 +63,10 @@ def test_logits_are_those_of_transformers(folder: Path, model: LanguageModel) ->
         assert np.abs(step[0] - expected[place]).max() < limit
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_generate(folder: Path, model: LanguageModel, bits: int) -> None:
+@pytest.mark.parametrize("turn", count([0], [0, 1]))
+def test_generate(folder: Path, model: LanguageModel, turn: int) -> None:
     """The command gives the tokens of the API, and names the bytes before the first and after the last."""
+    bits = (8, 4)[(folder.name in NAMES[::2]) ^ turn]
     done = call("generate", "--model", str(folder), "--kv-bits", str(bits), "-m", "20", "--json", PROMPT)
     assert done.returncode == 0, done.stderr
     tokens = [json.loads(line)["token"] for line in done.stdout.splitlines()]

@@ -3,7 +3,6 @@
 import copy
 import io
 import weakref
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import KVCache, LRUPromptCache, RotatingKVCache, save_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as mlx_lms_cache
-from support.bridged import KINDS, LONG, bridged
+from support.bridged import KINDS, LONG, bridged, layers_of
 from support.counts import at_widths
 from support.tiny_models import build
 
@@ -23,6 +22,7 @@ from kvant.cache import ModelCache
 from kvant.errors import ContextError, SnapshotError
 
 MERGED = [name for name in KINDS if name != "llama4"]
+TOKENS = 5  # of an answer
 FIRST = [LONG[start : start + size] for start, size in enumerate((5, 3, 30, 1, 17))]
 SECOND = [LONG[start : start + size] for start, size in enumerate((2, 7, 4, 6, 21), 100)]
 
@@ -30,7 +30,7 @@ SECOND = [LONG[start : start + size] for start, size in enumerate((2, 7, 4, 6, 2
 def _answers(model: Any, prompts: list[list[int]], caches: Any = None) -> tuple[list[list[int]], list[Any]]:
     """Tokens of mlx-lm's batches, of up to 3 answers, with prompts read 8 tokens at a time; and their caches."""
     sizes = {"prefill_batch_size": 2, "prefill_step_size": 8, "completion_batch_size": 3}
-    batches = BatchGenerator(model, stop_tokens=[], max_tokens=8, **sizes)
+    batches = BatchGenerator(model, stop_tokens=[], max_tokens=TOKENS, **sizes)
     tokens: dict[int, list[int]] = {uid: [] for uid in batches.insert(prompts, caches=caches)}
     ended: dict[int, Any] = {}
     while responses := batches.next_generated():
@@ -42,7 +42,7 @@ def _answers(model: Any, prompts: list[list[int]], caches: Any = None) -> tuple[
 
 
 def _alone(model: Any, prompt: list[int], cache: Any) -> list[int]:
-    steps = generate_step(mx.array(prompt), model, max_tokens=8, prompt_cache=cache, prefill_step_size=8)
+    steps = generate_step(mx.array(prompt), model, max_tokens=TOKENS, prompt_cache=cache, prefill_step_size=8)
     return [token for token, _ in steps]
 
 
@@ -56,21 +56,16 @@ def test_batches_give_each_sequence_what_it_gets_alone(name: str, bits: int) -> 
     caches = [made() for _ in FIRST]
     tokens, ended = _answers(model, FIRST, caches)
     again, _ = _answers(model, SECOND, ended)
-    assert all(layer.size() == 0 for cache in caches for layer in _layers(cache))
+    assert all(layer.size() == 0 for cache in caches for layer in layers_of(cache))
     for n, (first, second) in enumerate(zip(FIRST, SECOND, strict=True)):
         assert tokens[n] == _alone(model, first, caches[n])
         cache = ended[n]
-        assert {layer.size() for layer in _layers(cache)} == {len(first) + 8}
+        assert {layer.size() for layer in layers_of(cache)} == {len(first) + TOKENS}
         assert again[n] == _alone(model, second, cache)
     if not bits:
         del model.make_cache
         assert tokens == expected
         assert again == _answers(model, SECOND, theirs)[0]
-
-
-def _layers(cache: Sequence[Any]) -> list[Any]:
-    parts = [part for entry in cache for part in getattr(entry, "caches", [entry])]
-    return [part for part in parts if hasattr(part, "copied")]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "falcon_h1"])
@@ -84,7 +79,7 @@ def test_a_batch_copies_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     _, ended = _answers(model, FIRST)
     assert not copies
     _answers(model, SECOND[:1], ended[:1])
-    assert len(copies) == len(_layers(ended[0]))  # somebody holds the first one's still
+    assert len(copies) == len(layers_of(ended[0]))  # somebody holds the first one's still
 
 
 def test_copies_share_memory_until_one_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,13 +93,13 @@ def test_copies_share_memory_until_one_changes(monkeypatch: pytest.MonkeyPatch) 
         for layer, other in zip(cache, each, strict=True)
     )
     assert [kvant.trim_prompt_cache(each, n) for n, each in enumerate(copies, 1)] == [1, 2, 3]
-    assert {layer.offset for layer in cache} == {38}
+    assert {layer.offset for layer in cache} == {30 + TOKENS}
     assert not any(a.layer.arrays[0] is b.layer.arrays[0] for a, b in zip(cache, copies[0], strict=True))
     answers = [_alone(model, text[-n:], each) for n, each in enumerate(copies, 1)]
     assert answers[0] == answers[1] == answers[2]
     copies.clear()
     monkeypatch.setattr(ModelCache, "fork", None)  # nobody else has it now
-    assert {layer.offset for layer in cache} == {38}
+    assert {layer.offset for layer in cache} == {30 + TOKENS}
     _alone(model, [5], cache)
 
 
@@ -162,7 +157,7 @@ def test_a_copy_without_memory_stays_shared(monkeypatch: pytest.MonkeyPatch) -> 
             other[0].trim(1)
     kvant.trim_prompt_cache(cache, 3)
     assert not any(a.layer.arrays[0] is b.layer.arrays[0] for a, b in zip(cache, other, strict=True))
-    assert [{layer.size() for layer in each} for each in (cache, other)] == [{35}, {38}]
+    assert [{layer.size() for layer in each} for each in (cache, other)] == [{27 + TOKENS}, {30 + TOKENS}]
 
 
 def test_what_a_copy_reserves_goes_with_it() -> None:
@@ -198,7 +193,7 @@ def test_mlx_lms_servers_store_of_prompts() -> None:
     assert rest == [3, 4]
     fresh = kvant.make_prompt_cache(model, 90, kv_bits=8, kv_group_size=16)
     assert _alone(model, rest, found) == _alone(model, [*text[:15], 3, 4], fresh)
-    assert {layer.size() for layer in cache} == {28}
+    assert {layer.size() for layer in cache} == {20 + TOKENS}
 
 
 def test_a_model_with_kvants_caches_is_probed_as_it_was() -> None:

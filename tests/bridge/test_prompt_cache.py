@@ -12,13 +12,13 @@ import pytest
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
-from support.bridged import KINDS, LONG, PROMPT, bridged, feed
+from support.bridged import KINDS, LONG, PROMPT, bridged, feed, layers_of
 from support.counts import at_widths, count
 from support.numbers import peak_bytes, relative_error
 from support.tiny_models import build
 
 from kvant.bridge.pool import BridgedCache
-from kvant.bridge.prompt_cache import PromptCacheLayer, make_prompt_cache
+from kvant.bridge.prompt_cache import make_prompt_cache
 from kvant.errors import ContextError
 
 
@@ -28,14 +28,9 @@ def _tokens(model: nn.Module, cache: list[Any] | None, count: int = 12) -> tuple
     return [token for token, _ in steps], mx.stack([logprobs for _, logprobs in steps])
 
 
-def _layers(cache: list[Any]) -> list[PromptCacheLayer]:
-    parts = [part for entry in cache for part in getattr(entry, "caches", [entry])]
-    return [part for part in parts if isinstance(part, PromptCacheLayer)]
-
-
 def _addresses(cache: list[Any]) -> list[int]:
     mx.synchronize()
-    return [np.asarray(memoryview(array)).ctypes.data for layer in _layers(cache) for array in layer.layer.arrays]
+    return [np.asarray(memoryview(array)).ctypes.data for layer in layers_of(cache) for array in layer.layer.arrays]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -46,10 +41,10 @@ def test_mlx_lms_loop_gives_mlx_lms_tokens(name: str) -> None:
     for bits in (0, 8, 4):
         cache = kvant.make_prompt_cache(model, 44, kv_bits=bits, kv_group_size=16)
         assert len(cache) == len(mlx_lm_cache.make_prompt_cache(model))
-        reserved = [layer.nbytes for layer in _layers(cache)]
+        reserved = [layer.nbytes for layer in layers_of(cache)]
         given, given_logprobs = _tokens(model, cache)
-        assert [layer.nbytes for layer in _layers(cache)] == reserved
-        assert {layer.offset for layer in _layers(cache)} == {len(PROMPT) + 12}
+        assert [layer.nbytes for layer in layers_of(cache)] == reserved
+        assert {layer.offset for layer in layers_of(cache)} == {len(PROMPT) + 12}
         wrong[bits] = relative_error(given_logprobs[0], logprobs[0])
         if not bits:
             assert given == expected
@@ -67,7 +62,7 @@ def test_tokens_are_written_in_place(name: str, bits: int) -> None:
     for token in PROMPT:
         feed(model, cache, [token])
     assert _addresses(cache) == before
-    kept = [layer.layer.arrays[0][..., :1] for layer in _layers(cache)]
+    kept = [layer.layer.arrays[0][..., :1] for layer in layers_of(cache)]
     feed(model, cache, [1])
     assert _addresses(cache) != before  # whoever holds a slice has the buffers copied
     del kept
@@ -111,10 +106,10 @@ def test_a_trim_that_one_layer_cannot_do_is_refused_by_all(name: str, most: int)
     cache = kvant.make_prompt_cache(model, 300)
     feed(model, cache, LONG[:299])  # of a window they wait, and any of them can be forgotten
     feed(model, cache, LONG[299:300])
-    for layer in _layers(cache):
+    for layer in layers_of(cache):
         with pytest.raises(ValueError, match=f"{most + 1} of 300 tokens .* no further than to {300 - most} tokens"):
             layer.trim(most + 1)
-    assert {layer.offset for layer in _layers(cache)} == {300}
+    assert {layer.offset for layer in layers_of(cache)} == {300}
     assert can_trim_prompt_cache(cache) == (most > 0)
     if most:
         assert trim_prompt_cache(cache, most) == most
@@ -169,5 +164,5 @@ def test_what_is_refused() -> None:
     for make, given, size, options, message in bad:
         with pytest.raises((ValueError, ContextError), match=message):
             make(given, size, **options)
-    layers = _layers(kvant.make_prompt_cache(model, 8, kv_group_size=48))
+    layers = layers_of(kvant.make_prompt_cache(model, 8, kv_group_size=48))
     assert {layer.layer.format.kv_group_size for layer in layers} == {16}  # which divides heads of 32

@@ -1,10 +1,12 @@
 """A pool with the fused kernel, whose text runs on the host, against the unfused pool; and which layers have it."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.batches import asked
+from support.fronts import drawn_format
 from support.metal_host import host_pytest_skip
 from support.pools import tiny_model
 
@@ -20,13 +22,16 @@ WIDE = 4 * 64  # of four heads that the kernel takes
 PROMPTS = [[(7 + 31 * i + 5 * b) % 290 for i in range(length)] for b, length in enumerate((3, 127, 256))]
 
 
-@pytest.mark.parametrize("bits", [8, 4, 0])
-def test_an_engine_on_the_kernels_text(tmp_path: Path, launches: list[Any], bits: int) -> None:
-    model = tiny_model(tmp_path, (None, 40), hidden_size=WIDE)
-    found = []
+@pytest.mark.parametrize(("bits", "split"), [(8, None), (4, None), (0, None), *product((0, 84), (False, True))])
+def test_an_engine_on_the_kernels_text(tmp_path: Path, launches: list[Any], bits: int, split: bool | None) -> None:
+    """Plain, and with every part of a front: rotated, too, where no key bias is split off."""
+    model, found = tiny_model(tmp_path, (None, 40), hidden_size=WIDE), []
+    stored: dict[str, Any] = {"kv_bits": bits, "kv_group_size": 16}
+    if split is not None:
+        stored = {"kv_format": drawn_format(model, bits, rotates=not split, paired=split), "bias_split": split}
     for kernels in ("unfused", None):
         assert not launches
-        pool = model.make_pool(1024, sequences=3, kv_bits=bits, kv_group_size=16, kernels=kernels)
+        pool = model.make_pool(1024, sequences=3, kernels=kernels, **stored)
         engine = BatchEngine(model, pool, max_batch=3)
         answers = [asked(engine, Request(ids, 3)) for ids in PROMPTS]
         found.append([[token.token for token in answer] for answer in answers])

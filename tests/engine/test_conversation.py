@@ -4,7 +4,6 @@ import gc
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -15,6 +14,7 @@ from support.conversations import (
     check_consistent,
     conversation_of,
     count_fed,
+    endless,
     prompt_ids,
     text_of,
 )
@@ -31,10 +31,6 @@ from kvant.text.tokenizer import Tokenizer
 pytestmark = pytest.mark.usefixtures("without_compilation")
 ANSWERED = {"max_tokens": 25}
 Pocket = tuple[Decoder, Tokenizer]
-
-
-def _endless(tokenizer: Tokenizer) -> dict[str, Any]:
-    return {"logits_processors": make_logits_processors(dict.fromkeys(tokenizer.eos_token_ids, -1e9))}
 
 
 def test_many_turns_feed_their_own_tokens_only(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +60,7 @@ def test_memory_stays_through_ten_forgettings(pocket: Pocket) -> None:
     active, resident, forgettings = [], [], 0
     for turn in range(100):
         # Some answers fill the context themselves.
-        options = _endless(tokenizer) | {"max_tokens": 40} if turn % 3 == 2 else {"max_tokens": 16}
+        options = endless(tokenizer) | {"max_tokens": 40} if turn % 3 == 2 else {"max_tokens": 16}
         for _ in conversation.send(QUESTIONS[turn % len(QUESTIONS)], **options):
             assert conversation.num_tokens <= 96
         forgettings += conversation.forgotten > 0
@@ -89,7 +85,7 @@ def test_the_last_question_is_kept_or_refused_in_words(pocket: Pocket) -> None:
         conversation.send("fox " * 120)
     long = "The fox Pip has a friend. " * 8
     assert 60 < len(prompt_ids(pocket[1], [*conversation.messages[:1], asking(long)])) < 100
-    responses = list(conversation.send(long, max_tokens=500, **_endless(pocket[1])))
+    responses = list(conversation.send(long, max_tokens=500, **endless(pocket[1])))
     assert conversation.messages[1:-1] == [asking(long)]
     assert conversation.forgotten == 2
     assert responses[-1].finish_reason == "context"  # question and answer fill it by themselves
@@ -135,12 +131,12 @@ def test_a_stop_string_at_the_last_token_of_a_full_context(pocket: Pocket) -> No
     text_of(conversation.send(QUESTIONS[0], **ANSWERED))
     copy, fresh = (conversation_of(pocket, 90, 8, overflow="forget") for _ in range(2))
     copy.messages = list(conversation.messages)
-    answer = [response.text for response in conversation.send("And then?", max_tokens=60, **_endless(tokenizer))]
+    answer = [response.text for response in conversation.send("And then?", max_tokens=60, **endless(tokenizer))]
     room = 91 - len(prompt_ids(tokenizer, [*copy.messages, asking("And then?")]))
     assert 10 < room < 60
     stop = "".join(answer[:room])[-12:]
     assert "".join(answer[: room - 1]).find(stop) < 0
-    responses = list(copy.send("And then?", max_tokens=60, stop=[stop], **_endless(tokenizer)))
+    responses = list(copy.send("And then?", max_tokens=60, stop=[stop], **endless(tokenizer)))
     assert (responses[-1].finish_reason, len(responses)) == ("stop", room)
     assert (copy.forgotten, copy.num_tokens) == (0, 90)
     assert copy.messages[-1]["content"] == "".join(answer[:room])[:-12]

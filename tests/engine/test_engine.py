@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from support.conversations import endless
 from support.counts import count as scaled
 from support.grammars import spelled
 from support.numbers import peak_bytes
@@ -22,6 +23,7 @@ from kvant.errors import ContextError, PromptError
 from kvant.models import Decoder, load_decoder
 from kvant.text.stream import TextStream
 
+pytestmark = pytest.mark.usefixtures("without_compilation")  # of mlx-lm's samplers
 Pocket = tuple[Decoder, Any]
 QUESTION = "Tell me a story about a fox named Pip."
 LONG = [(7 * i) % 1000 for i in range(1900)]
@@ -33,18 +35,13 @@ def prompt(pocket: Pocket) -> list[int]:
     return tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], add_generation_prompt=True)
 
 
-def _without_end(tokenizer: Any) -> Any:
-    """A logits processor that makes end-of-text tokens impossible, so that a run has the length asked for."""
-    return make_logits_processors(dict.fromkeys(tokenizer.eos_token_ids, -1000000000.0))
-
-
 def test_200_greedy_tokens_and_log_probabilities_are_mlx_lms(
     pocket: Pocket, pocket_mlx_lm: nn.Module, prompt: list[int]
 ) -> None:
     model, tokenizer = pocket
-    endless = _without_end(tokenizer)
-    steps = generate_step(mx.array(prompt), pocket_mlx_lm, max_tokens=200, logits_processors=endless)
-    given = list(stream_generate(model, tokenizer, prompt, 200, logits_processors=endless, kv_bits=0))
+    without_end = make_logits_processors(dict.fromkeys(tokenizer.eos_token_ids, -1e9))
+    steps = generate_step(mx.array(prompt), pocket_mlx_lm, max_tokens=200, logits_processors=without_end)
+    given = list(stream_generate(model, tokenizer, prompt, 200, logits_processors=without_end, kv_bits=0))
     assert len(given) == 200
     for at, (response, (wanted, logprobs)) in enumerate(zip(given, steps, strict=True)):
         apart = mx.abs(response.logprobs - logprobs)
@@ -85,7 +82,7 @@ def test_max_tokens_and_a_full_context(
 ) -> None:
     model, tokenizer = pocket
     cache = model.make_cache(len(prompt) + room)
-    options: dict[str, Any] = {"prompt_cache": cache, "logits_processors": _without_end(tokenizer)}
+    options: dict[str, Any] = {"prompt_cache": cache} | endless(tokenizer)
     responses = list(stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, **options))
     assert [r.finish_reason for r in responses] == [None] * (count - 1) + [finish]
     assert cache.offset == len(prompt) + min(count, room)
@@ -286,7 +283,7 @@ def test_mlx_lms_samplers_are_applied(pocket: Pocket, prompt: list[int]) -> None
 
 def test_statistics_of_a_run(pocket: Pocket, prompt: list[int]) -> None:
     model, tokenizer = pocket
-    responses = list(stream_generate(model, tokenizer, prompt, max_tokens=5, logits_processors=_without_end(tokenizer)))
+    responses = list(stream_generate(model, tokenizer, prompt, max_tokens=5, **endless(tokenizer)))
     assert [r.generation_tokens for r in responses] == [1, 2, 3, 4, 5]
     assert {r.prompt_tokens for r in responses} == {len(prompt)}
     assert not any(r.from_draft for r in responses)

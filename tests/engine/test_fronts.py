@@ -7,17 +7,13 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.batches import asked
 from support.bridged import KINDS, LONG, WITH_STATE, bridged
 from support.checkpoints import CONFIGS, check_three_ways, reference_logits, write_reference
 from support.fronts import drawn_format
-from support.metal_host import host_pytest_skip
 from support.numbers import relative_error
 from support.pools import TEXT, next_logits, prefill, tiny_model
 
 from kvant import make_prompt_cache, stream_generate
-from kvant.engine.batch_engine import BatchEngine
-from kvant.engine.request import Request
 from kvant.errors import ArgumentError, SnapshotError
 from kvant.models import Decoder, LanguageModel, load_decoder
 
@@ -75,25 +71,6 @@ def test_a_bridged_model(name: str) -> None:
         return model(mx.array([[5], [9]]), cache=pool.batch(sequences))[:, 0]
 
     assert relative_error(of_a_pool(kv_format=tuned), of_a_pool()) < NEAR
-
-
-@host_pytest_skip
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("bits", [0, 84])
-def test_the_fused_kernel_reads_it_unchanged(tmp_path: Path, launches: list[Any], bits: int, split: bool) -> None:
-    """Rotated, too, where no key bias is split off."""
-    model = tiny_model(tmp_path, (None, 40), hidden_size=4 * 64)
-    tuned = drawn_format(model, bits, rotates=not split, paired=split)
-    found = []
-    for kernels in ("unfused", None):
-        assert not launches
-        pool = model.make_pool(1024, sequences=2, kv_format=tuned, bias_split=split, kernels=kernels)
-        engine = BatchEngine(model, pool, max_batch=2)
-        answers = [asked(engine, Request(TEXT[:length], 3)) for length in (3, 127)]
-        found.append([[token.token for token in answer] for answer in answers])
-        assert engine.close(drain=True, timeout=60)
-    assert found[0] == found[1]
-    assert launches
 
 
 @pytest.mark.parametrize("bits", [0, 84])

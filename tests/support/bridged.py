@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,13 @@ def alone(
     return PromptCacheLayer(ModelCache(pool), SequenceLayers())
 
 
-def feed(model: Any, cache: Any, tokens: list[int]) -> mx.array:
+def layers_of(cache: Iterable[Any]) -> list[PromptCacheLayer]:
+    """kvant's layers of a prompt cache, which mlx-lm may have in lists."""
+    parts = [part for entry in cache for part in getattr(entry, "caches", [entry])]
+    return [part for part in parts if isinstance(part, PromptCacheLayer)]
+
+
+def feed(model: Any, cache: Any, tokens: list[int], *, commits: bool = True) -> mx.array:
     """The logits (1, S, vocab) of a step, which is committed if the cache has steps."""
     inputs = mx.array([tokens])
     if not isinstance(cache, BridgedCache):
@@ -116,5 +123,6 @@ def feed(model: Any, cache: Any, tokens: list[int]) -> mx.array:
     cache.begin(inputs)
     logits = model(inputs, cache=cache.entries)
     mx.eval(logits, cache.state)
-    cache.commit()
+    if commits:
+        cache.commit()
     return logits

@@ -31,6 +31,11 @@ def conversation_of(loaded: Any, tokens: int, kv_bits: int = 0, **options: Any) 
     return Conversation(model, tokenizer, model.make_cache(tokens, kv_bits=kv_bits), **options)
 
 
+def endless(tokenizer: Tokenizer) -> dict[str, Any]:
+    """End-of-text tokens are impossible, so that a run has the length asked for."""
+    return {"logits_processors": make_logits_processors(dict.fromkeys(tokenizer.eos_token_ids, -1e9))}
+
+
 def text_of(responses: Iterator[GenerationResponse]) -> str:
     return "".join(response.text for response in responses)
 

@@ -81,7 +81,7 @@ def check_rows(pool: Pool, layers: Sequence[OracleLayer], texts: Sequence[tuple[
     """The bytes of each sequence's tokens, found through its page tables, are those of their numbers."""
     parts = {id(layer): number for number, part in enumerate(pool.parts) for layer in part.layers}
     for layer, own in zip(pool.layers, layers, strict=True):
-        arrays = [np.array(array) for array in layer.arrays]
+        arrays = [np.asarray(memoryview(array)) for array in layer.arrays]  # not copied
         for sequence, numbers in texts:
             table = sequence.tables[parts[id(layer)]]
             places = np.arange(table.first, sequence.length)

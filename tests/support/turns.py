@@ -3,10 +3,20 @@
 import random
 from typing import Any
 
+from kvant.bridge.model import BridgedModel
+from kvant.bridge.pool import BridgedPool
+from kvant.cache.disk import DiskCache
+from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.request import Request, Token
 from kvant.engine.scheduler import Scheduler
 
 STOP = 96  # ends a turn
+# A layer of each kind, where it is not about several.
+TWO: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen3_next": {"num_hidden_layers": 2},
+    "gpt_oss": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+}
 SIZES: dict[str, Any] = {"tokens": 3072, "sequences": 2, "max_seq_len": 1024, "prefill_step_size": 64, "checkpoints": 6}
 
 
@@ -25,3 +35,26 @@ def run(scheduler: Scheduler, *prompts: list[int], **options: Any) -> list[tuple
             assert token.error is None
             given[token.request].append(token)
     return [([token.token for token in each if token.token is not None], each[0]) for each in given.values()]
+
+
+def server(
+    model: BridgedModel, disk: DiskCache | None = None, *, deterministic: bool = False, **changes: Any
+) -> tuple[Scheduler, BridgedPool]:
+    """Of an 8-bit pool, of SIZES but for changes."""
+    pool = model.make_pool(**SIZES | {"kv_bits": 8} | changes)
+    if disk is not None:
+        pool.use_disk(disk, is_exact=deterministic)
+    return Scheduler(model, pool, max_batch=2, deterministic=deterministic), pool
+
+
+def fresh_answers(model: BridgedModel, *prompts: list[int], max_tokens: int = 12, **changes: Any) -> list[list[int]]:
+    """Those of a server that has read nothing before."""
+    scheduler, _ = server(model, **changes | {"checkpoints": 0})
+    return [answer for answer, _ in run(scheduler, *prompts, max_tokens=max_tokens)]
+
+
+def ask(model: BridgedModel, cache: Any, prompt: list[int]) -> tuple[int, list[int | None]]:
+    """What a conversation's cache had of a prompt, and the tokens of its answer."""
+    request = Request(prompt, 8, stop_tokens=[STOP])
+    tokens = list(CacheScheduler(model, cache, prefill_step_size=64).answer([request]))
+    return tokens[0].cached_tokens, [token.token for token in tokens]

@@ -41,8 +41,6 @@ _RUNTIME = {
     "clang": ["-asan-use-after-return=never"],
     "ziglang": ["-asan-stack=0", "-asan-globals=0"],  # what only AddressSanitizer's own library can do
 }
-# Kernels are compiled once and run a few times: without AddressSanitizer the compiler takes longer than the runs.
-_OPTIMIZED = {"clang": "-O1", "ziglang": "-O0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,8 @@ def kernel_library(compiler: Compiler, name: str, text: str) -> Path:
     checks = [part for option in (*_REPORTED, *_RUNTIME[compiler.kind]) for part in ("-mllvm", option)]
     checks = ["-fsanitize=address", *checks, _UNDEFINED, "-fno-sanitize-trap=all", "-fno-sanitize-recover=all"]
     machine = ["-mf16c"] if platform.machine() == "x86_64" else []
-    flags = [*LANGUAGE, *_KERNEL, _SINGLE, *machine, _OPTIMIZED[compiler.kind], "-gline-tables-only", "-fPIC", *checks]
+    # Kernels are compiled once and run a few times: any optimization takes longer than it saves.
+    flags = [*LANGUAGE, *_KERNEL, _SINGLE, *machine, "-O0", "-gline-tables-only", "-fPIC", *checks]
     path = _cached(compiler, text, flags, ".so")
     if not path.exists():
         # ziglang's clang by itself takes half the time of `zig cc -c`; to link, `zig cc` knows where libraries are
