@@ -11,11 +11,10 @@ import pytest
 from support.bridged import LONG, bridged
 from support.command import call, refusal
 from support.pools import with_layers
-from support.tokenizers_made import write_tokenizer
+from support.tokenizers_made import make_tokenizer
 
 from kvant.engine.generate import generate
 from kvant.models import Decoder
-from kvant.text.tokenizer import load_tokenizer
 from kvant.tools.report.formats import REFERENCE, CacheFormat
 from kvant.tools.report.tasks import (
     COMMON,
@@ -135,7 +134,7 @@ def test_seeds(pocket: Pocket) -> None:
 @pytest.mark.parametrize("family", ["llama2", "llama3"])
 def test_a_prompt_and_its_answer_fill_the_length(family: str, tmp_path: Path) -> None:
     """Of a text that has no sentences and is repeated, and tokenizers that know few words, without a template."""
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, family))
+    tokenizer = make_tokenizer(tmp_path, family)
     (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog, isn't it? " * 9, encoding="utf-8")
     text = haystack(tmp_path / "a.txt")
     for sample in make_samples(tokenizer, text, [700, 1100], 2, 0):
