@@ -53,6 +53,7 @@ assert len(PATTERNS) > 20
 def _texts(pattern: re.Pattern[Any]) -> Iterator[tuple[str, str, str]]:
     """Beginnings, what is repeated behind them, and ends: signs, and literal parts of the pattern."""
     source = pattern.pattern if isinstance(pattern.pattern, str) else pattern.pattern.decode("latin-1")
+    source = re.sub(r"\(\?P<\w+>", "(", source)  # names of groups are in no text
     literals = re.findall(r"[<\w/=>]{4,}", source.replace("\\s*", "").replace("\\n", ""))
     yield from itertools.product(["", *literals], [*UNITS, *literals, *(f"{each} " for each in literals)], ["", "!"])
 

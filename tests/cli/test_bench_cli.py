@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,9 +13,10 @@ from unittest.mock import patch
 import pytest
 from support.command import are_gone, call, children
 from support.completions import Reply
+from support.recordings import InThisProcess
 
 from kvant.cli.bench_options import contexts
-from kvant.tools.bench import bandwidth
+from kvant.tools.bench import bandwidth, runner
 
 # The device's bandwidth takes seconds: one test measures it.
 UNMEASURED = """
@@ -29,12 +30,15 @@ ONE = ["--engine", "kvant", "--kv-bits", "8"]
 SMALL = ["--prompt-tokens", "16", "-m", "8", "--repeats", "1"]
 
 
-def run(*arguments: str, measure: Callable[[], float] = lambda: 1.0) -> subprocess.CompletedProcess[str]:
-    """The command in this process, whose signals it takes; the engines have their own processes."""
+def run(*arguments: str, in_processes: bool = False) -> subprocess.CompletedProcess[str]:
+    """The command in this process, whose signals it takes, with the engines; or they have processes, as for a user."""
     taken = (signal.SIGTERM, signal.SIGHUP)
     usual = [signal.getsignal(number) for number in taken]
     try:
-        with patch.object(bandwidth, "measure_bandwidth", measure):
+        with ExitStack() as stack:
+            if not in_processes:
+                stack.enter_context(patch.object(runner, "Worker", InThisProcess))
+                stack.enter_context(patch.object(bandwidth, "measure_bandwidth", lambda: 1.0))
             return call("bench", *arguments)
     finally:
         for number, handler in zip(taken, usual, strict=True):
@@ -53,7 +57,7 @@ def test_all_engines_agree(tmp_path: Path) -> None:
     file = tmp_path / "all.jsonl"
     engines = ["--engine", "kvant", "--engine", "kvant:unfused", "--engine", "mlx-lm:float32"]
     given = [*SMALL, *engines, "--kv-bits", "0", "--output", str(file)]
-    done = run(*given, measure=bandwidth.measure_bandwidth)
+    done = run(*given, in_processes=True)
     assert done.returncode == 0, done.stderr
     engines, runs = read(file, "engine"), read(file, "run")
     assert [engine["engine"] for engine in engines] == [line["engine"] for line in runs] == LABELS

@@ -236,7 +236,7 @@ def test_generated_text(folder: Path) -> None:
         ["generate", "Hi", "--model", "{folder}/nothing"],
         ["generate", "Hi", "--max-kv-size", "x\x1b[2Jy"],
         ["convert", "{folder}", "{folder}/config.json"],
-        ["report", "--model", "{folder}", "--tokens", "64"],
+        ["report", "--model", "{folder}", "--tokens", "64", "--formats", "8g32"],
     ],
 )
 def test_names_paths_and_messages(folder: Path, arguments: list[str]) -> None:

@@ -54,11 +54,11 @@ def _nothing_left() -> Iterator[None]:
     kvant_llm._loaded.clear()
 
 
-def _answer(pocket: Pocket, messages: list[dict[str, str]]) -> tuple[str, int]:
+def _answer(pocket: Pocket, messages: list[dict[str, str]], max_tokens: int = 2048) -> tuple[str, int]:
     """The greedy answer, and the tokens of the prompt."""
     model, tokenizer = pocket
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    return generate(model, tokenizer, ids, max_tokens=2048), len(ids)
+    return generate(model, tokenizer, ids, max_tokens=max_tokens), len(ids)
 
 
 def _pull(folder: Path, repository: str, commit: str, model: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_record_that_cannot_be_read_hides_no_other_model(
 def test_a_question_a_system_prompt_and_a_conversation(pocket: Pocket) -> None:
     said: list[dict[str, str]] = [{"role": "system", "content": "You are Bo."}]
     expected = []
-    for arguments in (("-m", MODEL, "-s", "You are Bo.", QUESTION), ("-c", "Who is Pip?")):
+    for arguments in (("-m", MODEL, "-s", "You are Bo.", "Hello!"), ("-c", "Who is Pip?")):
         said.append({"role": "user", "content": arguments[-1]})
         kvant_llm._idle.clear()  # as in another process
         text, prompt_tokens = _answer(pocket, said)
@@ -122,12 +122,12 @@ def test_a_question_a_system_prompt_and_a_conversation(pocket: Pocket) -> None:
 @pytest.mark.usefixtures("folder")
 def test_a_chat_feeds_only_what_is_new(pocket: Pocket) -> None:
     questions = ["Hello!", QUESTION, "Thanks!"]
-    shown, _ = call("chat", "-m", MODEL, *GREEDY, stdin="\n".join([*questions, "exit", ""]))
+    shown, _ = call("chat", "-m", MODEL, *GREEDY, "-o", "max_tokens", "40", stdin="\n".join([*questions, "exit", ""]))
     said: list[dict[str, str]] = []
     held = 0
     for question, entry in zip(questions, logs(), strict=True):
         said.append({"role": "user", "content": question})
-        text, prompt_tokens = _answer(pocket, said)
+        text, prompt_tokens = _answer(pocket, said, 40)
         said.append({"role": "assistant", "content": text})
         assert text.strip() in shown
         assert entry["input_tokens"] == prompt_tokens
@@ -154,7 +154,7 @@ def model() -> Any:
 
 
 def test_it_streams_and_draws_by_seed(model: Any) -> None:
-    assert len(list(model.prompt(QUESTION, temperature=0))) > 20
+    assert len(list(model.prompt(QUESTION, temperature=0, max_tokens=40))) > 20
     options = {"temperature": 1.5, "max_tokens": 40}
     first, second, other = (model.prompt(QUESTION, seed=seed, **options).text() for seed in (1, 1, 2))
     assert first == second != other

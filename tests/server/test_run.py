@@ -234,10 +234,6 @@ def test_a_deterministic_server_refuses_them(server: Running) -> None:
 
 SYSTEM = {"role": "system", "content": "You tell stories of a fox named Pip who lives by the sea. " * 6}
 MESSAGES = [SYSTEM, {"role": "user", "content": "Who is Pip?"}]
-
-
-SYSTEM = {"role": "system", "content": "You tell stories of a fox named Pip who lives by the sea. " * 6}
-MESSAGES = [SYSTEM, {"role": "user", "content": "Who is Pip?"}]
 PLACES = {"type": "object", "properties": {"at": {"enum": ["sea", "hill"]}}, "required": ["at"]}
 LOOK = {"name": "look", "description": "Look.", "parameters": PLACES | {"additionalProperties": False}}
 

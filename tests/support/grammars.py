@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Sequence
+from functools import cache
 
 from kvant.text.grammar import Grammar
 from kvant.text.tokenizer import Tokenizer
@@ -40,11 +41,17 @@ def closing(tokenizer: Tokenizer) -> list[int]:
     return [*tokenizer.mark_ids, *ends]
 
 
-def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A text in tokens of one byte, and the marks in it."""
+@cache
+def _letters(tokenizer: Tokenizer) -> tuple[dict[bytes, int], dict[str, int]]:
+    """The tokens of one byte, and the marks."""
     single = {token: place for place, token in enumerate(tokenizer.token_bytes() or ()) if len(token) == 1}
     names = tokenizer.convert_ids_to_tokens(tokenizer.mark_ids)
-    marks = dict(zip(names, tokenizer.mark_ids, strict=True))
+    return single, dict(zip(names, tokenizer.mark_ids, strict=True))
+
+
+def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A text in tokens of one byte, and the marks in it."""
+    single, marks = _letters(tokenizer)
     pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text)
     found = [[marks[piece]] if piece in marks else [single[bytes([b])] for b in piece.encode()] for piece in pieces]
     return [token for piece in found for token in piece]

@@ -13,6 +13,7 @@ from typing import Any
 
 import kvant  # isort: skip  # noqa: F401, before MLX: it loads a faster BLAS
 import mlx.core as mx
+from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401, of mlx-lm: a second, once for all runs
 
 from kvant.cache import CacheOptions
 from kvant.cache.pages import PAGE_SIZE

@@ -1,11 +1,16 @@
-"""Recordings made up for tests: every time is known."""
+"""Recordings made up for tests: every time is known. And engines of a benchmark without their processes."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import accumulate, product
+from pathlib import Path
 from typing import Any
 
 from kvant.machine import Environment
+from kvant.tools.bench.engines import EngineSpec
 from kvant.tools.bench.recording import Engine, Header, Recording, Run
+from kvant.tools.bench.worker import _load
 
 MACHINE = Environment(
     device="a processor", cores=2, system="Linux", blas="OpenBLAS", versions={"kvant": "0.1.0", "mlx": "0.32.4"}
@@ -61,3 +66,17 @@ def streams() -> Recording:
             fields = {"prompt_tokens": (4, 9), "together": True, "peak_memory_bytes": 7}
             recording.add(Run(engine=label, run=run, arrivals_ms=arrivals, cpu_ms=cpu, **fields))
     return recording
+
+
+class InThisProcess(nullcontext[Any]):
+    """In place of a Worker: its engine is here, which spares the start of a process and the import of mlx-lm."""
+
+    def __init__(self, label: str, environment: Mapping[str, str]) -> None:
+        super().__init__(self)
+
+    def ask(self, *, command: str, **given: Any) -> Any:
+        if command == "load":
+            spec = EngineSpec(**given["engine"])
+            self._engine = _load(spec, Path(given["model"]), given["prefill_step_size"])
+            return self._engine.ready
+        return json.loads(json.dumps(self._engine.run(**given)))

@@ -19,6 +19,8 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_map_with_path
 
+from kvant.tools.bench.shapes import Shape
+
 CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("architectures.json").read_text("utf-8"))
 # Changes after which the fused kernel takes an architecture, two query heads to a kv head, and the bits to try. Windows
 # are of 8; gpt-oss and MiMo have sinks, Gemma a scale that is not 1 / sqrt(D). Two of Gemma 4's layers read what others
@@ -59,3 +61,8 @@ def _weights(path: str, given: mx.array) -> mx.array:
     if given.ndim < 2:
         return given
     return given * (EMBEDDING_GAIN if "emb" in path or "wte" in path else MATRIX_GAIN)
+
+
+def shape(kind: str, *sizes: Any) -> Shape:
+    """Hidden, layers, heads, kv heads, head, inner, vocab, tied. A Qwen2 has one large pair of key biases a layer."""
+    return Shape("test", kind, *sizes, max_position_embeddings=4096, large_key_bias=kind == "qwen2")

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from support.counts import count
-from support.tokenizers_made import write_tokenizer
+from support.tokenizers_made import make_tokenizer
 
 from kvant.text.answer_parts import AnswerParts, CallPart, Part, TextPart
 from kvant.text.call_form import ToolFormat, to_json
 from kvant.text.stream import TextStream
 from kvant.text.thinking import HARMONY, HARMONY_TOKENS, Marks, marks_of
-from kvant.text.tokenizer import Tokenizer, load_tokenizer
+from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_forms import (
     DeepSeek,
     Gemma4,
@@ -197,7 +197,7 @@ THINKING = [
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """One with marks of thinking."""
     folder = tmp_path_factory.mktemp("parts")
-    return load_tokenizer(write_tokenizer(folder, "qwen3", extra_special_tokens=["<think>", "</think>"]))
+    return make_tokenizer(folder, "qwen3", extra_special_tokens=["<think>", "</think>"])
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def thinkers(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
     made = {THINK: tokenizer}
     for marks, tokens in ((CHANNEL, ["<|channel>", "<channel|>"]), (HARMONY, list(HARMONY_TOKENS))):
         folder = tmp_path_factory.mktemp("thinker")
-        made[marks] = load_tokenizer(write_tokenizer(folder, "qwen3", extra_special_tokens=tokens))
+        made[marks] = make_tokenizer(folder, "qwen3", extra_special_tokens=tokens)
         assert marks_of(made[marks]) == marks
     return made
 
@@ -341,7 +341,7 @@ def test_without_marks_of_thinking(pocket: tuple[object, Tokenizer]) -> None:
     ],
 )
 def test_marks_that_are_special_tokens(tmp_path: Path, family: str, form: ToolFormat, tokens: list[str]) -> None:
-    made = load_tokenizer(write_tokenizer(tmp_path, family, extra_special_tokens=tokens))
+    made = make_tokenizer(tmp_path, family, extra_special_tokens=tokens)
     ids = made.encode(f"Yes.{CALLS[form.name]}", add_special_tokens=False)
     assert made.convert_tokens_to_ids(form.starts[0]) in ids
     stream, splitter = TextStream(made), AnswerParts(made, "assistant\n", TOOLS, form)

@@ -14,11 +14,11 @@ from mlx_lm.tokenizer_utils import (
     StreamingDetokenizer,
 )
 from support.counts import count
-from support.tokenizers_made import FAMILIES, strings, write_tokenizer
+from support.tokenizers_made import FAMILIES, loaded, make_tokenizer, strings
 
 from kvant.engine.load import POCKET, find_model
 from kvant.text.prompt import KnownText
-from kvant.text.tokenizer import Tokenizer, load_tokenizer
+from kvant.text.tokenizer import Tokenizer
 
 BYTE_FALLBACK = ["mistral", "llama2", "llama2-legacy", "unigram"]
 UNKNOWN = "\ufffd"
@@ -28,8 +28,8 @@ UNKNOWN = "\ufffd"
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     """Every family's tokenizer."""
     folder = tmp_path_factory.mktemp("made")
-    families = {name: load_tokenizer(write_tokenizer(folder / name, name)) for name in FAMILIES}
-    return {**families, POCKET: load_tokenizer(find_model(POCKET))}
+    families = {name: make_tokenizer(folder / name, name) for name in FAMILIES}
+    return {**families, POCKET: loaded(find_model(POCKET))}
 
 
 def stream(tokenizer: Any, ids: list[int]) -> list[str]:
@@ -146,7 +146,7 @@ FORMS = {
 
 @pytest.mark.parametrize("family", FORMS)
 def test_it_is_the_encoding_of_the_whole(family: str, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, family))
+    tokenizer = make_tokenizer(tmp_path, family)
     asks, answers = FORMS[family]
     words = strings(60, 3, [])
     remembered = 0
@@ -169,7 +169,7 @@ def test_it_is_the_encoding_of_the_whole(family: str, tmp_path: Path) -> None:
 
 
 def test_an_answer_in_other_tokens_keeps_them(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, "qwen2"))
+    tokenizer = make_tokenizer(tmp_path, "qwen2")
     asks, answers = FORMS["qwen2"]
     first = asks.format("Who?")
     letters = [_encode(tokenizer, letter)[0] for letter in "The quick"]

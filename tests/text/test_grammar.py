@@ -13,7 +13,7 @@ import pytest
 from support.counts import count
 from support.grammars import accepts, allowed, closing, draw, spelled
 from support.schemas import problem, random_root
-from support.tokenizers_made import write_tokenizer
+from support.tokenizers_made import loaded, write_tokenizer
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
@@ -22,7 +22,7 @@ from kvant.text import grammar as grammar_module
 from kvant.text.answer_parts import AnswerParts, CallPart, TextPart
 from kvant.text.call_form import ToolFormat
 from kvant.text.grammar import Grammars, build_tool_grammar
-from kvant.text.tokenizer import Tokenizer, load_tokenizer
+from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_forms import Hermes, Llama3, Mistral, MistralArgs, QwenCoder
 
 PADDING = 20  # ids of the model that the tokenizer does not have
@@ -43,7 +43,7 @@ def _made(folder: Path, family: str, marks: Sequence[str] = ()) -> Tokenizer:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config.pop("added_tokens_decoder", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return load_tokenizer(folder)
+    return loaded(folder)
 
 
 @pytest.mark.parametrize("family", ["pocket", "qwen2", "llama3", "mistral", "llama2"])
@@ -191,9 +191,9 @@ def test_tools_and_tokenizers_that_are_refused(tmp_path: Path) -> None:
         build_tool_grammar(Hermes(), [])
     write_tokenizer(tmp_path, "wordpiece")
     with pytest.raises(GrammarError, match="do not stand for bytes"):
-        Grammars(load_tokenizer(tmp_path), 600).compile("json_object")
+        Grammars(loaded(tmp_path), 600).compile("json_object")
     write_tokenizer(tmp_path / "no end", "qwen2")
-    endless = load_tokenizer(tmp_path / "no end")
+    endless = loaded(tmp_path / "no end")
     endless.eos_token_ids = ()
     with pytest.raises(GrammarError, match="no end-of-text token"):
         Grammars(endless, 900).prepare()

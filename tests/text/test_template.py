@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,14 @@ from kvant.text.process import TextProcess
 from kvant.text.prompt import render_chat
 from kvant.text.template import MAX_TEMPLATE, render
 from kvant.text.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[TextProcess]:
+    made = TextProcess()
+    yield made
+    made._end()
+
 
 MESSAGES = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi <there>", "reasoning": "why"}]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

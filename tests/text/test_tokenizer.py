@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 from support.counts import count
-from support.tokenizers_made import FAMILIES, strings, write_tokenizer
+from support.tokenizers_made import FAMILIES, loaded, strings, write_tokenizer
 from transformers import AutoTokenizer
 
 from kvant.engine.load import POCKET, find_model
-from kvant.text.process import TextProcess
-from kvant.text.tokenizer import Tokenizer, begin_loading, load_tokenizer
+from kvant.text.tokenizer import Tokenizer, load_tokenizer
 
 Files = dict[str, dict[str, Any]]  # a folder's JSON files by name
 CONFIG, SPECIAL, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
@@ -200,7 +199,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
     return made
 
 
-def compare(process: TextProcess, folder: Path, files: Files, changes: list[str], seed: int) -> None:
+def compare(folder: Path, files: Files, changes: list[str], seed: int) -> None:
     """A changed folder, by kvant and by transformers."""
     files = json.loads(json.dumps(files))
     for name in sorted(changes, key=list(VARIANTS).index):  # a file is left out last
@@ -209,22 +208,22 @@ def compare(process: TextProcess, folder: Path, files: Files, changes: list[str]
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     reference = AutoTokenizer.from_pretrained(folder)
-    ours = begin_loading(folder, process)()
+    ours = loaded(folder)
     same_facts(ours, reference)
     known = reference.get_added_vocab().keys() - {"<FILL_ME>"}  # Code Llama's makes two texts of one there
     same_texts(ours, reference, strings(15, seed, sorted(known) + WORDS))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_setting(process: TextProcess, files: dict[str, Files], tmp_path: Path, variant: str) -> None:
+def test_a_setting(files: dict[str, Files], tmp_path: Path, variant: str) -> None:
     for family in KINDS:
-        compare(process, tmp_path / family, files[family], [variant], 3)
+        compare(tmp_path / family, files[family], [variant], 3)
 
 
-def test_settings_together(process: TextProcess, files: dict[str, Files], tmp_path: Path) -> None:
+def test_settings_together(files: dict[str, Files], tmp_path: Path) -> None:
     for seed in range(count(40, 3000)):
         rng = random.Random(seed)
         family = rng.choice(list(FAMILIES))
         changes = rng.sample(list(VARIANTS), rng.randrange(5))
         print(family, changes)  # shown where it fails
-        compare(process, tmp_path / str(seed), files[family], changes, seed)
+        compare(tmp_path / str(seed), files[family], changes, seed)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetokenizer, TokenizerWrapper
 from support.hostile import MESSAGES, change, good_model
-from support.tokenizers_made import write_tokenizer
+from support.tokenizers_made import loaded, make_tokenizer, write_tokenizer
 
 import kvant
 from kvant.engine.model_drafts import check_folders
@@ -26,7 +26,7 @@ STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
 @pytest.fixture
 def fresh(pocket: tuple[Decoder, Tokenizer], pocket_folder: Path) -> tuple[Decoder, Tokenizer]:
     """Pocket with a tokenizer that a test may change."""
-    tokenizer = load_tokenizer(pocket_folder)
+    tokenizer = loaded(pocket_folder)
     tokenizer.eos_token_ids = pocket[1].eos_token_ids
     return pocket[0], tokenizer
 
@@ -58,7 +58,7 @@ def test_mlx_lms_wrapper(fresh: tuple[Decoder, Tokenizer], pocket_mlx_lm: nn.Mod
      (["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"], True)],
 )  # fmt: skip
 def test_marks_of_thinking(tmp_path: Path, marks: list[str], found: bool) -> None:
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, "qwen3", extra_special_tokens=marks))
+    tokenizer = make_tokenizer(tmp_path, "qwen3", extra_special_tokens=marks)
     wrapped = TokenizerWrapper(tokenizer)
     assert tokenizer.has_thinking is wrapped.has_thinking is found
     assert (tokenizer.think_start, tokenizer.think_end) == (wrapped.think_start, wrapped.think_end)
@@ -96,7 +96,7 @@ def test_ends_can_be_added_and_set(fresh: tuple[Decoder, Tokenizer]) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2", "llama2"])  # the latter has a token for what it does not know
 def test_an_end_that_is_no_token(tmp_path: Path, family: str) -> None:
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, family))
+    tokenizer = make_tokenizer(tmp_path, family)
     with pytest.raises(ValueError, match="'<no token>' is not a token"):
         tokenizer.add_eos_token("<no token>")
 
@@ -209,7 +209,7 @@ def test_the_same_content(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """The model's."""
-    return load_tokenizer(write_raw(tmp_path_factory.mktemp("here") / "model", raw_tokenizer()))
+    return loaded(write_raw(tmp_path_factory.mktemp("here") / "model", raw_tokenizer()))
 
 
 @pytest.mark.parametrize("said", DIFFERENT)
@@ -217,5 +217,5 @@ def test_the_first_difference(here: Tokenizer, tmp_path: Path, said: str) -> Non
     changed = raw_tokenizer()
     DIFFERENT[said](changed)
     with pytest.raises(ModelError) as refused:
-        check_same(load_tokenizer(write_raw(tmp_path / "there", changed)), here)
+        check_same(loaded(write_raw(tmp_path / "there", changed)), here)
     assert str(refused.value) == f"the draft model's tokenizer differs: {said}"

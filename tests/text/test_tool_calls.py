@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from mlx_lm.tool_parsers import gemma4, glm47, json_tools, kimi_k2, minimax_m2, mistral, qwen3_coder
 from support.counts import count
-from support.tokenizers_made import write_tokenizer
+from support.tokenizers_made import loaded, make_tokenizer, write_tokenizer
 from transformers import AutoTokenizer
 
 from kvant.text.answer_parts import AnswerParts, CallPart, TextPart
 from kvant.text.call_form import schemas, to_json
-from kvant.text.tokenizer import Tokenizer, load_tokenizer
+from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_forms import Harmony, Hermes, Mistral, MistralArgs, QwenCoder, tool_format
 
 # Chat templates that write messages, tools and calls as the published families do, and little else.
@@ -66,7 +66,7 @@ def made(folder: Path, family: str) -> Path:
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tokenizer, Any]:
     """A family, kvant's tokenizer of it, and transformers'."""
     folder = made(tmp_path_factory.mktemp("tools") / request.param, request.param)
-    return request.param, load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    return request.param, loaded(folder), AutoTokenizer.from_pretrained(folder)
 
 
 def rendered(tokenizer: Any, conversation: list[dict[str, Any]], options: dict[str, Any]) -> str | None:
@@ -97,7 +97,7 @@ def test_roles_of_the_models_own_are_variables(tmp_path: Path) -> None:
     source = "{{ image_token }}{{ boi_token }}{{ eos_token }}{{ video_token is defined }}"
     extra = {"boi_token": "<boi>"}
     folder = write_tokenizer(tmp_path, "qwen2", chat_template=source, image_token="<image>", extra_special_tokens=extra)
-    texts = [rendered(each, [USER], {}) for each in (load_tokenizer(folder), AutoTokenizer.from_pretrained(folder))]
+    texts = [rendered(each, [USER], {}) for each in (loaded(folder), AutoTokenizer.from_pretrained(folder))]
     assert texts == ["<image><boi><|im_end|>False"] * 2
 
 
@@ -236,10 +236,10 @@ def test_values_of_qwen3_coder(schema: dict[str, Any], text: str, value: Any) ->
 def test_a_form_that_is_not_known(tmp_path: Path, pocket: tuple[object, Tokenizer]) -> None:
     """Nothing is guessed: of a template without tools, of none, and of one that writes calls in a form of its own."""
     without = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert tool_format(load_tokenizer(write_tokenizer(tmp_path / "no", "qwen2", chat_template=without))) is None
-    assert tool_format(load_tokenizer(write_tokenizer(tmp_path / "none", "qwen2"))) is None
+    assert tool_format(make_tokenizer(tmp_path / "no", "qwen2", chat_template=without)) is None
+    assert tool_format(make_tokenizer(tmp_path / "none", "qwen2")) is None
     other = TEMPLATES["qwen2"].replace("tool_call>", "a_call>")
-    assert tool_format(load_tokenizer(write_tokenizer(tmp_path / "other", "qwen2", chat_template=other))) is None
+    assert tool_format(make_tokenizer(tmp_path / "other", "qwen2", chat_template=other)) is None
     assert isinstance(tool_format(pocket[1]), Hermes)
 
 
@@ -297,7 +297,7 @@ def test_forms_between_marks(tmp_path: Path, name: str) -> None:
         + written
         + "{% endfor %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, "qwen2", chat_template=template))
+    tokenizer = make_tokenizer(tmp_path, "qwen2", chat_template=template)
     form = tool_format(tokenizer)
     assert form is not None
     assert form.name == name.removesuffix("_v31")
@@ -331,7 +331,7 @@ def test_a_prompt_that_begins_the_answer_hides_no_calls(tmp_path: Path, ends: st
         + ends
         + "{% endif %}"
     )
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, "qwen2", chat_template=template))
+    tokenizer = make_tokenizer(tmp_path, "qwen2", chat_template=template)
     assert isinstance(tool_format(tokenizer), Hermes)
 
 
@@ -351,7 +351,7 @@ HARMONY = {  # what gpt-oss writes behind <|start|>assistant, and what is though
 @pytest.mark.parametrize("size", [1, 3, 7, 500])
 def test_calls_of_gpt_oss(tmp_path: Path, size: int) -> None:
     marks = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>"]
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, "qwen2", extra_special_tokens=marks))
+    tokenizer = make_tokenizer(tmp_path, "qwen2", extra_special_tokens=marks)
     tool = {"type": "function", "function": {"name": "note", "parameters": {"type": "object"}}}
     for text, said in HARMONY.items():
         splitter = AnswerParts(tokenizer, "<|start|>assistant", [tool], Harmony())

@@ -10,7 +10,10 @@ from typing import Any
 import evidence_page
 import pytest
 from support.command import call, refusal
+from support.recordings import InThisProcess
 
+from kvant.tools.bench import runner
+from kvant.tools.bench.runner import Worker
 from kvant.tools.evidence import check, measure
 from kvant.tools.statistics import drift
 
@@ -23,9 +26,14 @@ PARTS = (
 )
 
 
+def _worker(label: str, environment: dict[str, str]) -> Worker | InThisProcess:
+    return (InThisProcess if label.startswith("mlx-lm") else Worker)(label, environment)
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rounds of every part, with the small model in the place of the random one."""
+    """Few rounds of every part, with the small model in the place of the random one, and mlx-lm in this process."""
+    monkeypatch.setattr(runner, "Worker", _worker)
     monkeypatch.setattr(measure, "CONTEXTS", (256,))
     monkeypatch.setattr(measure, "SHAPES", {"qwen2.5-0.5b": measure.SHAPES["pocket"]})
     monkeypatch.setattr(measure, "measure_bandwidth", lambda: 10.0)

@@ -14,6 +14,7 @@ from support.checkpoints import qwen2_config, qwen3_config
 from support.command import call
 from support.counts import count
 from support.kinds import KINDS, load_kind
+from support.tiny_models import shape
 
 from kvant.cache import CacheOptions
 from kvant.cli.fitting import plan_that_fits
@@ -48,11 +49,6 @@ class Case:
     weight_bits: int = 0
     streams: int = 2
     window: int | None = None
-
-
-def shape(kind: str, *sizes: Any) -> Shape:
-    """Hidden, layers, heads, kv heads, head, inner, vocab, tied. A Qwen2 has one large pair of key biases a layer."""
-    return Shape("test", kind, *sizes, max_position_embeddings=4096, large_key_bias=kind == "qwen2")
 
 
 def experts(count: int, per_token: int, inner: int, *sizes: Any) -> Shape:

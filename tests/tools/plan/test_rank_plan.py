@@ -22,6 +22,7 @@ from support.checkpoints import (
 )
 from support.counts import count
 from support.ranks import run_script
+from support.tiny_models import shape
 
 from kvant.cache import CacheOptions
 from kvant.errors import ModelError
@@ -274,11 +275,6 @@ for folder, parallel, tokens, options in json.loads(sys.argv[1]):
     del model, held, own, cache, prompts, together
     opened = None
 """
-
-
-def shape(kind: str, *sizes: Any) -> Shape:
-    """Of hidden, layers, heads, kv heads, head dimension, inner, vocabulary, tied."""
-    return Shape("test", kind, *sizes, max_position_embeddings=4096, large_key_bias=kind == "qwen2")
 
 
 STEP = {"prefill_step_size": 64}

@@ -21,7 +21,7 @@ Pocket = tuple[Decoder, Any]
 
 @pytest.fixture
 def text(pocket: Pocket) -> Text:
-    return built_in_text(pocket[1], 512, 1024)
+    return built_in_text(pocket[1], 256, 512)
 
 
 @pytest.mark.parametrize(
@@ -73,13 +73,12 @@ def test_statistics_are_numpys(pocket: Pocket, text: Text) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "tuned.json"
-    done = call("report", "--tune", str(file), "--tokens", "800", "--json", "-q")
+    done = call("report", "--tune", str(file), "--tokens", "400", "--json", "-q")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert [row["name"] for row in said["tried"]][:2] == ["plain", "center"]
     assert [own["format"] for own in said["formats"]] == ["tuned.json", "4g32", "8g32"]
-    assert said["text"]["tokens"] == 400
-    assert KVFormat.of(file).figures["tokens"] == 400
+    assert said["text"]["tokens"] == KVFormat.of(file).figures["tokens"] == 200
     used = call("generate", "--kv-format", str(file), "-p", "Hello", "-m", "3")
     assert used.returncode == 0, used.stderr
     (line,) = re.findall("^cache: .*$", used.stderr, re.M)
@@ -111,7 +110,7 @@ def test_halves(pocket: Pocket) -> None:
 def test_a_bridged_model(name: str) -> None:
     """With learned sinks nothing is centered; of a model that attends in its own way no queries are seen."""
     model = bridged(name)
-    text = Text("random", (tuple(LONG[:200]), tuple(LONG[200:400])), 0)
+    text = Text("random", (tuple(LONG[:100]), tuple(LONG[100:200])), 0)
     chosen, tried = tune(model, text, kv_bits=4, kv_group_size=16, max_kld=1e-4)
     names = [row.name for row in tried]
     assert ("center" in names) == (name != "gpt_oss")
