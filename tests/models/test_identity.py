@@ -71,10 +71,10 @@ def test_an_adapter_counts(pocket_folder: Path, tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "adapter", adapter_config(), load_reference(pocket_folder))
     adapted, _ = kvant.load("pocket", adapter_path=adapter)
     assert adapted.identity == replace(model.identity, model=adapted.identity.model) != model.identity
-    assert adapted.make_cache(8).identity == adapted.identity
+    assert adapted.make_cache(8).pool.identity == adapted.identity
 
 
 def test_a_bridged_model_has_one(tmp_path: Path) -> None:
     folder = copy_folder("gemma3", tmp_path, tokenizer=True)
     model, _ = kvant.load(folder)
-    assert model.identity == identify(folder) == model.make_cache(8).identity
+    assert model.identity == identify(folder) == model.make_cache(8).pool.identity

@@ -185,11 +185,11 @@ class _Here:
         found = self.ask(request, payload)
         return lambda: found
 
-    def ask(self, request: dict[str, Any], payload: bytes = b"") -> dict[str, Any]:
+    def ask(self, request: dict[str, Any], payload: bytes = b"") -> Any:
         answer = self._worker.answer(json.loads(json.dumps(request)), payload)
         if "error" in answer:
             raise TextError(answer["error"])
-        return dict(json.loads(json.dumps(answer)))
+        return json.loads(json.dumps(answer["result"]))
 
 
 def loaded(folder: Path) -> Loaded:
