@@ -7,7 +7,7 @@ from functools import partial
 from kvant.bridge.pool import BridgedBatch, BridgedPool, CacheBytes, reserve
 from kvant.bridge.probe import Attention, Entry, Model, leaves_of, probe
 from kvant.cache import ModelCache
-from kvant.cache.layer_format import DTYPES, LayerFormat, State
+from kvant.cache.layer_format import DTYPES, LayerFormat, State, describe_formats
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pool import check_sizes, rows_alone, sizes_alone
 from kvant.sizes import format_bytes
@@ -80,5 +80,5 @@ def _counted(layers: int) -> str:
 def _described(own: LayerFormat, max_seq_len: int, nbytes: int) -> str:
     kind = "chunks" if own.kind == "chunks" else "a window"
     seen = "" if own.window is None else f" for {kind} of {own.window} tokens"
-    how = f"{own.kv_bits} bits in groups of {own.kv_group_size}" if own.kv_bits else "not quantized"
+    how = describe_formats([own]).partition(",")[0] if own.kv_bits else "not quantized"
     return f"{rows_alone(own.window, max_seq_len)} rows{seen}, {how}, {format_bytes(nbytes)}"

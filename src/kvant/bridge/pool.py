@@ -256,6 +256,7 @@ def formats_of(
                     leaf.dtype,
                     window=leaf.chunk or leaf.window,
                     max_seq_len=max_seq_len,
+                    value_bits=choice.value_bits,
                     kind="quantized" if leaf.chunk is None else "chunks",
                     shared=leaf.shared,
                     front="" if number in absent else choice.name,

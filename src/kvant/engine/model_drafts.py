@@ -55,7 +55,7 @@ class ModelDrafts(Drafts):
         chosen = draft_format(
             config,
             replace(
-                self.options.at(max((own.kv_bits for own in formats), default=0)),
+                self.options.at(max((max(own.bits.values()) for own in formats), default=0)),
                 kv_group_size=max((own.kv_group_size for own in formats), default=0) or DEFAULT_KV_GROUP_SIZE,
             ),
         )

@@ -168,7 +168,7 @@ def check_given(cache: ModelCache, kv_bits: int | None, kv_group_size: int | Non
     """Refuse what a cache of the caller's is not; None: nothing is said of it."""
     if max_kv_size not in (None, cache.max_seq_len):
         raise ArgumentError("max_kv_size", f"is {max_kv_size}; {cache.max_seq_len} is that of the", "prompt_cache")
-    for bits in {own.kv_bits for own in cache.formats} or {0}:
+    for bits in {bits for own in cache.formats for bits in own.bits.values()} or {0}:
         if kv_bits not in (None, bits):
             raise ArgumentError("kv_bits", f"is {kv_bits}; {bits} is that of the", "prompt_cache")
     for own in cache.formats:

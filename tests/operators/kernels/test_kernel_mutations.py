@@ -48,7 +48,7 @@ Check = Callable[..., Any]
 
 
 def quantized(dtype: mx.Dtype, quant_bit: int = 8, *, nan: bool = False, group: int = 8, fit: bool = False) -> Check:
-    """The append's check. 20 words of a token's key at 8 bits, 10 at 4: a simdgroup is not full."""
+    """The append's check. A token's key takes ten threads: a simdgroup is not full."""
     x = np.random.default_rng(7).standard_normal((2, 2, 5, 3, 80)).astype(np.float32)
     if nan:
         x[0, 0, 1, 1, 9] = np.nan
@@ -88,7 +88,7 @@ MUTANTS = [
     Mutant("a row before the window", WINDOW, OUTSIDE, "min(max(row, rows.low), end - 1)", "min(row, end - 1)"),
     Mutant("another sequence's length", RAGGED, OUTSIDE, "offset[batch % offset_shape[0]]", "offset[0]"),
     Mutant("another sequence's pages", PAGES, NUMBERS, "pages[batch * pages_shape[1] + base", "pages[base"),
-    Mutant("rows of keys beside values", BESIDE, OUTSIDE, "BESIDE ? DIM + VALUE_DIM : DIM;", "DIM;"),
+    Mutant("rows of keys beside values", BESIDE, OUTSIDE, "KEY_WORDS + (BESIDE ? VALUE_WORDS : 0);", "KEY_WORDS;"),
     Mutant("a query that does not exist", ALONE, OUTSIDE,
            "a = min(first_query + j, head_queries - 1)", "a = first_query + j"),
     Mutant("idle lanes count", WIDE, NUMBERS, "chunk < KEY_CHUNKS ? score_scale : 0.0f", "score_scale"),
@@ -105,7 +105,7 @@ MUTANTS = [
     Mutant("a rounding that is left out", quantized(mx.float16), NUMBERS,
            "float(T(quotient))", "quotient", "append.h"),
     Mutant("a NaN made an integer", quantized(mx.float32, nan=True), "Undefined",
-           "rounded > float(LEAST) ? int(min(rounded, float(MAX_QUANTIZED))) : LEAST",
+           "rounded > float(least) ? int(min(rounded, float(most))) : least",
            "int(rounded)", "append.h"),
     Mutant("a fit to one thread's values", quantized(mx.float32, 4, group=16, fit=True), NUMBERS,
            "products += simd_shuffle_xor(products, other);", "", "append.h"),
