@@ -79,7 +79,7 @@ def test_a_bridged_model(name: str) -> None:
 
 @host_pytest_skip
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("bits", [0, 84])
+@pytest.mark.parametrize("bits", [0, 84, 48])
 def test_the_fused_kernel_reads_it_unchanged(tmp_path: Path, launches: list[Any], bits: int, split: bool) -> None:
     """Rotated, too, where no key bias is split off."""
     model = tiny_model(tmp_path, (None, 40), hidden_size=4 * 64)
@@ -96,7 +96,7 @@ def test_the_fused_kernel_reads_it_unchanged(tmp_path: Path, launches: list[Any]
     assert launches
 
 
-@pytest.mark.parametrize("bits", [0, 84])
+@pytest.mark.parametrize("bits", [0, 84, 48])
 def test_drafts_prefixes_and_snapshots(pocket: Pocket, tmp_path: Path, bits: int) -> None:
     """The same tokens with drafts; from a file; and no file of another front."""
     model, tokenizer = pocket
