@@ -181,7 +181,7 @@ class LayerFormat:
     def as_json(self) -> dict[str, Any]:
         """Numbers, text and lists."""
         plain = {"front": "", "value_bits": self.kv_bits}
-        given = {name: value for name, value in asdict(self).items() if plain.get(name) != value}
+        given = {name: value for name, value in asdict(self).items() if plain.get(name, ...) != value}
         return {"keep": 0} | {FILE_WORDS.get(name, name): value for name, value in given.items()}
 
     @property
