@@ -37,7 +37,7 @@ def drawn_format(
                 rotates,
                 tuple(map(tuple, rng.normal(0, 2, shape).round(3).tolist())) if centers else (),
                 tuple(map(tuple, balance.tolist())),
-                (4, 8)[number % 2] if bits == 48 else -1,
+                value_bits=(4, 8)[number % 2] if bits == 48 else -1,
             )
         )
     return KVFormat("" if model.identity is None else model.identity.model, tuple(layers))

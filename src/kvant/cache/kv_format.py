@@ -35,16 +35,16 @@ class LayerChoice:
 
     Attributes:
         kv_bits, kv_group_size: as in :class:`kvant.cache.CacheOptions`. ``kv_bits`` are the keys'.
-        rotates, center, balance: as in :class:`kvant.operators.front.Front`, the balance as exponents of 2; (): none.
         value_bits: of values; made without them: the keys'.
+        rotates, center, balance: as in :class:`kvant.operators.front.Front`, the balance as exponents of 2; (): none.
     """
 
     kv_bits: int
+    value_bits: int = field(default=-1, kw_only=True)
     kv_group_size: int
     rotates: bool = False
     center: Rows = ()
     balance: tuple[tuple[int, ...], ...] = ()
-    value_bits: int = -1
 
     def __post_init__(self) -> None:
         if self.value_bits < 0:
@@ -164,7 +164,7 @@ def _layer(raw: object) -> LayerChoice:
         raise ValueError(f"rotates is {raw['rotates']!r:.20}; expected true or false")
     center = _rows("center", raw["center"], lambda number: type(number) in (int, float) and abs(number) < 1e6)
     balance = _rows("balance", raw["balance"], lambda number: type(number) is int and abs(number) <= MAX_EXPONENT)
-    return LayerChoice(bits, group, raw["rotates"], center, balance, values)
+    return LayerChoice(bits, group, raw["rotates"], center, balance, value_bits=values)
 
 
 def _rows(name: str, raw: object, is_right: Any) -> Any:

@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import mlx.core as mx
@@ -62,7 +62,7 @@ class LayerFormat:
     Attributes:
         kind: "quantized", at 0 bits too; "chunks", Llama 4's; "state", of a linear layer.
         num_kv_heads, head_dim, value_head_dim: of its tokens.
-        kv_bits, kv_group_size: 0 where nothing is quantized. ``kv_bits`` are the keys'.
+        kv_bits, value_bits, kv_group_size: 0 where nothing is quantized. Made without them: values have the keys' bits.
         dtype, scale_dtype: of the stored arrays, as safetensors writes them; no scales: "".
         window: the last tokens that a query sees; None: all.
         slack: tokens before the window that a sequence may still go back to.
@@ -70,7 +70,6 @@ class LayerFormat:
         state: each array of a state; None: it has not been computed yet.
         shared: other layers of a bridged model ask for what this one fetched.
         front: what keys went through, as :attr:`kvant.operators.front.Front.name` has it; "": nothing.
-        value_bits: of values; made without them: the keys'.
     """
 
     kind: str
@@ -78,6 +77,7 @@ class LayerFormat:
     head_dim: int = 0
     value_head_dim: int = 0
     kv_bits: int = 0
+    value_bits: int = field(default=-1, kw_only=True)
     kv_group_size: int = 0
     dtype: str = ""
     scale_dtype: str = ""
@@ -87,7 +87,6 @@ class LayerFormat:
     state: tuple[Stored | None, ...] = ()
     shared: bool = False
     front: str = ""
-    value_bits: int = -1
 
     def __post_init__(self) -> None:
         if self.value_bits < 0:

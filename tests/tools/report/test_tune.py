@@ -50,14 +50,30 @@ def test_layers_get_more_bits_until_it_is_enough(pocket: Pocket, text: Text) -> 
     chosen, tried = tune(
         pocket[0], text, kv_bits=4, kv_group_size=32, max_kld=0.0015, progress=lambda *done: seen.append(done)
     )
-    bits = [own.kv_bits for own in chosen.layers]
-    assert 0 < bits.count(8) < 4
+    bits = [bits for own in chosen.layers for bits in (own.kv_bits, own.value_bits)]
+    assert 0 < bits.count(8) < 8
     found = {row.figures.mean_kld_nats: row.bytes_per_token for row in tried}
-    assert found[chosen.figures["mean_kld_nats"]] == 576 + 128 * bits.count(8)
+    assert found[chosen.figures["mean_kld_nats"]] == 576 + 64 * bits.count(8)
     assert chosen.figures["mean_kld_nats"] <= 0.0015
     assert [row.bytes_per_token for row in tried if row.name.startswith("layer ")] == [576 + 128] * 4
+    assert [row.bytes_per_token for row in tried if " of layer " in row.name] == [576 + 64] * 8
+    *_, whole, apart = tried
+    assert apart.bytes_per_token <= whole.bytes_per_token
+    is_apart = apart.figures.mean_kld_nats <= 0.85 * whole.figures.mean_kld_nats
+    assert chosen.figures["mean_kld_nats"] == (apart if is_apart else whole).figures.mean_kld_nats
     assert seen == sorted(seen)
     assert seen[-1][0] <= seen[-1][1]
+
+
+def test_keys_alone_get_more_bits(pocket: Pocket, text: Text, tmp_path: Path) -> None:
+    """Of some tokens keys are large, which no part of a front mends. No model has it: its reference is without."""
+    large = lambda at: mx.where((at % 16 == 3)[:, None], 4.0, 1.0)  # noqa: E731
+    with planted(channels({}), channels({}, 0.0), large):
+        chosen, tried = tune(pocket[0], text, kv_bits=4, kv_group_size=32, max_kld=0.05)
+    for row in tried:
+        print(row.name, row.bytes_per_token, row.figures.mean_kld_nats)
+    print([(own.kv_bits, own.value_bits) for own in chosen.layers])
+    assert 0
 
 
 def test_statistics_are_numpys(pocket: Pocket, text: Text) -> None:
