@@ -146,7 +146,7 @@ def test_values_have_bits_of_their_own() -> None:
     assert describe_formats([before, apart, four]) == f"4 and 8 bits, {said}"
     for raw, wrong in (({"value_bits": 0}, "8 bits of keys and 0 of values"), ({"quant_bit": 0}, "0 bits of keys and")):
         with pytest.raises(ValueError, match=wrong):
-            LayerFormat.from_json(apart.as_json() | raw)
+            LayerFormat.from_json(json.loads(json.dumps(apart.as_json() | raw)))
 
 
 def test_options() -> None:

@@ -131,9 +131,8 @@ def test_files_of_other_value_bits(pocket: Pocket, tmp_path: Path) -> None:
         for values in (4, 8)
     )
     cache = model.make_cache(300, kv_format=apart)
-    assert cache.nbytes == pool_size(
-        model.config, CacheOptions.of(kv_format=apart), **sizes_alone(300), dtype=mx.float32
-    )
+    options: dict[str, Any] = {"dtype": mx.float32, "split_pairs": [0] * 4} | sizes_alone(300)
+    assert cache.nbytes == pool_size(model.config, CacheOptions.of(kv_format=apart), **options)
     model(mx.array([TEXT[:40]]), cache=cache)
     cache.save(tmp_path / "cache")
     with pytest.raises(SnapshotError, match="value_bits is 4; expected 8"):
