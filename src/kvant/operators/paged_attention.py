@@ -15,10 +15,10 @@ import mlx.core as mx
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, value_bias_of
 from kvant.operators.cpu_attention import attend_singly, join_parts, one_part, queries_at_once
+from kvant.operators.kernels.attend import value_dim_of
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import both_masks, window_mask
 from kvant.operators.paged_kernel import StepPages, attend_pages
-from kvant.operators.quantization import value_dim_of
 from kvant.operators.stored_tokens import fitted_tokens, float_tokens
 from kvant.operators.streams import FEW_ROWS, cpu_streams
 

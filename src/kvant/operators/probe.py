@@ -74,8 +74,8 @@ class KernelUse:
 
     def __str__(self) -> str:
         values = "" if self.value_dim == self.head_dim else f" with values of {self.value_dim}"
-        bits = f"{self.quant_bit} bits" if self.value_bit in (0, self.quant_bit) else "{quant_bit}/{value_bit} bits"
-        kind = f"{bits.format(**self.bits)} g{self.quant_group}" if self.quant_bit else "floats"
+        bits = self.quant_bit if self.value_bit in (0, self.quant_bit) else f"{self.quant_bit}/{self.value_bit}"
+        kind = f"{bits} bits g{self.quant_group}" if self.quant_bit else "floats"
         has_split, has_window = self.pairs is not None, self.window is not None
         extras = {"bias split": has_split, "mask": self.mask, "window": has_window, "ALiBi": self.is_alibi}
         dtype = str(self.dtype).removeprefix("mlx.core.")

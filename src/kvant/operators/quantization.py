@@ -146,15 +146,6 @@ def quantized_dtype(quant_bit: int, value_bit: int = 0) -> mx.Dtype:
     return mx.uint8 if 4 in (quant_bit, value_bit) else mx.int8
 
 
-def value_dim_of(cache: mx.array, key_dim: int, quant_bit: int, value_bit: int) -> int:
-    """The width of values in a cache (..., 2, K, T, D'), or beside keys of ``key_dim`` in (..., 1, K, T, last)."""
-    if cache.shape[-4] == 2:
-        return key_dim
-    element = 8 * cache.dtype.size  # bits of what is not quantized
-    values = cache.shape[-1] * element - key_dim * (quant_bit or element)
-    return values // (value_bit or quant_bit or element)
-
-
 def _pack_nibbles(quantized: mx.array) -> mx.array:
     # (..., D/G, G) floats -> (..., D/2) bytes. n + 8 is at least 0, and (n + 8) ^ 8 is n in two's complement. Two bytes
     # are a word, the first of them the low one.

@@ -5,9 +5,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.operators.kernels.attend import quantize_tokens
+from kvant.operators.kernels.attend import quantize_tokens, value_dim_of
 from kvant.operators.kernels.launch import Backend
-from kvant.operators.quantization import FITTED_BITS, multiply_scale, quantize, quantize_fitted, value_dim_of
+from kvant.operators.quantization import FITTED_BITS, multiply_scale, quantize, quantize_fitted
 
 
 def stored_tokens(

@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.operators.kernels.launch import SMALL, Backend, launch
-from kvant.operators.quantization import value_dim_of
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 GROUPS = (8, 16, 32, 64, 128)
@@ -202,6 +201,15 @@ def unsupported_reason(
     if quant_bit and quant_group not in GROUPS:
         return f"groups of {quant_group}; it takes {', '.join(map(str, GROUPS))}"
     return None
+
+
+def value_dim_of(cache: mx.array, key_dim: int, quant_bit: int, value_bit: int) -> int:
+    """The width of values in a cache (..., 2, K, T, D'), or beside keys of ``key_dim`` in (..., 1, K, T, last)."""
+    if cache.shape[-4] == 2:
+        return key_dim
+    element = 8 * cache.dtype.size  # bits of what is not quantized
+    values = cache.shape[-1] * element - key_dim * (quant_bit or element)
+    return values // (value_bit or quant_bit or element)
 
 
 def num_splits(heads: int) -> int:
