@@ -84,6 +84,11 @@ class CacheOptions:
             return LayerChoice(self.kv_bits, self.kv_group_size)
         return self.kv_format.layers[number]
 
+    def of_layer(self, number: int) -> "CacheOptions":
+        """Those of a cache of this layer alone."""
+        tuned = self.kv_format and replace(self.kv_format, layers=(self.layer(number),))
+        return replace(self, kv_format=tuned)
+
     def at(self, kv_bits: int) -> "CacheOptions":
         """The same with so many bits in every layer, and no format."""
         group = self.kv_group_size if self.kv_format is None else DEFAULT_KV_GROUP_SIZE
