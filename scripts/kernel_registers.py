@@ -20,6 +20,7 @@ from compile_cuda import compile_cuda, recording
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels import attend, launch
 from kvant.operators.paged_kernel import attend_fused
+from kvant.operators.quantization import quantized_dtype
 
 TOKENS, GROUP = 32768, 32
 
@@ -35,6 +36,7 @@ class Shape:
     S: int = 1  # new tokens
     pairs: int = 0  # of the bias split
     Dv: int = 0  # width of values that lie beside keys; 0: they are apart, and D wide
+    value_bits: int = 0  # 0: those of keys
     paged: bool = False
     window: int = 0
     sinks: bool = False
@@ -61,14 +63,17 @@ SHAPES = {
     "32/32/80, int4, 8 new tokens": Shape(32, 32, 80, 4, S=8),
     "16/1/192, values 128, int8": Shape(16, 1, 192, 8, Dv=128),
     "64/8/256, int4": Shape(64, 8, 256, 4),
+    "Qwen3-4B 32/8/128, int8 keys, int4 values": Shape(32, 8, 128, 8, Dv=128, value_bits=4),
+    "Qwen3-4B 32/8/128, int4 keys, int8 values": Shape(32, 8, 128, 4, Dv=128, value_bits=8),
 }
 
 
 def run(shape: Shape, backend: launch.Backend, tokens: int = TOKENS) -> list[mx.array]:
     """One call of attention and one of the append, with bfloat16 queries and a cache of `tokens` rows."""
     H, K, S, D, pairs = shape.H, shape.K, shape.S, shape.D, shape.pairs
-    width = D + shape.Dv
-    stored, dtype = {8: (width, mx.int8), 4: (width // 2, mx.uint8), 0: (width, mx.bfloat16)}[shape.bits]
+    width, value_bits = D + shape.Dv, shape.value_bits or shape.bits
+    stored = (D * shape.bits + shape.Dv * value_bits) // 8 or width
+    dtype = quantized_dtype(shape.bits, value_bits) if shape.bits else mx.bfloat16
     lead = [1 if shape.Dv else 2, K, tokens] if shape.paged else [1, 1, 1 if shape.Dv else 2, K, tokens]
     group = GROUP if D % GROUP == 0 else 16
     split = BiasSplit(mx.zeros((K, 2, pairs)), tuple(range(pairs)), mx.zeros((2, pairs, tokens)), mx.zeros((K, D)))
@@ -78,6 +83,7 @@ def run(shape: Shape, backend: launch.Backend, tokens: int = TOKENS) -> list[mx.
         mx.zeros((*lead, width // group), mx.float16) if shape.bits else None,
         mx.array([0]),
         quant_bit=shape.bits,
+        value_bit=value_bits,
         quant_group=group,
         bias_split=split if pairs else None,
         pages=mx.zeros((1, tokens // 128), mx.int32) if shape.paged else None,
@@ -92,7 +98,8 @@ def run(shape: Shape, backend: launch.Backend, tokens: int = TOKENS) -> list[mx.
     if not shape.bits:
         return [output]
     new = (mx.zeros((1, K, S, of), mx.bfloat16) for of in (D, shape.Dv or D))
-    form: dict[str, Any] = {"quant_bit": shape.bits, "quant_group": group, "scale_dtype": mx.float16}
+    form: dict[str, Any] = {"quant_bit": shape.bits, "value_bit": value_bits, "quant_group": group}
+    form |= {"scale_dtype": mx.float16, "fit": 4 in (shape.bits, value_bits)}
     return [output, *attend.quantize_tokens(*new, **form, backend=backend)]
 
 

@@ -1,5 +1,6 @@
 """A bridged model's pool: sequences of different lengths in one step, against mlx-lm's own caches and kvant's."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.numbers import peak_bytes, relative_error
 
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.pool import BridgedPool
+from kvant.cache.kv_format import KVFormat, LayerChoice
 from kvant.cache.pool import PoolSequence
 from kvant.engine.request import Request
 from kvant.engine.scheduler import Scheduler
@@ -110,6 +112,28 @@ def test_sequences_of_different_lengths_are_what_each_is_alone(name: str) -> Non
             _, own = _alone(name, model, prompt, text, model.make_cache(200, kv_bits=bits))
             assert table.median(table.errors(logits, own)) < AGREE
             assert table.worst(table.errors(logits, own)) < QUANTIZED_AGREE
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next", "deepseek_v32"])
+def test_values_with_bits_of_their_own_in_company(name: str) -> None:
+    """In a window, beside states, and where there are no values: as alone, and about as near as 4 bits or nearer."""
+    model = bridged(name)
+    kinds = itertools.cycle([LayerChoice(8, 32, value_bits=4), LayerChoice(4, 32, value_bits=8)])
+    layers = model.make_cache(8, kv_bits=0).formats
+    tuned = KVFormat("", tuple(choice for choice, _ in zip(kinds, layers, strict=False)))
+    pool = model.make_pool(1024, sequences=4, max_seq_len=512, prefill_step_size=64, kv_format=tuned)
+    apart = [own.kv_bits != own.value_bits for own in (layer.format for layer in pool.layers)]
+    assert apart == [own.value_head_dim > 0 for own in layers]
+    references = [_alone(name, model, prompt) for prompt in PROMPTS]
+    given = _in_company(model, pool, [tokens for tokens, _ in references])
+    for logits, prompt, (text, expected) in zip(given, PROMPTS, references, strict=True):
+        alone, four = (
+            _alone(name, model, prompt, text, model.make_cache(200, **own))[1]
+            for own in ({"kv_format": tuned}, {"kv_bits": 4})
+        )
+        assert table.median(table.errors(logits, alone)) < AGREE
+        assert table.worst(table.errors(logits, alone)) < QUANTIZED_AGREE
+        assert table.median(table.errors(alone, expected)) < 1.5 * table.median(table.errors(four, expected))
 
 
 @pytest.mark.parametrize("name", count(["llama4", "minimax_m3_vl", "afm7", "gemma2"], sorted(REFUSED)))

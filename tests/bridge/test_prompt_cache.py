@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+from support import oracle
 from support.bridged import KINDS, LONG, PROMPT, bridged, feed, layers_of
 from support.counts import at_widths, count
 from support.numbers import peak_bytes, relative_error
@@ -19,6 +20,7 @@ from support.tiny_models import build
 
 from kvant.bridge.pool import BridgedCache
 from kvant.bridge.prompt_cache import make_prompt_cache
+from kvant.cache.kv_format import KVFormat, LayerChoice
 from kvant.errors import ContextError
 
 
@@ -31,6 +33,20 @@ def _tokens(model: nn.Module, cache: list[Any] | None, count: int = 12) -> tuple
 def _addresses(cache: list[Any]) -> list[int]:
     mx.synchronize()
     return [np.asarray(memoryview(array)).ctypes.data for layer in layers_of(cache) for array in layer.layer.arrays]
+
+
+def test_values_have_bits_of_their_own() -> None:
+    """mlx-lm's model gets the keys and values that the bytes stand for, of a prompt and of a token behind it."""
+    tuned = KVFormat("", (LayerChoice(8, 16, value_bits=4), LayerChoice(4, 16, value_bits=8)))
+    for layer, own in zip(kvant.make_prompt_cache(build("qwen3")[0], 44, kv_format=tuned), tuned.layers, strict=True):
+        shape, fetched = layer.layer.format, []
+        given = mx.random.normal((2, 1, shape.num_kv_heads, 21, shape.head_dim), key=mx.random.key(0))
+        for part in (slice(0, 20), slice(20, 21)):
+            fetched = layer.update_and_fetch(*given[..., part, :])
+        for x, bits, found in zip(np.array(given), (own.kv_bits, own.value_bits), fetched, strict=True):
+            spec = oracle.Spec(scale_dtype="float16", quant_bit=bits, quant_group=16)
+            expected = oracle.floats(*oracle.quantize(x, spec, fit=bits == 4), bits, 16)
+            assert np.abs(np.array(found) - expected).max() < (1e-2 if bits == 4 else 1e-6)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -9,14 +9,15 @@ import pytest
 
 from kvant.cache.identity import Identity
 from kvant.cache.kv_format import KVFormat, LayerChoice
-from kvant.cache.layer_format import LayerFormat, describe_formats
+from kvant.cache.layer_format import LayerFormat, describe_formats, difference
 from kvant.cache.options import CacheOptions
 from kvant.cache.pool import pool_bytes, sizes_alone
 from kvant.errors import ArgumentError, SnapshotError
 
 PLAIN = LayerChoice(4, 32)
 WHOLE = LayerChoice(8, 16, True, ((0.5, -2.25), (1.0, 3.0)), ((0, -3), (2, 1)))
-TUNED = KVFormat("a" * 64, (PLAIN, WHOLE), {"mean_kld_nats": 0.004})
+APART = LayerChoice(8, 32, value_bits=4)
+TUNED = KVFormat("a" * 64, (PLAIN, WHOLE, APART), {"mean_kld_nats": 0.004})
 
 
 def test_a_file_is_what_was_written(tmp_path: Path) -> None:
@@ -24,6 +25,7 @@ def test_a_file_is_what_was_written(tmp_path: Path) -> None:
     found = KVFormat.of(tmp_path / "tuned.json")
     assert (found, found.figures, found.path) == (TUNED, TUNED.figures, str(tmp_path / "tuned.json"))
     assert KVFormat.of(json.loads(json.dumps(TUNED.as_json()))) == TUNED
+    assert [own.get("value_bits") for own in TUNED.as_json()["layers"]] == [None, None, 4]  # as files of before
     (tmp_path / "folder").mkdir()
     with pytest.raises(SnapshotError, match="cannot be written"):
         TUNED.write(tmp_path / "folder")
@@ -38,6 +40,10 @@ WRONG: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda raw: raw["layers"][0].pop("center"), "a layer has other parts"),
     (lambda raw: raw["layers"][0].update(kv_bits=5), "5 bits in groups of 32"),
     (lambda raw: raw["layers"][0].update(kv_group_size=0), "4 bits in groups of 0"),
+    (lambda raw: raw["layers"][0].update(value_bits=5), "5 bits in groups of 32"),
+    (lambda raw: raw["layers"][0].update(value_bits=True), "True bits in groups of 32"),
+    (lambda raw: raw["layers"][0].update(value_bits=0), "4 bits of keys and 0 of values"),
+    (lambda raw: raw["layers"][1].update(kv_bits=0, value_bits=8), "0 bits of keys and 8 of values"),
     (lambda raw: raw["layers"][1].update(rotates=1), "rotates is 1"),
     (lambda raw: raw["layers"][1].update(center=[[1.0], [1.0, 2.0]]), "rows of different lengths"),
     (lambda raw: raw["layers"][1].update(center=[[1.0, float("nan")]] * 2), "out of range"),
@@ -63,8 +69,8 @@ def test_what_is_wrong_is_named(tmp_path: Path, change: Callable[[dict[str, Any]
 
 
 def test_whose_it_is() -> None:
-    TUNED.check(Identity("a" * 64, "b" * 64), 2)
-    for identity, layers, said in (("c", 2, "another model"), (None, 2, "another model"), ("a", 3, "with 2 layers")):
+    TUNED.check(Identity("a" * 64, "b" * 64), 3)
+    for identity, layers, said in (("c", 3, "another model"), (None, 3, "another model"), ("a", 2, "with 3 layers")):
         with pytest.raises(ArgumentError, match=said):
             TUNED.check(identity and Identity(identity * 64, ""), layers)
     with pytest.raises(ArgumentError, match="center of 2 kv heads of 2; expected 64"):
@@ -111,6 +117,38 @@ def test_formats_of_before_have_no_front() -> None:
     assert describe_formats([]) == ""
 
 
+def test_values_have_bits_of_their_own() -> None:
+    """Side by side with keys; where both have the same, apart and in files as before; where there are none, no bits."""
+
+    def made(keys: int, values: int, *widths: int) -> LayerFormat:
+        own = LayerFormat.of_rows(2, *widths, keys, 32, "F32", window=None, max_seq_len=9, value_bits=values)
+        assert LayerFormat.from_json(json.loads(json.dumps(own.as_json()))) == own
+        return own
+
+    shapes = {
+        (8, 4, 64, 64): ("U8", (1, 2, 9, 64 + 32), 4),
+        (4, 8, 64, 64): ("U8", (1, 2, 9, 32 + 64), 4),
+        (4, 8, 96, 64): ("U8", (1, 2, 9, 48 + 64), 5),
+        (8, 8, 64, 64): ("I8", (2, 2, 9, 64), 2),
+        (8, 4, 64, 0): ("I8", (1, 2, 9, 64), 2),
+    }
+    for kind, (dtype, shape, scales) in shapes.items():
+        arrays = made(*kind).arrays(9)
+        assert arrays == {"cache": (dtype, shape), "scale": ("F16", (*shape[:3], scales))}
+    before = LayerFormat.of_rows(2, 64, 64, 8, 32, "F32", window=None, max_seq_len=9)
+    assert made(8, 8, 64, 64) == before
+    assert "value_bits" not in before.as_json()
+    apart = made(8, 4, 64, 64)
+    assert difference(apart, before, 9, 9) == "value_bits is 4; expected 8"
+    said = "8-bit keys and 4-bit values in groups of 32, scales fitted"
+    assert describe_formats([apart]) == said
+    four = LayerFormat.of_rows(2, 64, 64, 4, 32, "F32", window=None, max_seq_len=9)
+    assert describe_formats([before, apart, four]) == f"4 and 8 bits, {said}"
+    for raw, wrong in (({"value_bits": 0}, "8 bits of keys and 0 of values"), ({"quant_bit": 0}, "0 bits of keys and")):
+        with pytest.raises(ValueError, match=wrong):
+            LayerFormat.from_json(json.loads(json.dumps(apart.as_json() | raw)))
+
+
 def test_options() -> None:
     made = CacheOptions.of(kv_format=TUNED)
     assert (made.kv_bits, made.kv_group_size) == (4, 16)
@@ -118,5 +156,8 @@ def test_options() -> None:
     assert made.at(8) == CacheOptions(8)
     assert CacheOptions.of(kv_bits=None, kv_group_size=16).fields["kv_bits"] == 8
     assert CacheOptions.of(kv_format=KVFormat("", (LayerChoice(0, 8), PLAIN))).kv_bits == 4
+    assert CacheOptions.of(kv_format=KVFormat("", (LayerChoice(0, 8), APART))).kv_bits == 4
+    with pytest.raises(ValueError, match="0 bits of keys and 4 of values"):
+        LayerChoice(0, 32, value_bits=4)
     with pytest.raises(ArgumentError, match="kv_group_size is 8; it goes by the kv_format"):
         CacheOptions.of(kv_group_size=8, kv_format=TUNED)

@@ -22,7 +22,7 @@ WIDE = 4 * 64  # of four heads that the kernel takes
 PROMPTS = [[(7 + 31 * i + 5 * b) % 290 for i in range(length)] for b, length in enumerate((3, 127, 256))]
 
 
-@pytest.mark.parametrize(("bits", "split"), [(8, None), (4, None), (0, None), *product((0, 84), (False, True))])
+@pytest.mark.parametrize(("bits", "split"), [(8, None), (4, None), (0, None), *product((0, 84, 48), (False, True))])
 def test_an_engine_on_the_kernels_text(tmp_path: Path, launches: list[Any], bits: int, split: bool | None) -> None:
     """Plain, and with every part of a front: rotated, too, where no key bias is split off."""
     model, found = tiny_model(tmp_path, (None, 40), hidden_size=WIDE), []

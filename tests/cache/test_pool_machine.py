@@ -69,7 +69,7 @@ class _Machine(RuleBasedStateMachine):
 
     @initialize(
         seed=st.integers(0, 2**32 - 1),
-        bits=st.sampled_from([0, 8, 4]),
+        bits=st.sampled_from([(0, 0), (8, 8), (4, 4), (8, 4), (4, 8)]),  # of keys and of values
         windows=st.lists(st.sampled_from(WINDOWS), min_size=2, max_size=3),
         split=st.booleans(),
         sinks=st.booleans(),
@@ -82,7 +82,7 @@ class _Machine(RuleBasedStateMachine):
     def make(
         self,
         seed: int,
-        bits: int,
+        bits: tuple[int, int],
         windows: list[int | None],
         split: bool,
         sinks: bool,
@@ -96,8 +96,8 @@ class _Machine(RuleBasedStateMachine):
         self.rng = np.random.default_rng(seed)
         self.step_size = step
         D = self.head_dim
-        stored = (bits, 16, stored_dtype(bits), "F16") if bits else (0, 0, "F32", "")
-        plain = LayerFormat("quantized", K, D, D, *stored, split_pairs=PAIRS if split else None)
+        stored = (bits[0], 16, stored_dtype(*bits), "F16") if bits[0] else (0, 0, "F32", "")
+        plain = LayerFormat("quantized", K, D, D, *stored, split_pairs=PAIRS if split else None, value_bits=bits[1])
         self.layers = []
         for number, window in enumerate(windows):
             own = replace(plain, window=window, slack=0 if window is None else SLACK)
@@ -183,7 +183,7 @@ class _Machine(RuleBasedStateMachine):
             for b in range(B):
                 places = looked + starts[b]
                 expected = layer.attend(query[b][:, looked], places, numbers[b], None if mask is None else mask[looked])
-                least = FITTED if layer.format.kv_bits == 4 else TOLERANCE
+                least = FITTED if 4 in layer.format.bits.values() else TOLERANCE
                 assert np.abs(np.array(given[b])[:, looked] - expected).max() < least * np.abs(expected).max()
         if fate == "abandoned":
             return True

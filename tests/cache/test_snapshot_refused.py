@@ -122,6 +122,8 @@ TURNED = Rotary([10000.0 ** (-p / 8) for p in range(8)], 1.5)
 # What was saved, the cache that it is loaded into, and what is said.
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"kv_bits": 4, "dtype": "U8"}, "kv_bits is 8; expected 4, in layer 0"),
+    ({}, {"value_bits": 4, "dtype": "U8"}, "value_bits is 8; expected 4, in layer 0"),
+    ({"value_bits": 4, "dtype": "U8"}, {}, "value_bits is 4; expected 8, in layer 0"),
     ({}, {"value_head_dim": 32}, "value_head_dim is 16; expected 32"),
     ({}, {"scale_dtype": "F32"}, "scale_dtype is 'F16'; expected 'F32'"),
     ({}, {"layers": 2}, "it has 1 layers; expected 2"),
@@ -214,6 +216,9 @@ FORGED: list[tuple[Change, str]] = [
     (_in_layer(num_kv_heads=-1), "num_kv_heads is -1"),
     (_in_layer(head_dim=17), "kv_group_size is 16; expected a divisor"),
     (_in_layer(quant_bit=3), "a layer of 3 bits"),
+    (_in_layer(value_bits=4), "dtype is 'I8' at 8 bits; expected U8"),
+    (_in_layer(value_bits=0), "a layer of 8 bits of keys and 0 of values"),
+    (_in_layer(value_bits=4, dtype="U8"), OTHER_TENSORS),
     (_in_layer(quant_group=0), "kv_group_size is 0"),
     (_in_layer(dtype="U8"), "dtype is 'U8' at 8 bits; expected I8"),
     (_in_layer(dtype="F64"), "dtype is 'F64'; expected one of"),

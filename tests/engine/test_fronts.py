@@ -13,9 +13,13 @@ from support.fronts import drawn_format
 from support.numbers import relative_error
 from support.pools import TEXT, next_logits, prefill, tiny_model
 
-from kvant import make_prompt_cache, stream_generate
+from kvant import load_prompt_cache, make_prompt_cache, stream_generate
+from kvant.cache import CacheOptions
+from kvant.cache.kv_format import KVFormat, LayerChoice
+from kvant.cache.pool import sizes_alone
 from kvant.errors import ArgumentError, SnapshotError
 from kvant.models import Decoder, LanguageModel, load_decoder
+from kvant.models.caches import pool_size
 
 Pocket = tuple[Decoder, Any]
 NEAR = 1e-5  # of the largest logit
@@ -73,7 +77,7 @@ def test_a_bridged_model(name: str) -> None:
     assert relative_error(of_a_pool(kv_format=tuned), of_a_pool()) < NEAR
 
 
-@pytest.mark.parametrize("bits", [0, 84])
+@pytest.mark.parametrize("bits", [0, 84, 48])
 def test_drafts_prefixes_and_snapshots(pocket: Pocket, tmp_path: Path, bits: int) -> None:
     """The same tokens with drafts; from a file; and no file of another front."""
     model, tokenizer = pocket
@@ -94,6 +98,26 @@ def test_drafts_prefixes_and_snapshots(pocket: Pocket, tmp_path: Path, bits: int
     for other in (drawn_format(model, bits, 32, seed=1), drawn_format(model, bits, 32, rotates=False)):
         with pytest.raises(SnapshotError, match="front is"):
             model.make_cache(300, kv_format=other).load(tmp_path / "cache")
+
+
+def test_files_of_other_value_bits(pocket: Pocket, tmp_path: Path) -> None:
+    """They are named, also where nobody said a format."""
+    model, _ = pocket
+    apart, alike = (
+        KVFormat(model.identity.model, (LayerChoice(8, 32, value_bits=values),) * 4)  # type: ignore[union-attr]
+        for values in (4, 8)
+    )
+    cache = model.make_cache(300, kv_format=apart)
+    options: dict[str, Any] = {"dtype": mx.float32, "split_pairs": [0] * 4} | sizes_alone(300)
+    assert cache.nbytes == pool_size(model.config, CacheOptions.of(kv_format=apart), **options)
+    model(mx.array([TEXT[:40]]), cache=cache)
+    cache.save(tmp_path / "cache")
+    with pytest.raises(SnapshotError, match="value_bits is 4; expected 8"):
+        model.make_cache(300, kv_format=alike).load(tmp_path / "cache")
+    with pytest.raises(SnapshotError, match="value_bits is 4; expected 8"):
+        model(mx.array([[5]]), cache=load_prompt_cache(tmp_path / "cache"))
+    with pytest.raises(ArgumentError, match="kv_bits is 8; 4 is that of the prompt_cache"):
+        next(stream_generate(model, pocket[1], "Tom", prompt_cache=cache, kv_bits=8))
 
 
 def _wrong(model: LanguageModel, **options: Any) -> None:

@@ -26,6 +26,7 @@ def exact(
     *,
     quant_bit: int,
     quant_group: int,
+    value_bit: int = 0,
     pages: mx.array | None = None,
     first: mx.array | None = None,
     rows: int | None = None,
@@ -52,8 +53,10 @@ def exact(
             at = np.array(pages)[b, at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
         arrays = [None if x is None else to_numpy(x if pages is not None else x[0, b]) for x in (cache, scale)]
         with np.errstate(invalid="ignore"):  # rows that no query sees may be NaN
-            both = oracle.floats(*(None if x is None else x[:, :, at] for x in arrays), quant_bit, quant_group)
-        key, value = both.swapaxes(1, 2) if len(both) == 2 else np.split(both[0].swapaxes(0, 1), [D], axis=-1)
+            stored, scales = (None if x is None else x[:, :, at] for x in arrays)
+            assert stored is not None
+            both = oracle.sides(stored, scales, D, (quant_bit, value_bit or quant_bit), quant_group)
+        key, value = (side.swapaxes(0, 1) for side in both)
         if pairs:
             cosine, sine = np.array(rotation)[..., start:end].swapaxes(1, 2)
             key += oracle.turned_bias(np.array(key_bias), pairs, cosine, sine, D)

@@ -19,6 +19,8 @@ def drawn_format(
 ) -> KVFormat:
     """Center, balance and rotation of every layer; 8 and 4 bits in turn where ``bits`` is 84.
 
+    Where it is 48, layers have in turn 8 bits of keys and 4 of values, and the other way round.
+
     ``paired``: the balance is the same for both elements of a rotary pair.
     """
     rng = np.random.default_rng(seed)
@@ -30,11 +32,12 @@ def drawn_format(
             balance[:, shape[1] // 2 :] = balance[:, : shape[1] // 2]
         layers.append(
             LayerChoice(
-                (8, 4)[number % 2] if bits == 84 else bits,
+                (8, 4)[number % 2] if bits in (84, 48) else bits,
                 group,
                 rotates,
                 tuple(map(tuple, rng.normal(0, 2, shape).round(3).tolist())) if centers else (),
                 tuple(map(tuple, balance.tolist())),
+                value_bits=(4, 8)[number % 2] if bits == 48 else -1,
             )
         )
     return KVFormat("" if model.identity is None else model.identity.model, tuple(layers))

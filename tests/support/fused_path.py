@@ -9,7 +9,7 @@ import pytest
 
 from kvant.operators import dispatch, kernel_record, paged_kernel
 from kvant.operators.kernels import attend, launch
-from kvant.operators.quantization import quantize, quantize_fitted
+from kvant.operators.quantization import FITTED_BITS, quantize, quantize_fitted
 from support import attend_stand_in
 from support.metal_host import on_host
 from support.metal_host.run import FORWARD
@@ -93,11 +93,26 @@ def unfused_append(
     """The append's results."""
     assert name == "append"
     key, value = inputs
-    alike = key.shape == value.shape
-    both = mx.stack([key, value], axis=1) if alike else mx.concatenate([key, value], axis=-1)[:, None]
-    bits, group, dtype = (template[name] for name in ("BITS", "GROUP", "SCALE"))
-    if template["FIT"]:
-        quantized, scales = quantize_fitted(both, group, dtype)
-    else:
-        quantized, scales = quantize(both, quant_bit=bits, quant_group=group, scale_dtype=dtype)
+    bits, group, dtype = (template["BITS"], template["VALUE_BITS"]), template["GROUP"], template["SCALE"]
+    quantized, scales = quantized_sides(key, value, bits, group, dtype, fit=template["FIT"])
     return [mx.view(quantized, mx.uint32)[None], scales[None]]
+
+
+def quantized_sides(
+    key: mx.array, value: mx.array, bits: Sequence[int], group: int, scale_dtype: mx.Dtype, *, fit: bool
+) -> tuple[mx.array, mx.array]:
+    """Keys and values (B, K, S, D), each quantized alone: (B, 2, K, S, last), or side by side (B, 1, K, S, both)."""
+
+    def one(x: mx.array, own: int) -> tuple[mx.array, mx.array]:
+        if fit and own == FITTED_BITS:
+            return quantize_fitted(x, group, scale_dtype)
+        return quantize(x, quant_bit=own, quant_group=group, scale_dtype=scale_dtype)
+
+    pairs = list(zip(one(key, bits[0]), one(value, bits[1]), strict=True))
+    if key.shape == value.shape and bits[0] == bits[1]:
+        quantized, scales = (mx.stack(list(pair), axis=1) for pair in pairs)
+    else:
+        if bits[0] != bits[1]:
+            pairs[0] = mx.view(pairs[0][0], mx.uint8), mx.view(pairs[0][1], mx.uint8)
+        quantized, scales = (mx.concatenate(list(pair), axis=-1)[:, None] for pair in pairs)
+    return quantized, scales

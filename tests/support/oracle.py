@@ -142,6 +142,23 @@ def floats(stored: Array, scale: Array | None, quant_bit: int, quant_group: int)
     return quantized * np.repeat(scale.astype(np.float64), quant_group, axis=-1)
 
 
+def beside(key: Array, value: Array) -> Array:
+    """Stored keys and values (..., last), or their scales, side by side in one array (..., both); bytes are bytes."""
+    parts = [x.view(np.uint8) if x.dtype == np.int8 and value.dtype != key.dtype else x for x in (key, value)]
+    return np.concatenate(parts, axis=-1)
+
+
+def sides(stored: Array, scale: Array | None, key_dim: int, bits: Sequence[int], group: int) -> list[Array]:
+    """Keys and values (K, T, D) in float64 of a cache (2, K, T, D'), or (1, K, T, both) where they lie side by side."""
+    if len(stored) == 2:
+        return [*floats(stored, scale, bits[0], group)]
+    if scale is None:
+        return np.split(floats(stored[0], None, 0, 0), [key_dim], axis=-1)
+    parts = np.split(stored[0], [key_dim * bits[0] // 8], axis=-1), np.split(scale[0], [key_dim // group], axis=-1)
+    dtypes = {8: np.int8, 4: np.uint8}
+    return [floats(x.view(dtypes[own]), own_scale, own, group) for x, own_scale, own in zip(*parts, bits, strict=True)]
+
+
 def token(x: Array, kind: int, b: int, t: int, sequences: Sequences, spec: Spec) -> Array:
     """The writable view (K, last) of a token's key or value in a cache, or of its scale."""
     layer, every = spec.layer_idx, slice(None)

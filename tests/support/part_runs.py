@@ -19,7 +19,7 @@ def run_ids(vocabulary: int) -> list[int]:
     return [(37 * i + 11) % vocabulary for i in range(sum(CHUNKS))]
 
 
-def cached_run(model: LanguageModel, bits: int, tuned: Path | None = None) -> mx.array:
+def cached_run(model: LanguageModel, bits: int | None, tuned: Path | None = None) -> mx.array:
     """Logits (N, vocab): of each chunk's last token but the first's; of one that goes back, is forked, is emptied."""
     cache = model.make_cache(64, kv_bits=bits, kv_format=tuned)
     ids, steps = mx.array([run_ids(model.config.vocab_size)]), []
@@ -66,16 +66,16 @@ def pooled_run(model: LanguageModel, bits: int) -> mx.array:
 
 
 def every_run(
-    model: LanguageModel, widths: Sequence[int], pools: bool, tuned: Path | None = None
+    model: LanguageModel, widths: Sequence[int], pools: bool, tuned: Path | bool = False
 ) -> dict[str, mx.array]:
     """Logits through a cache of each width, and a pool; and without either, evaluated, as "whole".
 
-    ``tuned``: a file of a format of 0 bits, for one more cache.
+    ``tuned``: a file of a format, for one more cache.
     """
     runs = {"cache": cached_run} | ({"pool": pooled_run} if pools else {})
     found = {f"{name} {bits}": run(model, bits) for name, run in runs.items() for bits in widths}
-    if tuned is not None:
-        found["cache 0 tuned"] = cached_run(model, 0, tuned)
+    if isinstance(tuned, Path):
+        found["cache 0 tuned"] = cached_run(model, None, tuned)
     found["whole"] = model(mx.array([run_ids(model.config.vocab_size)]))
     mx.eval(found["whole"])
     return found

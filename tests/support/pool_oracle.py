@@ -48,10 +48,13 @@ class OracleLayer:
             kept[0] /= self.balance
         self.stored, self.floats = [kept], kept.astype(np.float64)
         if own.kv_bits:
-            spec = oracle.Spec(scale_dtype="float16", quant_bit=own.kv_bits, quant_group=own.kv_group_size)
-            self.stored = list(oracle.quantize(kept, spec, fit=own.kv_bits == 4))
-            levels = oracle.unpack_nibbles(self.stored[0]) if own.kv_bits == 4 else self.stored[0]
-            self.floats = levels * np.repeat(self.stored[1].astype(np.float64), own.kv_group_size, axis=-1)
+            bits, found = (own.kv_bits, own.value_bits), []
+            for tokens, each in zip(kept, bits, strict=True):
+                spec = oracle.Spec(scale_dtype="float16", quant_bit=each, quant_group=own.kv_group_size)
+                found.append(oracle.quantize(tokens, spec, fit=each == 4))
+            pairs = zip(*found, strict=True)
+            self.stored = [np.stack(pair) if len({*bits}) == 1 else oracle.beside(*pair)[None] for pair in pairs]
+            self.floats = np.stack(oracle.sides(*self.stored, own.head_dim, bits, own.kv_group_size))
         if self.balance is not None:
             self.floats[0] *= self.balance
         if self.center is not None:
@@ -88,5 +91,5 @@ def check_rows(pool: Pool, layers: Sequence[OracleLayer], texts: Sequence[tuple[
             rows = np.array(table.pages, int)[(places - table.start) // PAGE] * PAGE + places % PAGE
             np.testing.assert_array_equal(arrays[0][:, :, rows], own.stored[0][:, :, numbers[places]])
             for scale, expected in zip(arrays[1:], own.stored[1:], strict=True):
-                fit = own.format.kv_bits == 4
+                fit = 4 in own.format.bits.values()
                 oracle.check_scales(scale[:, :, rows], expected[:, :, numbers[places]], fit=fit)

@@ -247,7 +247,7 @@ class BridgedLayer:
             self.attends = rows is not None and self.attends is not False
             if rows is None:
                 return None
-            return attend_rows(scaled, self.layer.arrays, rows, quant_bit=own.kv_bits, sinks=sinks)
+            return attend_rows(scaled, self.layer.arrays, rows, **own.bits, sinks=sinks)
         if mx.default_device().type != mx.cpu:
             return attend_as_mlx(query, key, value, scale=scale, mask=mask, sinks=sinks)
         causal = isinstance(mask, str)
@@ -278,7 +278,7 @@ class BridgedLayer:
     def _append(self, keys: mx.array, values: mx.array, rows: PagedRows) -> list[mx.array]:
         """Write new tokens. Returns them as they are stored, where they wait."""
         own, arrays, B = self.layer.format, self.layer.arrays, len(rows.runs)
-        form: dict[str, Any] = {"quant_bit": own.kv_bits, "quant_group": own.kv_group_size}
+        form: dict[str, Any] = own.bits | {"quant_group": own.kv_group_size}
         if rows.new is None:
             waiting = fitted_tokens(keys, values, arrays, **form, alone=True)
             self._unwritten[self.part].append((self.layer, waiting))
@@ -288,15 +288,16 @@ class BridgedLayer:
         return []
 
     def _read(self, dtype: mx.Dtype, waiting: list[mx.array]) -> tuple[mx.array, mx.array]:
-        step, arrays, bits, D = self.step, self.layer.arrays, self.layer.format.kv_bits, self.layer.format.head_dim
+        step, arrays, own = self.step, self.layer.arrays, self.layer.format
+        form: dict[str, Any] = own.bits | {"dtype": dtype, "key_dim": own.head_dim}
         if step.is_alone:
-            copy = bits > 0 and step.new_tokens == 1 and mx.default_device().type == mx.cpu
-            return read_rows(arrays, step.rows.runs[0], waiting, quant_bit=bits, dtype=dtype, key_dim=D, copy=copy)
+            copy = own.kv_bits > 0 and step.new_tokens == 1 and mx.default_device().type == mx.cpu
+            return read_rows(arrays, step.rows.runs[0], waiting, **form, copy=copy)
         taken = [mx.take(array, step.padded_rows, axis=2) for array in arrays]
         R = len(step.lengths)
         # (2, K, R * T, last) -> (R, 2, K, T, last)
         stored = [x.reshape(*x.shape[:2], R, -1, x.shape[3]).transpose(2, 0, 1, 3, 4) for x in taken]
-        return float_tokens(stored, quant_bit=bits, dtype=dtype, key_dim=D)
+        return float_tokens(stored, **form)
 
     def _attend_fused(
         self, query: mx.array, tokens: int, mask: Mask, backend: Backend, **options: Any
@@ -314,5 +315,5 @@ class BridgedLayer:
                 mask = mx.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(before, 0)], constant_values=hidden)
             options |= {"mask": mask, "is_causal": False}
         own = self.layer.format
-        options |= {"quant_bit": own.kv_bits, "quant_group": own.kv_group_size}
+        options |= own.bits | {"quant_group": own.kv_group_size}
         return attend_pages(query, self.layer.arrays, pages, **options, backend=backend)

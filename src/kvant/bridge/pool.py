@@ -14,7 +14,7 @@ from kvant.bridge.architectures import ONE_AT_A_TIME
 from kvant.bridge.layers import BridgedLayer, StepRows
 from kvant.bridge.probe import Attention, Entry, Model, as_text, caches_of, leaves_of, probe
 from kvant.cache import ModelCache
-from kvant.cache.layer_format import DTYPES, Arrays, LayerFormat, State
+from kvant.cache.layer_format import DTYPES, Arrays, LayerFormat, State, describe_formats
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pool import Pool, check_sizes, pool_bytes, rows_alone, sizes_alone
 from kvant.cache.pool_batch import PoolBatch
@@ -301,6 +301,7 @@ def formats_of(
                     leaf.dtype,
                     window=leaf.chunk or leaf.window,
                     max_seq_len=max_seq_len,
+                    value_bits=choice.value_bits,
                     kind="quantized" if leaf.chunk is None else "chunks",
                     shared=leaf.shared,
                     front="" if number in absent else choice.name,
@@ -321,5 +322,5 @@ def _counted(layers: int) -> str:
 def _described(own: LayerFormat, max_seq_len: int, nbytes: int) -> str:
     kind = "chunks" if own.kind == "chunks" else "a window"
     seen = "" if own.window is None else f" for {kind} of {own.window} tokens"
-    how = f"{own.kv_bits} bits in groups of {own.kv_group_size}" if own.kv_bits else "not quantized"
+    how = describe_formats([own]).partition(",")[0] if own.kv_bits else "not quantized"
     return f"{rows_alone(own.window, max_seq_len)} rows{seen}, {how}, {format_bytes(nbytes)}"

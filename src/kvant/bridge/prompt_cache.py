@@ -50,10 +50,12 @@ def make_prompt_cache(model: Model, max_kv_size: int, options: CacheOptions = DE
         if isinstance(leaf, State):
             return ArraysCache(len(leaf.shapes))
 
+        own = options.of_layer(len(sequence.caches))
+
         def made(tokens: int) -> ModelCache:
             # Its pool knows the states too: where there are any, nothing but all can be forgotten.
             sizes, dtype = sizes_alone(tokens), DTYPES[leaf.dtype]
-            return ModelCache(reserve([leaf, *states], sizes, options, dtype=dtype, make_cache=made))
+            return ModelCache(reserve([leaf, *states], sizes, own, dtype=dtype, make_cache=made))
 
         kind = MergedLayer if leaf.chunk is None else PromptCacheLayer
         return kind(made(max_kv_size), sequence)

@@ -34,15 +34,25 @@ class LayerChoice:
     """How a layer's cache stores its tokens.
 
     Attributes:
-        kv_bits, kv_group_size: as in :class:`kvant.cache.CacheOptions`.
+        kv_bits, kv_group_size: as in :class:`kvant.cache.CacheOptions`. ``kv_bits`` are the keys'.
+        value_bits: of values; made without them: the keys'.
         rotates, center, balance: as in :class:`kvant.operators.front.Front`, the balance as exponents of 2; (): none.
     """
 
     kv_bits: int
+    value_bits: int = field(default=-1, kw_only=True)
     kv_group_size: int
     rotates: bool = False
     center: Rows = ()
     balance: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.value_bits < 0:
+            object.__setattr__(self, "value_bits", self.kv_bits)
+        if bool(self.kv_bits) != bool(self.value_bits):
+            raise ValueError(
+                f"a layer has {self.kv_bits} bits of keys and {self.value_bits} of values; expected both or 0"
+            )
 
     @cached_property
     def name(self) -> str:
@@ -99,6 +109,9 @@ class KVFormat:
     def as_json(self) -> dict[str, Any]:
         """Numbers, text and lists."""
         layers = [asdict(layer) for layer in self.layers]
+        for layer in layers:  # files of before have none
+            if layer["value_bits"] == layer["kv_bits"]:
+                del layer["value_bits"]
         return {"format": FORMAT, "version": VERSION, "model": self.model, "figures": self.figures, "layers": layers}
 
     def write(self, path: Path) -> None:
@@ -139,16 +152,19 @@ def _parsed(raw: object, path: str) -> KVFormat:
 
 
 def _layer(raw: object) -> LayerChoice:
-    if not isinstance(raw, dict) or raw.keys() != {each.name for each in fields(LayerChoice)}:
-        raise ValueError("a layer has other parts than " + ", ".join(each.name for each in fields(LayerChoice)))
+    names = [each.name for each in fields(LayerChoice)]
+    if not isinstance(raw, dict) or {"value_bits", *raw} != {*names}:
+        raise ValueError("a layer has other parts than " + ", ".join(names))
     bits, group = raw["kv_bits"], raw["kv_group_size"]
-    if type(bits) is not int or bits not in QUANT_BITS or type(group) is not int or group < 1:
-        raise ValueError(f"a layer of {bits!r:.20} bits in groups of {group!r:.20}")
+    values: Any = raw.get("value_bits", bits)
+    for own in (bits, values):
+        if type(own) is not int or own not in QUANT_BITS or type(group) is not int or group < 1:
+            raise ValueError(f"a layer of {own!r:.20} bits in groups of {group!r:.20}")
     if type(raw["rotates"]) is not bool:
         raise ValueError(f"rotates is {raw['rotates']!r:.20}; expected true or false")
     center = _rows("center", raw["center"], lambda number: type(number) in (int, float) and abs(number) < 1e6)
     balance = _rows("balance", raw["balance"], lambda number: type(number) is int and abs(number) <= MAX_EXPONENT)
-    return LayerChoice(bits, group, raw["rotates"], center, balance)
+    return LayerChoice(bits, group, raw["rotates"], center, balance, value_bits=values)
 
 
 def _rows(name: str, raw: object, is_right: Any) -> Any:

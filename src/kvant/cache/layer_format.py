@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import mlx.core as mx
@@ -62,7 +62,7 @@ class LayerFormat:
     Attributes:
         kind: "quantized", at 0 bits too; "chunks", Llama 4's; "state", of a linear layer.
         num_kv_heads, head_dim, value_head_dim: of its tokens.
-        kv_bits, kv_group_size: 0 where nothing is quantized.
+        kv_bits, value_bits, kv_group_size: 0 where nothing is quantized. Made without them: values have the keys' bits.
         dtype, scale_dtype: of the stored arrays, as safetensors writes them; no scales: "".
         window: the last tokens that a query sees; None: all.
         slack: tokens before the window that a sequence may still go back to.
@@ -77,6 +77,7 @@ class LayerFormat:
     head_dim: int = 0
     value_head_dim: int = 0
     kv_bits: int = 0
+    value_bits: int = field(default=-1, kw_only=True)
     kv_group_size: int = 0
     dtype: str = ""
     scale_dtype: str = ""
@@ -86,6 +87,10 @@ class LayerFormat:
     state: tuple[Stored | None, ...] = ()
     shared: bool = False
     front: str = ""
+
+    def __post_init__(self) -> None:
+        if self.value_bits < 0:
+            object.__setattr__(self, "value_bits", self.kv_bits)
 
     @classmethod
     def of_rows(
@@ -99,18 +104,21 @@ class LayerFormat:
         *,
         window: int | None,
         max_seq_len: int,
+        value_bits: int = -1,
         scale_dtype: str = "F16",
         **others: Any,
     ) -> "LayerFormat":
         """A layer that keeps rows, for sequences of ``max_seq_len`` tokens at most; ``dtype`` is kept at 0 bits."""
         seen = narrow_window(window, max_seq_len)
+        value_bits = kv_bits if value_bits < 0 or not value_head_dim else value_bits
         return cls(
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             value_head_dim=value_head_dim,
             kv_bits=kv_bits,
+            value_bits=value_bits,
             kv_group_size=kv_group_size if kv_bits else 0,
-            dtype=stored_dtype(kv_bits) if kv_bits else dtype,
+            dtype=stored_dtype(kv_bits, value_bits) if kv_bits else dtype,
             scale_dtype=scale_dtype if kv_bits else "",
             window=seen,
             slack=0 if seen is None else SLACK,
@@ -121,13 +129,14 @@ class LayerFormat:
     def from_json(cls, raw: object) -> "LayerFormat":
         """Of what :meth:`as_json` gave, every field checked."""
         names = {field.name: FILE_WORDS.get(field.name, field.name) for field in fields(cls)}
-        raw = {"front": ""} | raw if isinstance(raw, dict) else raw  # files of before have none
+        if isinstance(raw, dict):  # files of before have no front, and only those where they differ have value bits
+            raw = {"front": "", "value_bits": raw.get(FILE_WORDS["kv_bits"])} | raw
         if not isinstance(raw, dict) or raw.keys() != {*names.values(), "keep"}:
             raise ValueError("a layer's format has other fields than " + ", ".join(sorted([*names.values(), "keep"])))
         if raw["keep"] != 0:
             raise ValueError(f"keep is {_shown(raw['keep'])}; expected 0: no window keeps its first tokens")
         raw = {name: raw[word] for name, word in names.items()}
-        for name in ("num_kv_heads", "head_dim", "value_head_dim", "kv_bits", "kv_group_size", "slack"):
+        for name in ("num_kv_heads", "head_dim", "value_head_dim", "kv_bits", "value_bits", "kv_group_size", "slack"):
             check_number(name, raw[name])
         if raw["window"] is not None:
             check_number("window", raw["window"], 1)
@@ -153,6 +162,8 @@ class LayerFormat:
             if self != LayerFormat("state", state=self.state):
                 raise ValueError(f"a layer of kind {self.kind!r} has fields of another kind")
             return
+        if self.value_bits not in ((4, 8) if self.kv_bits else (0,)):
+            raise ValueError(f"a layer of {self.kv_bits} bits of keys and {self.value_bits} of values")
         if self.kv_bits not in (0, 4, 8) or not self.num_kv_heads or not self.head_dim:
             raise ValueError(f"a layer of {self.kv_bits} bits, {self.num_kv_heads} kv heads of {self.head_dim}")
         widths = (self.head_dim, self.value_head_dim)
@@ -162,14 +173,20 @@ class LayerFormat:
             )
         if bool(self.kv_bits) != bool(self.scale_dtype) or bool(self.kv_bits) != bool(self.kv_group_size):
             raise ValueError(f"a layer of {self.kv_bits} bits with scales {self.scale_dtype!r}")
-        allowed = [stored_dtype(self.kv_bits)] if self.kv_bits else ["F32", "F16", "BF16"]
+        allowed = [stored_dtype(self.kv_bits, self.value_bits)] if self.kv_bits else ["F32", "F16", "BF16"]
         if self.dtype not in allowed:
             raise ValueError(f"dtype is {self.dtype!r} at {self.kv_bits} bits; expected {' or '.join(allowed)}")
 
     def as_json(self) -> dict[str, Any]:
         """Numbers, text and lists."""
-        given = {name: value for name, value in asdict(self).items() if name != "front" or value}
+        plain = {"front": "", "value_bits": self.kv_bits}
+        given = {name: value for name, value in asdict(self).items() if plain.get(name, ...) != value}
         return {"keep": 0} | {FILE_WORDS.get(name, name): value for name, value in given.items()}
+
+    @property
+    def bits(self) -> dict[str, Any]:
+        """Of keys and of values, as the operators take them."""
+        return {"quant_bit": self.kv_bits, "value_bit": self.value_bits}
 
     @property
     def has_tokens(self) -> bool:
@@ -186,11 +203,12 @@ class LayerFormat:
 
     def arrays(self, rows: int) -> dict[str, Stored]:
         """What is stored of ``rows`` tokens of one sequence, by its name."""
-        sides, width = 2, self.head_dim
-        if self.value_head_dim != self.head_dim:
-            sides, width = 1, self.head_dim + self.value_head_dim
-        shape = (sides, self.num_kv_heads, rows)
-        found: dict[str, Stored] = {"cache": (self.dtype, (*shape, width // 2 if self.kv_bits == 4 else width))}
+        sides, parts = 2, [(self.head_dim, self.kv_bits)]
+        if (self.value_head_dim, self.value_bits) != parts[0]:
+            sides, parts = 1, [*parts, (self.value_head_dim, self.value_bits)]
+        shape, width = (sides, self.num_kv_heads, rows), sum(width for width, _ in parts)
+        row = sum(width * bits for width, bits in parts) // 8 if self.kv_bits else width
+        found: dict[str, Stored] = {"cache": (self.dtype, (*shape, row))}
         if self.kv_bits:
             found["scale"] = (self.scale_dtype, (*shape, width // self.kv_group_size))
         return found
@@ -216,13 +234,17 @@ def describe_formats(formats: Sequence[LayerFormat]) -> str:
     """How layers store keys and values, in words; "": none does."""
     rows = [own for own in formats if own.has_tokens]
     floats = ["/".join(sorted({own.dtype for own in rows if not own.kv_bits}))] if rows else []
-    bits, groups = (sorted({getattr(own, name) for own in rows} - {0}) for name in ("kv_bits", "kv_group_size"))
-    if not bits:
+    kinds = sorted({(own.kv_bits, own.value_bits) for own in rows if own.kv_bits})
+    groups = sorted({own.kv_group_size for own in rows} - {0})
+    if not kinds:
         return FLOAT_NAMES.get(floats[0], floats[0]) if floats else ""
-    found = f"{' and '.join(map(str, bits))} bits in groups of {' or '.join(map(str, groups))}"
+    alike = " and ".join(str(keys) for keys, values in kinds if keys == values)
+    apart = [f"{keys}-bit keys and {values}-bit values" for keys, values in kinds if keys != values]
+    found = ", ".join([*([f"{alike} bits"] if alike else []), *apart])
+    found += f" in groups of {' or '.join(map(str, groups))}"
     found += "".join(f" and {FLOAT_NAMES.get(own, own)}" for own in floats if own)
     fronts = sorted({own.front.partition(":")[0] for own in rows} - {""})
-    parts = [*(["scales fitted"] if FITTED_BITS in bits else []), *fronts]
+    parts = [*(["scales fitted"] if any(FITTED_BITS in kind for kind in kinds) else []), *fronts]
     return ", ".join([found, *parts])
 
 
@@ -258,9 +280,9 @@ def as_array(data: bytearray, stored: Stored) -> mx.array:
     return array.view(DTYPES[dtype]).reshape(shape)
 
 
-def stored_dtype(kv_bits: int) -> str:
-    """The dtype of quantized values."""
-    return DTYPE_NAMES[quantized_dtype(kv_bits)]
+def stored_dtype(kv_bits: int, value_bits: int = 0) -> str:
+    """The dtype of quantized keys and values."""
+    return DTYPE_NAMES[quantized_dtype(kv_bits, value_bits)]
 
 
 def check_number(name: str, value: object, least: int = 0, most: int = MAX_NUMBER) -> int:

@@ -29,7 +29,7 @@ class CacheOptions:
     """How caches and pools store their tokens.
 
     Attributes:
-        kv_bits: of a key or value: 8, 4, or 0 for the compute dtype. Of a format the fewest that a quantized layer has.
+        kv_bits: of a key or value: 8, 4, or 0 for the compute dtype. Of a format the fewest of quantized ones.
         kv_group_size: elements of a head that share one scale; without meaning at 0 bits. Of a format the smallest.
         bias_split: the projections' biases stay out of the cache, and attention adds them exactly.
         kernels: "fused" or "unfused"; None: KVANT_KERNELS, else fused on a GPU that it works on.
@@ -50,8 +50,8 @@ class CacheOptions:
     def __post_init__(self) -> None:
         if self.kv_format is not None:
             quantized = [layer for layer in self.kv_format.layers if layer.kv_bits] or self.kv_format.layers
-            for name in ("kv_bits", "kv_group_size"):
-                object.__setattr__(self, name, min(getattr(layer, name) for layer in quantized))
+            object.__setattr__(self, "kv_bits", min(min(layer.kv_bits, layer.value_bits) for layer in quantized))
+            object.__setattr__(self, "kv_group_size", min(layer.kv_group_size for layer in quantized))
         if type(self.kv_bits) is not int or self.kv_bits not in QUANT_BITS:
             raise ArgumentError("kv_bits", f"is {self.kv_bits!r:.80}; expected 8, 4, or 0 for no quantization")
         if type(self.kv_group_size) is not int or self.kv_group_size < 1:
@@ -84,6 +84,11 @@ class CacheOptions:
             return LayerChoice(self.kv_bits, self.kv_group_size)
         return self.kv_format.layers[number]
 
+    def of_layer(self, number: int) -> "CacheOptions":
+        """Those of a cache of this layer alone."""
+        tuned = self.kv_format and replace(self.kv_format, layers=(self.layer(number),))
+        return replace(self, kv_format=tuned)
+
     def at(self, kv_bits: int) -> "CacheOptions":
         """The same with so many bits in every layer, and no format."""
         group = self.kv_group_size if self.kv_format is None else DEFAULT_KV_GROUP_SIZE
@@ -92,8 +97,9 @@ class CacheOptions:
     def check_head(self, width: int) -> None:
         """Raise a ValueError unless heads of this width can be stored so."""
         layers = [self.layer(0)] if self.kv_format is None else self.kv_format.layers
-        for own in dict.fromkeys((layer.kv_bits, layer.kv_group_size) for layer in layers):
-            check_quantization(*own, width, names=("kv_bits", "kv_group_size"))
+        kinds = [(bits, own.kv_group_size) for own in layers for bits in (own.kv_bits, own.value_bits)]
+        for kind in dict.fromkeys(kinds):
+            check_quantization(*kind, width, names=("kv_bits", "kv_group_size"))
 
 
 DEFAULT_OPTIONS = CacheOptions()

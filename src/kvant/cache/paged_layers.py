@@ -329,6 +329,7 @@ def kernel_of(
         mask=own.kind == "chunks",  # the model's own says which are seen
         sinks=may_have_sinks,
         window=None if own.kind == "chunks" else own.window,
+        value_bit=own.value_bits,
     )
     form = {"quant_bit": use.quant_bit, "quant_group": use.quant_group, "value_dim": use.value_dim}
     return use, resolve(kernels, unsupported_reason((1, 1, 1, use.head_dim), **form), [use])

@@ -214,7 +214,7 @@ class PoolLayerView:
             value,
             self.layer.arrays,
             self.batch.placed(self.part),
-            quant_bit=own.kv_bits,
+            **own.bits,
             quant_group=own.kv_group_size,
             mask=mask,
             bias_split=self.front.bias_split,

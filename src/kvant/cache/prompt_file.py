@@ -39,7 +39,7 @@ class PromptCacheFile(Sequence[KVCache]):
 
     def _read(self, make_cache: Callable[..., ModelCache]) -> ModelCache:
         layers = [layer for layer in self.header.layers if layer.has_tokens]
-        options: dict[str, Any] = {"kv_bits": max((layer.kv_bits for layer in layers), default=0)}
+        options: dict[str, Any] = {"kv_bits": max((max(layer.bits.values()) for layer in layers), default=0)}
         if options["kv_bits"]:  # a bridged layer's group may be a part of the one asked for
             options["kv_group_size"] = math.lcm(*(layer.kv_group_size for layer in layers))
         options["bias_split"] = any(layer.split_pairs is not None for layer in layers)

@@ -62,13 +62,11 @@ def report(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Choose what keys go through, and bits by layer, on one half of the text; measure the choice on the "
-            "other; write FILE for --kv-format.",
+            help="Choose what keys go through, and bits by layer, of keys and of values, on one half of the text; "
+            "measure the choice on the other; write FILE for --kv-format.",
         ),
     ] = None,
-    kv_bits: Annotated[
-        int | None, typer.Option(help="With --tune: bits of the layers that get no more; default: 4.")
-    ] = None,
+    kv_bits: Annotated[int | None, typer.Option(help="With --tune: bits of what gets no more; default: 4.")] = None,
     max_kld: Annotated[
         float | None,
         typer.Option(help="With --tune: layers get 8 bits until the mean KLD is at most this; default: 0.005."),

@@ -96,6 +96,7 @@ def pool_format(
         DTYPE_NAMES[dtype],
         window=window,
         max_seq_len=max_seq_len,
+        value_bits=choice.value_bits,
         split_pairs=None if pairs is None else tuple(pairs),
         front="+".join(filter(None, ("norms" if balanced else "", choice.name))),
     )
@@ -124,7 +125,8 @@ def pool_size(
     tuned, count = options.kv_format, config.num_hidden_layers
     layers: Sequence[int] = [0] * count
     if tuned is not None and len(tuned.layers) > count:  # a stage of a pipeline: each as the widest of all
-        layers = [max(range(len(tuned.layers)), key=lambda n: tuned.layers[n].kv_bits or MAX_BITS)] * count
+        widths = [own.kv_bits + own.value_bits or MAX_BITS for own in tuned.layers]
+        layers = [widths.index(max(widths))] * count
     elif tuned is not None:
         tuned.check_layers(count)
         layers = range(count)

@@ -1,8 +1,8 @@
 """Attention of several sequences whose tokens are rows of shared arrays, unchecked: append, then attend.
 
 The arrays of a layer are values (2, K, T, D') and, if they are quantized, scales (2, K, T, D/G): PMX's dynamic
-batching with cache_mode 1, cache_layout 3 and one layer. Keys and values of different widths lie side by side in
-(1, K, T, D + Dv). B sequences, S new tokens each, H query heads, K kv heads, D head_dim.
+batching with cache_mode 1, cache_layout 3 and one layer. Keys and values of different widths or bits lie side by side
+in (1, K, T, a key and a value). B sequences, S new tokens each, H query heads, K kv heads, D head_dim.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +15,7 @@ import mlx.core as mx
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, value_bias_of
 from kvant.operators.cpu_attention import attend_singly, join_parts, one_part, queries_at_once
+from kvant.operators.kernels.attend import value_dim_of
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import both_masks, window_mask
 from kvant.operators.paged_kernel import StepPages, attend_pages
@@ -59,6 +60,7 @@ def append_and_attend_paged(
     *,
     quant_bit: int,
     quant_group: int,
+    value_bit: int = 0,
     mask: mx.array | None = None,
     bias_split: BiasSplit | None = None,
     sinks: mx.array | None = None,
@@ -70,6 +72,7 @@ def append_and_attend_paged(
         query: (R, H, S, D), R >= B. Sequences past the B of ``rows`` are padding: nothing is written of them, and
             their attention is 0.
         key, value: (R, K, S, D) and (R, K, S, Dv).
+        value_bit: of values; 0: as of keys.
         mask: of one sequence, which is unfused then: as :func:`kvant.operators.attention.attend_tokens` takes it, with
             a column for every token so far.
         bias_split: the biases that keys and values lack. Position j is at column j of its rotation.
@@ -81,7 +84,8 @@ def append_and_attend_paged(
         (R, H, S, Dv) in the query's dtype, and what waits to be written, as it is stored.
     """
     B, pages = len(rows.runs), rows.pages if mask is None and backend is not None else None
-    form: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group}
+    bits: dict[str, Any] = {"quant_bit": quant_bit, "value_bit": value_bit}
+    form = bits | {"quant_group": quant_group}
     waiting: list[mx.array] | None = None
     if rows.new is None:
         waiting = fitted_tokens(key, value, arrays, **form, alone=True)
@@ -90,7 +94,7 @@ def append_and_attend_paged(
     options: dict[str, Any] = {"bias_split": bias_split, "sinks": sinks}
     if pages is not None:
         return attend_pages(query, arrays, pages, **form, **options, backend=backend), None
-    own = attend_rows(query, arrays, rows, quant_bit=quant_bit, mask=mask, waiting=waiting or (), **options)
+    own = attend_rows(query, arrays, rows, **bits, mask=mask, waiting=waiting or (), **options)
     return own, waiting
 
 
@@ -100,6 +104,7 @@ def attend_rows(
     rows: PagedRows,
     *,
     quant_bit: int,
+    value_bit: int = 0,
     mask: mx.array | None = None,
     waiting: Sequence[mx.array] = (),
     bias_split: BiasSplit | None = None,
@@ -111,10 +116,9 @@ def attend_rows(
     few = S <= FEW_ROWS and on_cpu
     dtype = mx.float32 if few or bias_split is not None else query.dtype  # as attention takes them
     counts = [sum(end - first for first, end in own) for own in rows.runs]
-    sides, K, _, width = arrays[0].shape
-    row_bytes = 4 * sides * K * width * (2 if quant_bit == 4 else 1)  # as float32
+    row_bytes = 4 * arrays[0].shape[1] * (D + value_dim_of(arrays[0], D, quant_bit, value_bit))  # as float32
     size = tokens_at_once(row_bytes, S, quant_bit)
-    form: dict[str, Any] = {"quant_bit": quant_bit, "dtype": dtype, "key_dim": D, "copy": few and quant_bit > 0}
+    form: dict[str, Any] = {"quant_bit": quant_bit, "value_bit": value_bit, "key_dim": D, "copy": quant_bit > 0}
     outputs: list[mx.array] = []
     for share in _shares(counts, size):
         # The bytes of several sequences are put side by side and made floats in one multiplication: on a CPU twice as
@@ -123,9 +127,9 @@ def attend_rows(
         # Without this dependency MLX reads the tokens of every share before it uses the first.
         readable = mx.depends(arrays, outputs[-1:]) if outputs else arrays
         if counts[share.start] > size and on_cpu and mask is None and rows.window is None:
-            outputs.append(_attend_in_parts(query[share], readable, joined, quant_bit, size, bias_split, sinks))
+            outputs.append(_attend_in_parts(query[share], readable, joined, form, size, bias_split, sinks))
             continue
-        keys, values = read_rows(readable, joined, waiting, **form)
+        keys, values = read_rows(readable, joined, waiting, **form | {"copy": few and quant_bit > 0}, dtype=dtype)
         ends = list(accumulate(counts[share]))[:-1]
         tokens = list(zip(mx.split(keys, ends, axis=2), mx.split(values, ends, axis=2), rows.first[share], strict=True))
         if few and mask is None and queries_at_once(1, H, S, keys.shape[2]) == S:
@@ -159,6 +163,7 @@ def read_rows(
     waiting: Sequence[mx.array] = (),
     *,
     quant_bit: int,
+    value_bit: int = 0,
     dtype: mx.Dtype,
     key_dim: int,
     copy: bool = False,
@@ -175,7 +180,7 @@ def read_rows(
     ]
     if waiting:
         stored = [mx.concatenate([held, more], axis=2) for held, more in zip(stored, waiting, strict=True)]
-    return float_tokens(stored, quant_bit=quant_bit, dtype=dtype, key_dim=key_dim)
+    return float_tokens(stored, quant_bit=quant_bit, value_bit=value_bit, dtype=dtype, key_dim=key_dim)
 
 
 def write_rows(
@@ -183,20 +188,15 @@ def write_rows(
     value: mx.array,
     arrays: Sequence[mx.array],
     rows: list[Run] | mx.array,
-    *,
-    quant_bit: int,
-    quant_group: int,
-    backend: Backend | None = None,
+    **form: Any,
 ) -> None:
     """Quantize keys (B, K, S, D) and values (B, K, S, Dv) and write them in place.
 
     That is one operation an array, or an array and run.
 
-    ``backend``: as :func:`kvant.operators.stored_tokens.stored_tokens` has it. Scales are fitted at 4 bits.
+    ``form``: of :func:`kvant.operators.stored_tokens.fitted_tokens`.
     """
-    alone = not isinstance(rows, mx.array)
-    options: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "backend": backend}
-    new = fitted_tokens(key, value, arrays, **options, alone=alone)
+    new = fitted_tokens(key, value, arrays, **form, alone=not isinstance(rows, mx.array))
     for array, part in zip(arrays, new, strict=True):
         if not isinstance(rows, mx.array):
             put_rows(array, part, rows)
@@ -262,7 +262,7 @@ def _attend_in_parts(
     query: mx.array,
     arrays: Sequence[mx.array],
     runs: Sequence[Run],
-    quant_bit: int,
+    form: dict[str, Any],
     size: int,
     bias_split: BiasSplit | None,
     sinks: mx.array | None,
@@ -272,7 +272,7 @@ def _attend_in_parts(
     A few queries are each as alone: a part ends at a multiple of ``size``. The last part of many queries has all of
     their tokens too.
     """
-    _, H, S, D = query.shape
+    _, H, S, _ = query.shape
     T, streams, few = sum(end - first for first, end in runs), cpu_streams(), S <= FEW_ROWS
     singles = query.transpose(2, 0, 1, 3).astype(mx.float32)  # (S, 1, H, D)
     parts: list[mx.array] = []
@@ -282,8 +282,7 @@ def _attend_in_parts(
         split = bias_split and replace(bias_split, rotation=bias_split.rotation[..., start:])
         with mx.stream(streams[number % len(streams)]):
             readable = mx.depends(arrays, [before])
-            own, copy = cut_runs(runs, start, end), quant_bit > 0
-            key, value = read_rows(readable, own, quant_bit=quant_bit, dtype=mx.float32, key_dim=D, copy=copy)
+            key, value = read_rows(readable, cut_runs(runs, start, end), **form, dtype=mx.float32)
             if bias_split is not None and sinks is not None:
                 value = value + bias_split.value_bias[:, None]
             if few:

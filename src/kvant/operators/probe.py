@@ -20,7 +20,7 @@ from kvant.operators.kernels.attend import MAX_NEW_TOKENS, PAGE_SIZE, threadgrou
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import window_mask
 from kvant.operators.paged_kernel import attend_fused, attend_pages, step_pages
-from kvant.operators.quantization import multiply_scale, quantized_dtype
+from kvant.operators.quantization import quantized_dtype
 from kvant.operators.stored_tokens import fitted_tokens, float_tokens, stored_tokens
 
 KV_HEADS = 4
@@ -40,7 +40,7 @@ class KernelUse:
     Attributes:
         head_dim, value_dim: of keys and of values.
         dtype: of queries, and at 0 bits of keys and values.
-        quant_bit, quant_group, scale_dtype: of the cache.
+        quant_bit, quant_group, scale_dtype: of the cache. value_bit: of its values; 0: as of its keys.
         heads: query heads of a kv head, H/K; None: not known.
         pairs: rotary pairs of a bias split; None: there is none.
         cache_dtype: of stored keys and values at 0 bits; None: ``dtype``.
@@ -65,10 +65,17 @@ class KernelUse:
     paged: bool = True
     window: int | None = None
     is_alibi: bool = False
+    value_bit: int = 0
+
+    @property
+    def bits(self) -> dict[str, Any]:
+        """As the operators take them."""
+        return {"quant_bit": self.quant_bit, "value_bit": self.value_bit}
 
     def __str__(self) -> str:
         values = "" if self.value_dim == self.head_dim else f" with values of {self.value_dim}"
-        kind = f"{self.quant_bit} bits g{self.quant_group}" if self.quant_bit else "floats"
+        bits = self.quant_bit if self.value_bit in (0, self.quant_bit) else f"{self.quant_bit}/{self.value_bit}"
+        kind = f"{bits} bits g{self.quant_group}" if self.quant_bit else "floats"
         has_split, has_window = self.pairs is not None, self.window is not None
         extras = {"bias split": has_split, "mask": self.mask, "window": has_window, "ALiBi": self.is_alibi}
         dtype = str(self.dtype).removeprefix("mlx.core.")
@@ -144,7 +151,7 @@ class Trial:
 
     def __init__(self, use: KernelUse, heads: int) -> None:
         self.use = use
-        self.form: dict[str, Any] = {"quant_bit": use.quant_bit, "quant_group": use.quant_group}
+        self.form: dict[str, Any] = use.bits | {"quant_group": use.quant_group}
         self.stores = fitted_tokens if use.paged else stored_tokens  # as a cache does, or PMX's operator
         K, D, Dv, S, R = KV_HEADS, use.head_dim, use.value_dim, MAX_NEW_TOKENS, ROWS
         self.window = None if use.window is None else min(use.window, R // 2)  # no constant of an instance
@@ -220,7 +227,7 @@ class Trial:
     def _unfused(self, arrays: list[mx.array], b: int, S: int, sinks: bool) -> mx.array:
         use, (_, H, _, D), places, first = self.use, self.query.shape, self._places(b, S), self.spans[b][0]
         stored = [array[:, :, mx.array(places)][None] for array in arrays]
-        tokens = float_tokens(stored, quant_bit=use.quant_bit, dtype=mx.float32, key_dim=D)
+        tokens = float_tokens(stored, **use.bits, dtype=mx.float32, key_dim=D)
         T = len(places)
         mask = window_mask(S, T, self.window or T)
         if self.mask is not None:
@@ -231,13 +238,16 @@ class Trial:
 
     def _stored_problem(self, new: Sequence[mx.array], expected: Sequence[mx.array]) -> str | None:
         """The difference in the new tokens as the kernel stored them; None: there is none."""
+        D, G = self.use.head_dim, self.use.quant_group
         if not self.use.quant_bit:
             return None  # nothing is computed
-        given, wanted = (  # (B, 2, K, S, D/G, G)
-            mx.unflatten(multiply_scale(quantized, scale, self.use.quant_bit, mx.float32), -1, (scale.shape[-1], -1))
-            for quantized, scale in (new, expected)
-        )
-        off = mx.abs(given - wanted) / mx.abs(expected[1].astype(mx.float32))[..., None]
+
+        def joined(stored: Sequence[mx.array], key_dim: int, **bits: Any) -> mx.array:  # (B, K, S, D + Dv)
+            return mx.concatenate([*float_tokens(stored, **bits, dtype=mx.float32, key_dim=key_dim)], axis=-1)
+
+        given, wanted = (joined(stored, D, **self.use.bits) for stored in (new, expected))
+        scales = joined(expected[1:], D // G, quant_bit=0)
+        off = mx.abs(given - wanted) / mx.repeat(mx.abs(scales), G, axis=-1)
         most, share = _number(off.max()), _number((off > 0.5).astype(mx.float32).mean())
         if most <= MAX_STEPS_OFF and share <= MAX_SHARE_OFF:
             return None
@@ -246,12 +256,12 @@ class Trial:
     def _empty(self, rows: int) -> list[mx.array]:
         """The cache, and its scale if there is one, of NaN."""
         use = self.use
-        sides, width = (2, use.head_dim) if use.value_dim == use.head_dim else (1, use.head_dim + use.value_dim)
-        shape = (sides, KV_HEADS, len(self.spans) * rows)
-        if not use.quant_bit:
-            return [mx.full((*shape, width), math.nan, use.cache_dtype or use.dtype)]
-        quantized = mx.zeros((*shape, width * use.quant_bit // 8), quantized_dtype(use.quant_bit))
-        return [quantized, mx.full((*shape, width // use.quant_group), math.nan, use.scale_dtype)]
+        dtype = quantized_dtype(**use.bits) if use.quant_bit else use.cache_dtype or use.dtype
+        shape = (1, KV_HEADS, len(self.spans) * rows)
+        key, value = (mx.zeros((*shape, width)) for width in (use.head_dim, use.value_dim))
+        arrays = stored_tokens(key, value, [mx.zeros(0, dtype), mx.zeros(0, use.scale_dtype)], **self.form, alone=True)
+        arrays[-1] = mx.full(arrays[-1].shape, math.nan, arrays[-1].dtype)
+        return arrays
 
     def _places(self, b: int, S: int) -> list[int]:
         """The rows of sequence b's tokens, S new ones included, in the order of positions."""

@@ -111,8 +111,7 @@ def multiply_scale(quantized: mx.array, scale: mx.array, quant_bit: int, product
     one rounding, and float16 arithmetic takes ten times as long there. On a GPU they pass the scale's too, for
     half precision. (A product in bfloat16 rounds the scale: attention's error at 8 bits was 1.12 to 1.19 times that.)
     """
-    if quant_bit == 4:
-        quantized = _unpack_nibbles(quantized)
+    quantized = _unpack_nibbles(quantized) if quant_bit == 4 else mx.view(quantized, mx.int8)
     # float32 holds the product of a quantized value and a float16 scale exactly (8 + 11 bits). So rounding it to
     # float16 gives the product in float16.
     dtype = mx.float32 if mx.default_device().type == mx.cpu else product_dtype
@@ -142,9 +141,9 @@ def check_quantization(
         raise ValueError(f"head dimension {head_dim} is odd; 4 bits pack two values in a byte")
 
 
-def quantized_dtype(quant_bit: int) -> mx.Dtype:
-    """The dtype of stored quantized values: int8, or uint8 for packed nibbles."""
-    return mx.uint8 if quant_bit == 4 else mx.int8
+def quantized_dtype(quant_bit: int, value_bit: int = 0) -> mx.Dtype:
+    """The dtype of stored quantized values: int8, or uint8 for packed nibbles and for bytes of both kinds."""
+    return mx.uint8 if 4 in (quant_bit, value_bit) else mx.int8
 
 
 def _pack_nibbles(quantized: mx.array) -> mx.array:

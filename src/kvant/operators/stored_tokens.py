@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.operators.kernels.attend import quantize_tokens
+from kvant.operators.kernels.attend import quantize_tokens, value_dim_of
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.quantization import FITTED_BITS, multiply_scale, quantize, quantize_fitted
 
@@ -17,15 +17,17 @@ def stored_tokens(
     *,
     quant_bit: int,
     quant_group: int,
+    value_bit: int = 0,
     backend: Backend | None = None,
     alone: bool = False,
     fit: bool = False,
 ) -> list[mx.array]:
     """Keys and values (B, K, S, D) as a cache and its scale, if there is one, store them: (B, 2, K, S, last) each.
 
-    Keys and values of different widths lie side by side: (B, 1, K, S, last).
+    Keys and values of different widths or bits lie side by side: (B, 1, K, S, last).
 
     Args:
+        value_bit: of values; 0: as of keys.
         arrays: the cache, and its scale if there is one. The results have their dtypes.
         alone: B is 1, and the results have no axis for it.
         backend: where one launch quantizes both; None: MLX operations do.
@@ -33,31 +35,39 @@ def stored_tokens(
     """
     B, K, S, D = key.shape
     if quant_bit and backend is not None:
-        options: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "backend": backend, "fit": fit}
-        words, scales = quantize_tokens(key, value, **options, scale_dtype=arrays[1].dtype)
+        options: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "value_bit": value_bit}
+        words, scales = quantize_tokens(key, value, **options, scale_dtype=arrays[1].dtype, backend=backend, fit=fit)
         axes = (0, 1) if alone else 0
         return [mx.view(words.squeeze(axes), arrays[0].dtype), scales.squeeze(axes)]  # [0] would be a gather
+
+    def quantized(x: mx.array, bits: int) -> tuple[mx.array, mx.array]:
+        if fit and bits == FITTED_BITS:
+            return quantize_fitted(x, quant_group, arrays[1].dtype)
+        return quantize(x, quant_bit=bits, quant_group=quant_group, scale_dtype=arrays[1].dtype)
+
+    if value_bit not in (0, quant_bit):
+        sides = zip(quantized(key, quant_bit), quantized(value, value_bit), arrays, strict=True)
+        joined = [mx.concatenate([mx.view(x, own.dtype) for x in parts], axis=-1) for *parts, own in sides]
+        return joined if alone else [x[:, None] for x in joined]
     if value.shape[3] == D:
         both = mx.concatenate([key, value], axis=1).reshape(*([] if alone else [B]), 2, K, S, D)
     else:
         both = mx.concatenate([key, value], axis=-1)
         both = both if alone else both[:, None]
-    if not quant_bit:
-        return [both.astype(arrays[0].dtype)]
-    if fit:
-        return list(quantize_fitted(both, quant_group, arrays[1].dtype))
-    return list(quantize(both, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=arrays[1].dtype))
+    return list(quantized(both, quant_bit)) if quant_bit else [both.astype(arrays[0].dtype)]
 
 
 def fitted_tokens(key: mx.array, value: mx.array, arrays: Sequence[mx.array], **options: Any) -> list[mx.array]:
     """:func:`stored_tokens` as the engine's caches have them: PMX's at 8 bits, and at 4 bits nearer than PMX's."""
-    return stored_tokens(key, value, arrays, **options, fit=options["quant_bit"] == FITTED_BITS)
+    fit = FITTED_BITS in (options["quant_bit"], options.get("value_bit"))
+    return stored_tokens(key, value, arrays, **options, fit=fit)
 
 
 def float_tokens(
     stored: Sequence[mx.array],
     *,
     quant_bit: int,
+    value_bit: int = 0,
     dtype: mx.Dtype,
     product_dtype: mx.Dtype | None = None,
     key_dim: int | None = None,
@@ -66,15 +76,24 @@ def float_tokens(
 
     ``product_dtype`` is the dtype of a quantized value times its scale. PMX's is the scale's. None: float32, but the
     scale's on a GPU for half precision, so that no array of float32 is made. ``key_dim`` is the width of keys that lie
-    side by side with values of another width.
+    side by side with values.
     """
     if product_dtype is None:
         wide = dtype == mx.float32 or mx.default_device().type == mx.cpu
         product_dtype = mx.float32 if wide or not quant_bit else stored[1].dtype
-    both = multiply_scale(stored[0], stored[1], quant_bit, product_dtype) if quant_bit else stored[0]
-    both = both.astype(dtype)
-    if both.ndim == 4:
-        return (both[:1], both[1:]) if both.shape[0] == 2 else (both[..., :key_dim], both[..., key_dim:])
-    if both.shape[1] == 2:
-        return both[:, 0], both[:, 1]
-    return both[:, 0, :, :, :key_dim], both[:, 0, :, :, key_dim:]
+
+    def floats(own: Sequence[mx.array], bits: int) -> mx.array:
+        return (multiply_scale(own[0], own[1], bits, product_dtype) if bits else own[0]).astype(dtype)
+
+    if value_bit not in (0, quant_bit):
+        assert key_dim is not None
+        width = key_dim + value_dim_of(stored[0], key_dim, quant_bit, value_bit)
+        ends = key_dim * quant_bit // 8, stored[1].shape[-1] * key_dim // width  # of a key in a row, and of its scales
+        keys = floats([array[..., :end] for array, end in zip(stored, ends, strict=True)], quant_bit)
+        values = floats([array[..., end:] for array, end in zip(stored, ends, strict=True)], value_bit)
+    else:
+        both = floats(stored, quant_bit)
+        if both.shape[-4] == 2:
+            return (both[:1], both[1:]) if both.ndim == 4 else (both[:, 0], both[:, 1])
+        keys, values = both[..., :key_dim], both[..., key_dim:]
+    return (keys, values) if keys.ndim == 4 else (keys[:, 0], values[:, 0])

@@ -39,7 +39,7 @@ def test_attention_is_the_oracle_s(instance: KernelCase) -> None:
 def test_the_cases_cover_what_they_say() -> None:
     """The gate's third too: the formats, and shapes of batches, threadgroups and pages."""
     cases = [case for instance in GATE for case in runs(instance)]
-    assert {(case.quant_bit, case.quant_group) for case in cases} == set(OPTIONS["format"])
+    assert {(*case.bits, case.quant_group) for case in cases} == set(OPTIONS["format"])
     assert {(case.head_dim, case.values) for case in cases} == set(OPTIONS["widths"])
     assert {(case.layout, case.window is None) for case in cases} == set(product(("rows", "pages"), (False, True)))
     assert {len(set(case.offsets)) for case in cases} >= {1, 2, 3}, "lengths in a batch"
@@ -188,8 +188,10 @@ def test_numbers_do_not_depend_on_whether_the_rows_are_known(layout: str, window
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("bits", "group"), [own for own in FORMATS if own[0]])
-def test_appended_values_and_scales_are_the_operator_s_to_the_bit(bits: int, group: int, dtype: str) -> None:
+@pytest.mark.parametrize(("bits", "value_bits", "group"), [own for own in FORMATS if own[0]])
+def test_appended_values_and_scales_are_the_operator_s_to_the_bit(
+    bits: int, value_bits: int, group: int, dtype: str
+) -> None:
     """In float32 and, MLX rounding a half-precision quotient as the kernel does, in the others too."""
     rng = np.random.default_rng(bits * group + FLOATS.index(dtype))
     D, Dv = (group * int(rng.integers(1, 1 + 640 // group)) for _ in range(2))
@@ -198,8 +200,9 @@ def test_appended_values_and_scales_are_the_operator_s_to_the_bit(bits: int, gro
         shape = [int(rng.integers(1, top)) for top in (4, 4, 9)]  # B, K, S
         widths = (D, Dv if data in ("ties", "large") else D)
         key, value = (to_mx(draw_values(rng, (*shape, width), data, spec), dtype) for width in widths)
-        for fit in {False, bits == FITTED_BITS}:
-            check_append(key, value, scale_dtype, quant_bit=bits, quant_group=group, fit=fit)
+        for fit in {False, FITTED_BITS in (bits, value_bits)}:
+            form = {"quant_bit": bits, "value_bit": value_bits, "quant_group": group}
+            check_append(key, value, scale_dtype, **form, fit=fit)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

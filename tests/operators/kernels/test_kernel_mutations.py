@@ -41,19 +41,23 @@ WINDOW = replace(WIDE, head_dim=64, offset=140, max_tokens=150, window=20)
 SEVEN = KernelCase(ratio=7, head_dim=64, offset=100, max_tokens=110, batch=2, pairs=3, mask="float", splits=2)
 # Keys and values beside each other.
 BESIDE = KernelCase(ratio=2, head_dim=192, value_dim=128, offset=70, max_tokens=75, batch=2, splits=2)
-CASES = [ALONE, EMPTY, RAGGED, MASKED, NIBBLES, PAGES, WIDE, WINDOW, SEVEN, BESIDE]
+APART = replace(ALONE, value_bit=4)  # keys of 8 bits
+CASES = [ALONE, EMPTY, RAGGED, MASKED, NIBBLES, PAGES, WIDE, WINDOW, SEVEN, BESIDE, APART]
 
 
 Check = Callable[..., Any]
 
 
-def quantized(dtype: mx.Dtype, quant_bit: int = 8, *, nan: bool = False, group: int = 8, fit: bool = False) -> Check:
-    """The append's check. 20 words of a token's key at 8 bits, 10 at 4: a simdgroup is not full."""
+def quantized(
+    dtype: mx.Dtype, quant_bit: int = 8, *, nan: bool = False, group: int = 8, fit: bool = False, value_bit: int = 0
+) -> Check:
+    """The append's check. A token's key takes ten threads: a simdgroup is not full."""
     x = np.random.default_rng(7).standard_normal((2, 2, 5, 3, 80)).astype(np.float32)
     if nan:
         x[0, 0, 1, 1, 9] = np.nan
     key, value = (mx.array(side).astype(dtype) for side in x)
-    return partial(check_append, key, value, quant_bit=quant_bit, quant_group=group, fit=fit)
+    form = {"quant_bit": quant_bit, "value_bit": value_bit, "quant_group": group}
+    return partial(check_append, key, value, **form, fit=fit)
 
 
 class Mutant(NamedTuple):
@@ -88,7 +92,7 @@ MUTANTS = [
     Mutant("a row before the window", WINDOW, OUTSIDE, "min(max(row, rows.low), end - 1)", "min(row, end - 1)"),
     Mutant("another sequence's length", RAGGED, OUTSIDE, "offset[batch % offset_shape[0]]", "offset[0]"),
     Mutant("another sequence's pages", PAGES, NUMBERS, "pages[batch * pages_shape[1] + base", "pages[base"),
-    Mutant("rows of keys beside values", BESIDE, OUTSIDE, "BESIDE ? DIM + VALUE_DIM : DIM;", "DIM;"),
+    Mutant("rows of keys beside values", BESIDE, OUTSIDE, "KEY_WORDS + (BESIDE ? VALUE_WORDS : 0);", "KEY_WORDS;"),
     Mutant("a query that does not exist", ALONE, OUTSIDE,
            "a = min(first_query + j, head_queries - 1)", "a = first_query + j"),
     Mutant("idle lanes count", WIDE, NUMBERS, "chunk < KEY_CHUNKS ? score_scale : 0.0f", "score_scale"),
@@ -105,7 +109,7 @@ MUTANTS = [
     Mutant("a rounding that is left out", quantized(mx.float16), NUMBERS,
            "float(T(quotient))", "quotient", "append.h"),
     Mutant("a NaN made an integer", quantized(mx.float32, nan=True), "Undefined",
-           "rounded > float(LEAST) ? int(min(rounded, float(MAX_QUANTIZED))) : LEAST",
+           "rounded > float(least) ? int(min(rounded, float(most))) : least",
            "int(rounded)", "append.h"),
     Mutant("a fit to one thread's values", quantized(mx.float32, 4, group=16, fit=True), NUMBERS,
            "products += simd_shuffle_xor(products, other);", "", "append.h"),
@@ -115,6 +119,11 @@ MUTANTS = [
            "high > -low ? high : low", "high", "append.h"),
     Mutant("the least of one thread's values", quantized(mx.float32, 4, group=16, fit=True), NUMBERS,
            "low = -kvant_larger(-low, -simd_shuffle_xor(low, other));", "", "append.h"),
+    Mutant("values of the keys' bits", APART, f"{NUMBERS}|{OUTSIDE}", "Eight<VALUE_BITS, C>;", "Eight<BITS, C>;"),
+    Mutant("the keys' factor for values", APART, NUMBERS, "kvant_factor<VALUE_BITS>(e)", "kvant_factor<BITS>(e)"),
+    Mutant("the keys' groups for values", APART, NUMBERS, "(BESIDE ? DIM : 0) + chunk", "chunk"),
+    Mutant("bits that are swapped", quantized(mx.float32, 8, value_bit=4, fit=True), f"{NUMBERS}|{OUTSIDE}",
+           "of_value ? VALUE_BITS : BITS", "of_value ? BITS : VALUE_BITS", "append.h"),
 ]  # fmt: skip
 
 

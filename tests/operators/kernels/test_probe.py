@@ -233,6 +233,8 @@ USES = {
     "no pages": replace(PLAIN, pairs=3, paged=False),
     "ALiBi": replace(PLAIN, paged=False, is_alibi=True),
     "two widths": replace(PLAIN, value_dim=128),
+    "8 and 4 bits": replace(PLAIN, value_bit=4),
+    "two widths, 4 and 8 bits": replace(PLAIN, value_dim=128, quant_bit=4, value_bit=8, pairs=3),
 }
 Change = Callable[[mx.array], mx.array]
 
@@ -275,6 +277,7 @@ def test_the_kernel_itself_is_right_on_the_host(name: str) -> None:
         ("plain", "combine", _times(1.02)),
         ("plain", "combine", _times(float("nan"))),
         ("plain", "append", lambda x: x ^ 0x02020202),
+        ("8 and 4 bits", "append", lambda x: x ^ 0x02020202),
     ],
 )
 def test_a_kernel_that_does_something_else_is_found_out(

@@ -4,7 +4,7 @@
 // Inputs:
 //   query (B, H, S, DIM) T
 //   cache (1, B, 2, K, rows, stored), or of a pool (2, K, rows, stored); it holds the new tokens already. Keys and values
-//     of different widths lie side by side: 1 in place of 2
+//     of different widths or bits lie side by side: 1 in place of 2
 //   scale: the same, with (DIM / GROUP) in place of stored; any array where BITS is 0
 //   offset (1 or B,) int: tokens before the new ones
 //   pages (B, pages), first (B,) int: where PAGE is not 0, a sequence's pages, and the position of its first row
@@ -25,7 +25,8 @@
 // share a row. Of the UNROLL * QUERIES scores of its rows, number query * UNROLL + row, each lane adds up and turns into
 // weights OWN, as many as REPEAT lanes at once where there are fewer scores than lanes.
 
-using Stored = Eight<BITS, C>;
+using Key = Eight<BITS, C>;
+using Value = Eight<VALUE_BITS, C>;
 constexpr int KEY_CHUNKS = DIM / KVANT_WIDTH;
 constexpr int VALUE_CHUNKS = VALUE_DIM / KVANT_WIDTH;
 constexpr int CHUNKS = KEY_CHUNKS > VALUE_CHUNKS ? KEY_CHUNKS : VALUE_CHUNKS;
@@ -33,11 +34,12 @@ constexpr int LANES = CHUNKS <= 8 ? 8 : (CHUNKS <= 16 ? 16 : 32);  // with 96 el
 constexpr int LANE_GROUPS = 32 / LANES;
 constexpr int KEY_PARTS = (KEY_CHUNKS + LANES - 1) / LANES;  // chunks of a lane
 constexpr int VALUE_PARTS = (VALUE_CHUNKS + LANES - 1) / LANES;
-constexpr bool BESIDE = DIM != VALUE_DIM;  // keys and values are in the same rows
-constexpr int ROW = BESIDE ? DIM + VALUE_DIM : DIM;  // elements
-constexpr int ELEMENT_BITS = BITS ? BITS : 8 * int(sizeof(C));
-constexpr int ROW_WORDS = ROW * ELEMENT_BITS / 32;
-constexpr int ROW_SCALES = ROW / GROUP;
+constexpr bool BESIDE = DIM != VALUE_DIM || BITS != VALUE_BITS;  // keys and values are in the same rows
+constexpr int ELEMENT_BITS = BITS ? BITS : 8 * int(sizeof(C));  // of a key
+constexpr int KEY_WORDS = DIM * ELEMENT_BITS / 32;
+constexpr int VALUE_WORDS = VALUE_DIM * (VALUE_BITS ? VALUE_BITS : ELEMENT_BITS) / 32;
+constexpr int ROW_WORDS = KEY_WORDS + (BESIDE ? VALUE_WORDS : 0);
+constexpr int ROW_SCALES = (BESIDE ? DIM + VALUE_DIM : DIM) / GROUP;
 constexpr int LANE_WORDS = KEY_PARTS * KVANT_WIDTH * ELEMENT_BITS / 32;
 constexpr int UNROLL = LANE_WORDS > 8 ? 1 : (LANE_WORDS > 4 || QUERIES > 4 ? 2 : 4);
 constexpr int SCORES = QUERIES * UNROLL;
@@ -87,7 +89,7 @@ const size_t first_key = (size_t(PAGE ? 0 : batch) * (BESIDE ? 1 : 2) * heads + 
 const size_t first_value = BESIDE ? first_key : first_key + size_t(heads) * max_rows;
 const KVANT_DEVICE uint* words = reinterpret_cast<const KVANT_DEVICE uint*>(cache);
 const KVANT_DEVICE uint* keys = words + first_key * ROW_WORDS;
-const KVANT_DEVICE uint* values = words + first_value * ROW_WORDS;
+const KVANT_DEVICE uint* values = words + first_value * ROW_WORDS + (BESIDE ? KEY_WORDS : 0);
 
 const float score_scale = numbers[0];
 const KVANT_DEVICE T* queries = query + (size_t(batch) * heads + head) * head_queries * DIM;
@@ -148,7 +150,7 @@ if (BIAS) {
 for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
     // A step's rows are in one page. Rows that do not exist are read as the nearest one that does; their weight is 0.
     const int moved = PAGE ? pages[batch * pages_shape[1] + base / PAGE_OR_ONE] * PAGE - base / PAGE_OR_ONE * PAGE : 0;
-    typename Stored::Raw key_raw[UNROLL][KEY_PARTS];
+    typename Key::Raw key_raw[UNROLL][KEY_PARTS];
     float key_scale[UNROLL][KEY_PARTS];
     KVANT_UNROLL
     for (int u = 0; u < UNROLL; u++) {
@@ -157,7 +159,7 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
         KVANT_UNROLL
         for (int part = 0; part < KEY_PARTS; part++) {
             const uint chunk = uint(min(lane_chunk + part * LANES, KEY_CHUNKS - 1));
-            key_raw[u][part] = Stored::load(keys + stored * ROW_WORDS, chunk);
+            key_raw[u][part] = Key::load(keys + stored * ROW_WORDS, chunk);
             key_scale[u][part] =
                 BITS ? float(scale[first_key * ROW_SCALES + stored * ROW_SCALES + chunk * KVANT_WIDTH / GROUP]) : 1.0f;
         }
@@ -172,7 +174,7 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
         KVANT_UNROLL
         for (int part = 0; part < KEY_PARTS; part++) {
             float x[KVANT_WIDTH];
-            Stored::floats(key_raw[u][part], x);
+            Key::floats(key_raw[u][part], x);
             KVANT_UNROLL
             for (int j = 0; j < QUERIES; j++) {
                 float dot = 0.0f;
@@ -186,7 +188,7 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
     }
 
     // Values are on their way while scores are summed up.
-    typename Stored::Raw value_raw[UNROLL][VALUE_PARTS];
+    typename Value::Raw value_raw[UNROLL][VALUE_PARTS];
     float value_scale[UNROLL][VALUE_PARTS];
     KVANT_UNROLL
     for (int u = 0; u < UNROLL; u++) {
@@ -194,10 +196,11 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
         const uint stored = uint(moved + min(max(row, rows.low), end - 1));
         KVANT_UNROLL
         for (int part = 0; part < VALUE_PARTS; part++) {
-            const uint chunk = uint(min(lane_chunk + part * LANES, VALUE_CHUNKS - 1)) + (BESIDE ? KEY_CHUNKS : 0);
-            value_raw[u][part] = Stored::load(values + stored * ROW_WORDS, chunk);
+            const uint chunk = uint(min(lane_chunk + part * LANES, VALUE_CHUNKS - 1));
+            value_raw[u][part] = Value::load(values + stored * ROW_WORDS, chunk);
+            const uint group = ((BESIDE ? DIM : 0) + chunk * KVANT_WIDTH) / GROUP;
             value_scale[u][part] =
-                BITS ? float(scale[first_value * ROW_SCALES + stored * ROW_SCALES + chunk * KVANT_WIDTH / GROUP]) : 1.0f;
+                BITS ? float(scale[first_value * ROW_SCALES + stored * ROW_SCALES + group]) : 1.0f;
         }
     }
 
@@ -298,7 +301,7 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
         KVANT_UNROLL
         for (int part = 0; part < VALUE_PARTS; part++) {
             float x[KVANT_WIDTH];
-            Stored::floats(value_raw[u][part], x);
+            Value::floats(value_raw[u][part], x);
             KVANT_UNROLL
             for (int j = 0; j < QUERIES; j++) {
                 const float scaled = weight[j] * value_scale[u][part];
@@ -349,7 +352,7 @@ if (lane_group == 0) {
             if (chunk < VALUE_CHUNKS && first_query + j < head_queries) {
                 KVANT_UNROLL
                 for (int e = 0; e < KVANT_WIDTH; e++) {
-                    const float total = o[j][part][e] * kvant_factor<BITS>(e);
+                    const float total = o[j][part][e] * kvant_factor<VALUE_BITS>(e);
                     const int element = e * VALUE_CHUNKS + chunk;
                     if (alone) {
                         partial[(first_out + size_t(j) * splits) * VALUE_DIM + element] = total;

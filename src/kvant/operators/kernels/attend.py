@@ -22,6 +22,7 @@ BIAS_WEIGHTS = 2048  # floats of threadgroup memory for the split-off bias: 8 Ki
 SPLIT_ROWS = 64  # of a split, at least: fewer are not worth a threadgroup
 THREADGROUPS = 1024  # wanted: enough for a large GPU. With 32 a GPU took 1/4 of the time of 4 (VeloxQuant#307, M4)
 COMBINE_SIMDGROUPS = 8
+THREAD_VALUES = 8  # that a thread quantizes
 
 
 def attend(
@@ -32,6 +33,7 @@ def attend(
     *,
     quant_bit: int,
     quant_group: int,
+    value_bit: int = 0,
     is_causal: bool = True,
     score_scale: float | None = None,
     softcap: float = 0.0,
@@ -53,9 +55,10 @@ def attend(
     Args:
         query: (B, H, S, D).
         cache: (1, B, 2, K, MaxS, D') quantized values, or floats at 0 bits; with ``pages`` a pool's (2, K, rows, D').
-            Rows that hold no token of a sequence are not read. Keys and values of different widths lie side by side:
-            1 in place of 2, and D' for both, D + Dv.
+            Rows that hold no token of a sequence are not read. Keys and values of different widths or bits lie side
+            by side: 1 in place of 2, and D' for both.
         scale: with D/G in place of D', or None at 0 bits.
+        value_bit: of values; 0: as of keys.
         offset: integers, the tokens before the new ones: () or (1,) for all sequences, or (B,), one each.
         score_scale: of the scores; None: 1 / sqrt(D).
         softcap: scores become softcap * tanh(score / softcap); 0: they stay.
@@ -74,8 +77,7 @@ def attend(
         depend on the others.
     """
     B, H, S, D = query.shape
-    sides, K = cache.shape[-4:-2]
-    Dv = D if sides == 2 else cache.shape[-1] * (2 if quant_bit == 4 else 1) - D
+    K, Dv = cache.shape[-3], value_dim_of(cache, D, quant_bit, value_bit)
     most = cache.shape[-2] if pages is None else pages.shape[1] * PAGE_SIZE
     query_tiles, query_groups, simdgroups, queries = threadgroup_shape(H // K * S, len(pairs), backend, max(D, Dv))
     wanted = num_splits(K * query_tiles)
@@ -113,6 +115,7 @@ def attend(
             "T": query.dtype,
             "C": cache.dtype,
             "BITS": quant_bit,
+            "VALUE_BITS": value_bit or quant_bit,
             "GROUP": quant_group if quant_bit else 8,
             "QUERIES": queries,
             "PAGE": 0 if pages is None else PAGE_SIZE,
@@ -151,6 +154,7 @@ def quantize_tokens(
     *,
     quant_bit: int,
     quant_group: int,
+    value_bit: int = 0,
     scale_dtype: mx.Dtype,
     backend: Backend,
     fit: bool = False,
@@ -161,20 +165,21 @@ def quantize_tokens(
 
     Returns:
         32-bit words of what the cache stores, (1, B, 2, K, S, D * bits / 32), and scales (1, B, 2, K, S, D/G). Keys and
-        values of different widths lie side by side: (1, B, 1, K, S, (D + Dv) ...).
+        values of different widths or bits lie side by side: (1, B, 1, K, S, ...).
     """
-    B, K, S, D = key.shape
-    widest = max(D, value.shape[3])
-    sides, width = (2, D) if value.shape[3] == D else (1, D + value.shape[3])
-    shape = (1, B, sides, K, S)
+    (B, K, S, D), Dv, value_bit = key.shape, value.shape[3], value_bit or quant_bit
+    shape, width, bits = (1, B, 2, K, S), D, D * quant_bit
+    if (Dv, value_bit) != (D, quant_bit):
+        shape, width, bits = (1, B, 1, K, S), D + Dv, bits + Dv * value_bit
+    form = {"BITS": quant_bit, "VALUE_BITS": value_bit, "GROUP": quant_group, "FIT": fit}
     return launch(
         "append",
         backend,
         [key, value],
-        template={"T": key.dtype, "SCALE": scale_dtype, "BITS": quant_bit, "GROUP": quant_group, "FIT": fit},
-        grid=(-(-widest * quant_bit // (32 * 32)), K * S, 2 * B),
+        template={"T": key.dtype, "SCALE": scale_dtype, **form},
+        grid=(-(-max(D, Dv) // (32 * THREAD_VALUES)), K * S, 2 * B),
         threads=32,
-        outputs=[((*shape, width * quant_bit // 32), mx.uint32), ((*shape, width // quant_group), scale_dtype)],
+        outputs=[((*shape, bits // 32), mx.uint32), ((*shape, width // quant_group), scale_dtype)],
     )
 
 
@@ -196,6 +201,15 @@ def unsupported_reason(
     if quant_bit and quant_group not in GROUPS:
         return f"groups of {quant_group}; it takes {', '.join(map(str, GROUPS))}"
     return None
+
+
+def value_dim_of(cache: mx.array, key_dim: int, quant_bit: int, value_bit: int) -> int:
+    """The width of values in a cache (..., 2, K, T, D'), or beside keys of ``key_dim`` in (..., 1, K, T, last)."""
+    if cache.shape[-4] == 2:
+        return key_dim
+    element = 8 * cache.dtype.size  # bits of what is not quantized
+    values = cache.shape[-1] * element - key_dim * (quant_bit or element)
+    return values // (value_bit or quant_bit or element)
 
 
 def num_splits(heads: int) -> int:

@@ -108,8 +108,10 @@ def _row_bytes(config: ModelConfig, settings: Settings, itemsize: int) -> int:
     """Bytes of a token's keys and values in one layer's cache."""
     K, D, cache = config.num_key_value_heads, config.head_dim, settings.cache
     layers = [cache.layer(0)] if cache.kv_format is None else cache.kv_format.layers
-    each = (own.kv_bits and (own.kv_bits, own.kv_group_size) for own in layers)
-    return max(2 * K * (D * own[0] // 8 + D // own[1] * SCALE_BYTES if own else D * itemsize) for own in {*each})
+    each = ((own.kv_bits + own.value_bits, own.kv_group_size) for own in layers)
+    return max(
+        K * D * bits // 8 + 2 * K * (D // group * SCALE_BYTES if bits else D * itemsize) for bits, group in {*each}
+    )
 
 
 def scratch_bytes(

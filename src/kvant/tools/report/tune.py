@@ -1,6 +1,6 @@
-"""Tuning a cache's format for a model: parts of the front, and the bits of each layer, chosen by divergence a byte."""
+"""Tuning a cache's format for a model: parts of the front, and bits of keys and values, chosen by divergence a byte."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,9 +15,15 @@ from kvant.tools.report.formats import REFERENCE, CacheFormat
 from kvant.tools.report.runs import Fed, compare, feed
 from kvant.tools.report.texts import Text
 
-MORE_BITS = 8  # of a layer that gets more than the others
+MORE_BITS = 8  # of keys and values that get more than the others
 WORTH = 0.97  # a further part has to leave at most this much of the divergence
+WORTH_APART = 0.85  # and keys and values with bits of their own, at no more bytes
 PARTS = ("", "center", "rotate", "balance", "center+rotate", "center+balance", "center+balance+rotate")
+
+
+SIDES = ("keys", "values")
+
+Side = tuple[int, str]  # a layer's keys or values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,17 +74,18 @@ class Statistics:
         found = (mean + sums["base"]).squeeze(1), spread.squeeze(1), mx.sqrt(squares / tokens)
         return cls(*found, () if split is None else split.pairs)
 
-    def choice(self, bits: int, group: int, parts: str) -> LayerChoice:
-        """How a layer stores tokens with some of center, balance and rotate."""
+    def choice(self, keys: int, values: int, group: int, parts: str) -> LayerChoice:
+        """How a layer stores tokens with bits of keys and of values, and some of center, balance and rotate."""
         names = parts.split("+")
         means: Any = self.mean.tolist()
         center = [[float(f"{x:.4g}") for x in row] for row in means] if "center" in names else []
         return LayerChoice(
-            bits,
+            keys,
             group,
             rotates="rotate" in names and not self.pairs,
             center=tuple(map(tuple, center)),
             balance=tuple(map(tuple, self._exponents("center" in names))) if "balance" in names else (),
+            value_bits=values,
         )
 
     def _exponents(self, centered: bool) -> list[list[int]]:
@@ -112,45 +119,61 @@ def tune(
 ) -> tuple[KVFormat, list[Row]]:
     """Choose parts of the front for all layers, then layers that get 8 bits, until the divergence is small enough.
 
-    As many layers get 8 bits as ``max_kld``, in nats, takes, those first that gain most a byte. ``progress`` is called
-    with (tokens fed, tokens to be fed at most). Returns the format, and all that was tried, in order.
+    As many layers get 8 bits as ``max_kld``, in nats, takes, those first that gain most a byte. As many bytes are then
+    given to keys and values of single layers in the same order; that is chosen if it is much better. ``progress`` is
+    called with (tokens fed, tokens to be fed at most). Returns the format, and all that was tried, in order.
     """
     seen = statistics(model, text)
     digest = "" if model.identity is None else model.identity.model
-    bits, done = [kv_bits] * len(seen), 0
-    total = text.tokens * (len(PARTS) + 2 * len(seen) + 3)
+    done, total = 0, text.tokens * (len(PARTS) + 5 * len(seen) + 3)
 
     def fed(count: int) -> None:
         nonlocal done
         done += count
         progress(min(done, total), total)
 
-    def made(parts: str, bits: Sequence[int]) -> CacheFormat:
-        layers = tuple(own.choice(each, kv_group_size, parts) for own, each in zip(seen, bits, strict=True))
-        return CacheFormat(kv_format=KVFormat(digest, layers))
+    def made(parts: str, more: Collection[Side] = ()) -> CacheFormat:
+        layers = []
+        for n, own in enumerate(seen):
+            keys, values = (MORE_BITS if (n, side) in more else kv_bits for side in SIDES)
+            layers.append(own.choice(keys, values, kv_group_size, parts))
+        return CacheFormat(kv_format=KVFormat(digest, tuple(layers)))
 
     allowed = [own for own in PARTS if "center" not in own or not getattr(model, "has_sinks", False)]
-    tried = measured(model, text, {own or "plain": made(own, bits) for own in allowed}, fed)
+    tried = measured(model, text, {own or "plain": made(own) for own in allowed}, fed)
     best, parts = tried[0], ""
     for row, own in zip(tried, allowed, strict=True):
         if row.figures.mean_kld_nats < WORTH * best.figures.mean_kld_nats:
             best, parts = row, own
-    last = best
+    last, more = best, set[Side]()
     if best.figures.mean_kld_nats > max_kld and kv_bits < MORE_BITS:
-        with_more = [[MORE_BITS if n == number else kv_bits for n in range(len(seen))] for number in range(len(seen))]
-        singles = {f"layer {n} at {MORE_BITS} bits": made(parts, own) for n, own in enumerate(with_more)}
-        rows = measured(model, text, singles, fed)
+
+        def measure(given: Mapping[str, Collection[Side]]) -> list[Row]:
+            names = {f"{name} at {MORE_BITS} bits": made(parts, own) for name, own in given.items()}
+            tried.extend(measured(model, text, names, fed))
+            return tried[-len(given) :]
+
+        whole = {f"layer {n}": {(n, side) for side in SIDES} for n in range(len(seen))}
+        apart = {f"{side} of layer {n}": {(n, side)} for n in range(len(seen)) for side in SIDES}
+        rows = dict(zip(whole | apart, measure(whole | apart), strict=True))
         kld, size = best.figures.mean_kld_nats, best.cache_bytes
-        gains = [(kld - row.figures.mean_kld_nats) / (row.cache_bytes - size) for row in rows]
-        tried += rows
-        for count, layer in enumerate(sorted(range(len(seen)), key=lambda n: -gains[n]), 1):
-            bits[layer] = MORE_BITS
-            if count > 1:
-                tried += measured(model, text, {f"{count} layers at {MORE_BITS} bits": made(parts, bits)}, fed)
-            last = rows[layer] if count == 1 else tried[-1]
+        costs = {name: row.cache_bytes - size for name, row in rows.items() if row.cache_bytes > size}
+        order = sorted(costs, key=lambda name: (rows[name].figures.mean_kld_nats - kld) / costs[name])
+        for count, name in enumerate((name for name in order if name in whole), 1):
+            more |= whole[name]
+            (last,) = [rows[name]] if count == 1 else measure({f"{count} layers": more})
             if last.figures.mean_kld_nats <= max_kld:
                 break
-    chosen = made(parts, bits).kv_format
+        room, some = last.cache_bytes - size, set[Side]()
+        for name in order:
+            if name in apart and costs[name] <= room:
+                room, some = room - costs[name], some | apart[name]
+        keys, values = (sum(own == side for _, own in some) for side in SIDES)
+        if some != more:
+            (row,) = measure({f"keys of {keys}, values of {values} layers": some})
+            if row.figures.mean_kld_nats <= WORTH_APART * last.figures.mean_kld_nats:
+                last, more = row, some
+    chosen = made(parts, more).kv_format
     assert chosen is not None
     return replace(chosen, figures={"tokens": text.tokens, "mean_kld_nats": last.figures.mean_kld_nats}), tried
 
