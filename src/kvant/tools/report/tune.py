@@ -1,5 +1,6 @@
 """Tuning a cache's format for a model: parts of the front, and bits of keys and values, chosen by divergence a byte."""
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,11 +17,10 @@ from kvant.tools.report.runs import Fed, compare, feed
 from kvant.tools.report.texts import Text
 
 MORE_BITS = 8  # of keys and values that get more than the others
+AT_ONCE = 16  # formats that have caches at once
 WORTH = 0.97  # a further part has to leave at most this much of the divergence
-WORTH_APART = 0.85  # and keys and values with bits of their own, at no more bytes
+WORTH_APART = 0.85  # and keys and values with bits of their own at most this much of the further bytes
 PARTS = ("", "center", "rotate", "balance", "center+rotate", "center+balance", "center+balance+rotate")
-
-
 SIDES = ("keys", "values")
 
 Side = tuple[int, str]  # a layer's keys or values
@@ -119,13 +119,13 @@ def tune(
 ) -> tuple[KVFormat, list[Row]]:
     """Choose parts of the front for all layers, then layers that get 8 bits, until the divergence is small enough.
 
-    As many layers get 8 bits as ``max_kld``, in nats, takes, those first that gain most a byte. As many bytes are then
-    given to keys and values of single layers in the same order; that is chosen if it is much better. ``progress`` is
-    called with (tokens fed, tokens to be fed at most). Returns the format, and all that was tried, in order.
+    As many layers get 8 bits as ``max_kld``, in nats, takes, those first that gain most a byte; or keys and values of
+    single layers, if that takes much less. ``progress`` is called with (tokens fed, tokens to be fed at most). Returns
+    the format, and all that was tried, in order.
     """
     seen = statistics(model, text)
     digest = "" if model.identity is None else model.identity.model
-    done, total = 0, text.tokens * (len(PARTS) + 5 * len(seen) + 3)
+    done, total = 0, text.tokens * (len(PARTS) + 3 * len(seen) + 2 * len(seen).bit_length() + 5)
 
     def fed(count: int) -> None:
         nonlocal done
@@ -147,32 +147,34 @@ def tune(
             best, parts = row, own
     last, more = best, set[Side]()
     if best.figures.mean_kld_nats > max_kld and kv_bits < MORE_BITS:
+        kld, size = best.figures.mean_kld_nats, best.cache_bytes
 
         def measure(given: Mapping[str, Collection[Side]]) -> list[Row]:
             names = {f"{name} at {MORE_BITS} bits": made(parts, own) for name, own in given.items()}
             tried.extend(measured(model, text, names, fed))
             return tried[-len(given) :]
 
-        whole = {f"layer {n}": {(n, side) for side in SIDES} for n in range(len(seen))}
-        apart = {f"{side} of layer {n}": {(n, side)} for n in range(len(seen)) for side in SIDES}
-        rows = dict(zip(whole | apart, measure(whole | apart), strict=True))
-        kld, size = best.figures.mean_kld_nats, best.cache_bytes
-        costs = {name: row.cache_bytes - size for name, row in rows.items() if row.cache_bytes > size}
-        order = sorted(costs, key=lambda name: (rows[name].figures.mean_kld_nats - kld) / costs[name])
-        for count, name in enumerate((name for name in order if name in whole), 1):
-            more |= whole[name]
-            (last,) = [rows[name]] if count == 1 else measure({f"{count} layers": more})
-            if last.figures.mean_kld_nats <= max_kld:
-                break
-        room, some = last.cache_bytes - size, set[Side]()
-        for name in order:
-            if name in apart and costs[name] <= room:
-                room, some = room - costs[name], some | apart[name]
-        keys, values = (sum(own == side for _, own in some) for side in SIDES)
-        if some != more:
-            (row,) = measure({f"keys of {keys}, values of {values} layers": some})
-            if row.figures.mean_kld_nats <= WORTH_APART * last.figures.mean_kld_nats:
-                last, more = row, some
+        def least(singles: Mapping[str, set[Side]]) -> tuple[Row, set[Side]]:
+            """The fewest of them that leave little enough, those first that gain most a byte; all, if none do."""
+            rows = dict(zip(singles, measure(singles), strict=True))
+            costs = {name: row.cache_bytes - size for name, row in rows.items() if row.cache_bytes > size}
+            order = sorted(costs, key=lambda name: (rows[name].figures.mean_kld_nats - kld) / costs[name])
+            found = {1: (rows[order[0]], singles[order[0]])}
+
+            def first(count: int) -> tuple[Row, set[Side]]:
+                if count not in found:
+                    some = set[Side]().union(*(singles[name] for name in order[:count]))
+                    keys, values = (sum(own == side for _, own in some) for side in SIDES)
+                    found[count] = measure({f"keys of {keys}, values of {values} layers": some})[0], some
+                return found[count]
+
+            counts = range(1, len(order))  # the more of them, the less they leave
+            return first(1 + bisect_left(counts, True, key=lambda n: first(n)[0].figures.mean_kld_nats <= max_kld))
+
+        last, more = least({f"layer {n}": {(n, side) for side in SIDES} for n in range(len(seen))})
+        row, apart = least({f"{side} of layer {n}": {(n, side)} for n in range(len(seen)) for side in SIDES})
+        if row.cache_bytes - size <= WORTH_APART * (last.cache_bytes - size):
+            last, more = row, apart
     chosen = made(parts, more).kv_format
     assert chosen is not None
     return replace(chosen, figures={"tokens": text.tokens, "mean_kld_nats": last.figures.mean_kld_nats}), tried
@@ -182,12 +184,16 @@ def measured(
     model: LanguageModel, text: Text, formats: Mapping[str, CacheFormat], fed: Fed = lambda _: None
 ) -> list[Row]:
     """Of each format by its name: its figures on a text, against a cache that is not quantized."""
-    caches = [own.make_cache(model, len(text.pieces[0])) for own in (REFERENCE, *formats.values())]
-    tallies = [Tally() for _ in caches]
-    for piece in text.pieces:
-        compare(model, piece, caches, tallies, fed=fed)
-    found = zip(formats.items(), caches[1:], tallies[1:], strict=True)
-    return [Row(name, own.bytes_per_token(model), cache.nbytes, tally.figures()) for (name, own), cache, tally in found]
+    rows = []
+    for start in range(0, len(formats), AT_ONCE):
+        some = [*formats.items()][start : start + AT_ONCE]
+        caches = [own.make_cache(model, len(text.pieces[0])) for own in (REFERENCE, *dict(some).values())]
+        tallies = [Tally() for _ in caches]
+        for piece in text.pieces:
+            compare(model, piece, caches, tallies, fed=fed)
+        for (name, own), cache, tally in zip(some, caches[1:], tallies[1:], strict=True):
+            rows.append(Row(name, own.bytes_per_token(model), cache.nbytes, tally.figures()))
+    return rows
 
 
 def statistics(model: LanguageModel, text: Text) -> list[Statistics]:
