@@ -130,8 +130,7 @@ def stream_generate(
 def check_given(cache: ModelCache, kv_bits: int | None, kv_group_size: int | None, max_kv_size: int | None) -> None:
     """Refuse what a cache of the caller's is not; None: nothing is said of it."""
     said = [("max_kv_size", max_kv_size, cache.max_seq_len)]
-    held_bits = {bits for own in cache.formats for bits in own.bits.values()} or {0}
-    said += [("kv_bits", kv_bits, bits) for bits in held_bits]
+    said += [("kv_bits", kv_bits, own) for own in {own for each in cache.formats for own in each.bits.values()} or {0}]
     for own in cache.formats:
         # A bridged layer whose widths the group does not divide has a smaller one.
         if own.kv_bits and own.kv_group_size != math.gcd(kv_group_size or 0, own.head_dim, own.value_head_dim):
