@@ -9,8 +9,9 @@ import mlx.core as mx
 import pytest
 from support.pools import TEXT, check_pages, close, decode, next_logits, prefill
 
+from kvant.cache.pages import Pages
 from kvant.cache.pool import Pool
-from kvant.cache.prefix import digests, root
+from kvant.cache.prefix import PrefixIndex, digests, extended, root
 from kvant.errors import ContextError
 from kvant.models import Decoder
 
@@ -187,3 +188,21 @@ def test_release(plain: Decoder) -> None:
     ):
         with pytest.raises(RuntimeError, match="the sequence was released"):
             use()
+
+
+def test_states_go_with_their_page_and_text() -> None:
+    """Of two texts that go on behind the same one; a page that is given up takes its states along."""
+    pages = Pages(4)
+    index, before = PrefixIndex(pages, checkpoints=1), root(b"")
+    for number, ids in enumerate(([1, 2], [3])):
+        digest = extended(before, ids)
+        (page,) = pages.allocate(1)
+        index.put(digest, page, before, ids)
+        pages.release([page])
+        index.keep(digest, number)
+        assert index.states(digest) == number
+        assert [index.kept_behind(before, [first, 2, 5]) for first in (1, 3)] == ([[2], []], [[], [1]])[number]
+    assert len(index.pages) == 1  # nobody goes on in a part of a page without states
+    index.give_up(1)
+    assert index.states(extended(before, [3])) is None
+    assert pages.num_free == 4
