@@ -37,8 +37,8 @@ class DiskCounts:
     bytes: int = 0  # that it has now
     files: int = 0
     hits: int = 0  # files that were read
-    written: int = 0  # files that were written, and times that one was not:
-    dropped: int = 0  # for want of room to wait, of the hour's bytes or of a disk
+    written: int = 0  # files that were written
+    dropped: int = 0  # times that one was not: for want of room to wait, of the hour's bytes or of a disk
 
 
 class DiskCache:

@@ -196,9 +196,8 @@ def batch_generate(
             print(f"[batch_generate] {text}", end=end)
 
     if wanted:
-        rows = (
-            at_once if deterministic else min(at_once, len(needs))
-        )  # deterministic: as many for any number of prompts
+        # Deterministic: as many for any number of prompts.
+        rows = at_once if deterministic else min(at_once, len(needs))
         size = pool_reservation(needs, at_once)
         pool = model.make_pool(
             size, sequences=rows, max_seq_len=max(needs), prefill_step_size=step_size, **options.fields

@@ -118,7 +118,7 @@ def attend_rows(
     counts = [sum(end - first for first, end in own) for own in rows.runs]
     row_bytes = 4 * arrays[0].shape[1] * (D + value_dim_of(arrays[0], D, quant_bit, value_bit))  # as float32
     size = tokens_at_once(row_bytes, S, quant_bit)
-    form: dict[str, Any] = {"quant_bit": quant_bit, "value_bit": value_bit, "key_dim": D, "copy": quant_bit > 0}
+    form: dict[str, Any] = {"quant_bit": quant_bit, "value_bit": value_bit, "key_dim": D}
     outputs: list[mx.array] = []
     for share in _shares(counts, size):
         # The bytes of several sequences are put side by side and made floats in one multiplication: on a CPU twice as
@@ -129,7 +129,7 @@ def attend_rows(
         if counts[share.start] > size and on_cpu and mask is None and rows.window is None:
             outputs.append(_attend_in_parts(query[share], readable, joined, form, size, bias_split, sinks))
             continue
-        keys, values = read_rows(readable, joined, waiting, **form | {"copy": few and quant_bit > 0}, dtype=dtype)
+        keys, values = read_rows(readable, joined, waiting, **form, dtype=dtype, copy=few and quant_bit > 0)
         ends = list(accumulate(counts[share]))[:-1]
         tokens = list(zip(mx.split(keys, ends, axis=2), mx.split(values, ends, axis=2), rows.first[share], strict=True))
         if few and mask is None and queries_at_once(1, H, S, keys.shape[2]) == S:
@@ -192,9 +192,8 @@ def write_rows(
 ) -> None:
     """Quantize keys (B, K, S, D) and values (B, K, S, Dv) and write them in place.
 
-    That is one operation an array, or an array and run.
-
-    ``form``: of :func:`kvant.operators.stored_tokens.fitted_tokens`.
+    That is one operation an array, or an array and run. ``form``: of
+    :func:`kvant.operators.stored_tokens.fitted_tokens`.
     """
     new = fitted_tokens(key, value, arrays, **form, alone=not isinstance(rows, mx.array))
     for array, part in zip(arrays, new, strict=True):
@@ -282,7 +281,8 @@ def _attend_in_parts(
         split = bias_split and replace(bias_split, rotation=bias_split.rotation[..., start:])
         with mx.stream(streams[number % len(streams)]):
             readable = mx.depends(arrays, [before])
-            key, value = read_rows(readable, cut_runs(runs, start, end), **form, dtype=mx.float32)
+            own, copy = cut_runs(runs, start, end), form["quant_bit"] > 0
+            key, value = read_rows(readable, own, **form, dtype=mx.float32, copy=copy)
             if bias_split is not None and sinks is not None:
                 value = value + bias_split.value_bias[:, None]
             if few:

@@ -22,7 +22,6 @@ WORTH = 0.97  # a further part has to leave at most this much of the divergence
 WORTH_APART = 0.85  # and keys and values with bits of their own at most this much of the further bytes
 PARTS = ("", "center", "rotate", "balance", "center+rotate", "center+balance", "center+balance+rotate")
 SIDES = ("keys", "values")
-
 Side = tuple[int, str]  # a layer's keys or values
 
 
@@ -125,7 +124,8 @@ def tune(
     """
     seen = statistics(model, text)
     digest = "" if model.identity is None else model.identity.model
-    done, total = 0, text.tokens * (len(PARTS) + 3 * len(seen) + 2 * len(seen).bit_length() + 5)
+    done, singles, halvings = 0, 3 * len(seen), 2 * len(seen).bit_length() + 3
+    total = text.tokens * (len(PARTS) + singles + singles // AT_ONCE + 3 + 2 * halvings)
 
     def fed(count: int) -> None:
         nonlocal done
