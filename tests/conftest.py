@@ -21,6 +21,7 @@ from support.counts import count
 from support.fused_path import checked_gpu, fused_calls, gpu, launches  # noqa: F401, fixtures
 from support.metal_host import summary
 from support.pull_machine import files, hub, machine, pulling  # noqa: F401, fixtures
+from support.selection import markers
 
 from kvant.engine.load import POCKET, find_model
 from kvant.models import Decoder
@@ -41,6 +42,16 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup: what the tests start is to heed it
         signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f'selected: {config.option.markexpr or "every test"} (pytest -m "" runs every test)'
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks what a plain ``pytest`` leaves out."""
+    for marker in markers(item.nodeid.removeprefix("tests/")):
+        item.add_marker(marker)
 
 
 def pytest_collection_finish() -> None:

@@ -1,0 +1,145 @@
+"""Which tests a plain ``pytest`` leaves out, and under which marker: what takes long and has a telling sample.
+
+``MARKS`` gives a file, a test function or a single case a marker of pyproject.toml. ``SAMPLES`` are the functions and
+cases of those files that stay in the default run. A folder's tests are named relative to ``tests``.
+"""
+
+import re
+
+MARKS = {
+    "sweep": """
+        bridge/test_bridged_cache.py::test_a_step_that_is_not_committed_leaves_no_trace
+        bridge/test_bridged_cache.py::test_pages_of_windows_move
+        bridge/test_disk_cache.py::test_a_turn_reads_only_what_is_new
+        bridge/test_folder.py
+        bridge/test_hook.py::test_attention_is_mlx_lms
+        bridge/test_hook.py::test_the_kernel_serves_architectures
+        bridge/test_mounted.py::test_batches_give_each_sequence_what_it_gets_alone
+        bridge/test_pool_bridged.py
+        bridge/test_prompt_cache.py
+        bridge/test_table.py
+        models/test_adapter.py::test_logits_are_mlx_lms
+        models/test_formats.py
+        models/test_matrix.py::test_every_format_shape_and_way
+        operators/test_pmx_errors.py
+        ranks/test_divided.py::test_logits
+        tools/bench/test_shapes.py
+        tools/convert/test_convert.py
+    """,
+    "kernel": """
+        bridge/test_pool_bridged_fused.py
+        cache/test_layer.py::test_the_fused_kernel_agrees_through_a_window
+        cache/test_layer.py::test_the_fused_kernel_is_the_same_attention
+        cache/test_pool_fused.py
+        cache/test_pool_machine.py::test_any_order_with_the_fused_kernel
+        operators/kernels/test_dispatch.py::test_generation_is_the_same_either_way
+        operators/kernels/test_dispatch.py::test_the_operator_is_the_oracle_s_either_way
+        operators/kernels/test_kernel.py
+        operators/kernels/test_kernel_code.py
+        operators/kernels/test_kernel_mutations.py
+        operators/kernels/test_probe.py
+        support/test_metal_host.py
+    """,
+    "process": """
+        cli/chat/test_on_a_terminal.py
+        cli/test_bench_cli.py
+        cli/test_cli.py
+        cli/test_drafts_cli.py
+        cli/test_interrupts.py
+        cli/test_kernel_start.py
+        cli/test_prompt_cache_file.py
+        cli/test_ranks.py
+        cli/test_simulated_mac.py
+        cli/test_start.py
+        names/test_keywords.py::test_no_other_library_comes_along
+        ranks/test_bridged_stage.py
+        ranks/test_guard.py
+        ranks/test_lead.py
+        server/test_connections.py
+        server/test_run.py
+        test_blas.py
+        tools/bench/test_bench_worker.py
+        tools/doctor/test_doctor.py
+        tools/plan/test_memory_plan.py
+        tools/plan/test_rank_plan.py
+        weights/test_pull.py
+    """,
+    "hostile": """
+        cli/test_hostile_kinds.py
+        models/test_hostile.py
+        models/test_hostile_files.py
+        server/test_bodies.py::test_no_body_holds_the_server
+        test_patterns.py
+        text/test_tokenizer_limits.py
+    """,
+    "slow": """
+        bridge/test_checkpoints.py
+        bridge/test_disk_cache.py
+        bridge/test_snapshot_bridged.py
+        engine/test_batch_drafts.py
+        engine/test_conversation_kinds.py
+        engine/test_drafts.py
+        engine/test_drafts_composed.py
+        engine/test_draws.py
+        engine/test_fronts.py
+        engine/test_scheduler_company.py
+        engine/test_threads.py
+        names/test_keywords.py::test_a_cache_of_either_kind_of_model
+        names/test_keywords.py::test_a_group_that_does_not_divide_a_bridged_models_width
+        tools/evidence/test_evidence.py::test_every_part_is_measured_kept_and_checked
+        tools/report/test_report_inputs.py
+        tools/report/test_tasks.py
+        tools/report/test_tune.py
+    """,
+    "release": """
+        names/test_llm_plugin.py
+        names/test_scripts.py
+        scripts
+        test_selection.py::test_all_markers_and_the_default_run_are_every_test
+        test_selection.py::test_every_name_of_the_selection_is_a_tests
+    """,
+}
+SAMPLES = """
+    bridge/test_bridged_cache.py::test_a_step_that_is_not_committed_leaves_no_trace[qwen3_next-4]
+    bridge/test_bridged_cache.py::test_pages_of_windows_move[gpt_oss]
+    bridge/test_checkpoints.py::test_a_conversation_goes_back[qwen3_next]
+    bridge/test_disk_cache.py::test_a_turn_reads_only_what_is_new[gpt_oss-8]
+    bridge/test_disk_cache.py::test_a_turn_reads_only_what_is_new[qwen3_next-4]
+    bridge/test_folder.py::test_generate
+    bridge/test_mounted.py::test_batches_give_each_sequence_what_it_gets_alone[gemma3_text-4]
+    bridge/test_mounted.py::test_batches_give_each_sequence_what_it_gets_alone[qwen3-8]
+    bridge/test_prompt_cache.py::test_mlx_lms_loop_gives_mlx_lms_tokens
+    bridge/test_snapshot_bridged.py::test_a_random_life[gemma3_text]
+    bridge/test_table.py::test_an_architecture_through_kvant_s_cache[deepseek_v3]
+    bridge/test_table.py::test_an_architecture_through_kvant_s_cache[gemma3_text]
+    bridge/test_table.py::test_an_architecture_through_kvant_s_cache[gpt_oss]
+    bridge/test_table.py::test_an_architecture_through_kvant_s_cache[llama]
+    bridge/test_table.py::test_an_architecture_through_kvant_s_cache[qwen3_next]
+    cache/test_pool_fused.py::test_an_engine_on_the_kernels_text[8-None]
+    cli/test_cli.py::test_generated_text
+    cli/test_cli.py::test_text_to_standard_output_and_statistics_to_standard_error
+    engine/test_conversation_kinds.py::test_turns_and_forgettings[gpt_oss-8]
+    engine/test_conversation_kinds.py::test_turns_and_forgettings[qwen2-4]
+    engine/test_drafts.py::test_the_same_text_and_cache
+    engine/test_drafts_composed.py::test_many_texts[4]
+    engine/test_scheduler_company.py::test_tokens_are_those_of_a_request_alone[8]
+    models/test_adapter.py::test_logits_are_mlx_lms[qwen2]
+    operators/kernels/test_dispatch.py::test_the_operator_is_the_oracle_s_either_way[changes0-8]
+    operators/kernels/test_probe.py::test_the_kernel_itself_is_right_on_the_host
+"""
+
+
+def _names(lines: str) -> list[str]:
+    return lines.split()
+
+
+def covers(name: str, test: str) -> bool:
+    """Whether a file's, a folder's, a function's or a case's name is that of a test or of what the test is in."""
+    return test == name or (test.startswith(name) and re.match(r"/|::|\[", test[len(name) :]) is not None)
+
+
+def markers(test: str) -> list[str]:
+    """Return the markers of a test, named relative to ``tests``; none for those of the default run."""
+    if any(covers(name, test) for name in _names(SAMPLES)):
+        return []
+    return [marker for marker, names in MARKS.items() if any(covers(name, test) for name in _names(names))]
