@@ -172,6 +172,12 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
 ]  # fmt: skip
 THINK = Marks(("<think>",), "</think>")
 CHANNEL = Marks(("<|channel>thought",), "<channel|>")
+# Of Ministral 3, MiniMax M3, Seed-OSS and Apertus: each mark is a token.
+TOKENS = [("[THINK]", "[/THINK]"), ("<mm:think>", "</mm:think>"), ("<seed:think>", "</seed:think>"),
+          ("<|inner_prefix|>", "<|inner_suffix|>")]  # fmt: skip
+BRACKETS, MINIMAX_M3, *_ = PAIRS = [
+    Marks((start,), end, (end,) if start == "<mm:think>" else ()) for start, end in TOKENS
+]
 # Marks, the end of the prompt, the model's text, its thinking, its answer.
 THINKING = [
     (THINK, "assistant\n", "<think>\nlet me see\n\nyes\n</think>\n\nSunny.\n", "let me see\n\nyes", "Sunny.\n"),
@@ -190,6 +196,11 @@ THINKING = [
     (HARMONY, "<|start|>assistant",
      "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Sunny.", "hm", "Sunny."),
     (HARMONY, "<|start|>assistant", "<|channel|>final<|message|>Sunny.", "", "Sunny."),
+    *((marks, "x", f"{marks.starts[0]}a [b]\n\nc{marks.end}Sunny.", "a [b]\n\nc", "Sunny.") for marks in PAIRS),
+    *((marks, f"x{marks.starts[0]}", f"hm{marks.end}\n\nSunny.", "hm", "Sunny.") for marks in PAIRS),
+    (BRACKETS, "[/INST]", "The mark [THINK] begins it.", "", "The mark [THINK] begins it."),
+    (MINIMAX_M3, "x", "</mm:think>Sunny </mm:think>.", "", "Sunny </mm:think>."),  # it did not think
+    (THINK, "x", "</think>Sunny.", "", "</think>Sunny."),
 ]  # fmt: skip
 
 
@@ -204,7 +215,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def thinkers(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[Marks, Tokenizer]:
     """Tokenizers with each family's marks of thinking."""
     made = {THINK: tokenizer}
-    for marks, tokens in ((CHANNEL, ["<|channel>", "<channel|>"]), (HARMONY, list(HARMONY_TOKENS))):
+    several = [(CHANNEL, ["<|channel>", "<channel|>"]), (HARMONY, [*HARMONY_TOKENS])]
+    for marks, tokens in [*several, *((marks, [marks.starts[0], marks.end]) for marks in PAIRS)]:
         folder = tmp_path_factory.mktemp("thinker")
         made[marks] = make_tokenizer(folder, "qwen3", extra_special_tokens=tokens)
         assert marks_of(made[marks]) == marks
@@ -324,6 +336,21 @@ def test_without_tools_all_is_text_at_once(tokenizer: Tokenizer, form: ToolForma
     assert splitter.add("hm</think>\n\n") == [TextPart("hm", True)]
     assert splitter.add(f"{HERMES_ROME} \n") == [TextPart(f"{HERMES_ROME} \n")]
     assert splitter.finish() == []
+
+
+def test_marks_of_a_template_alone(tmp_path: Path, thinkers: dict[Marks, Tokenizer]) -> None:
+    """As of Olmo 3, whose vocabulary has no such tokens. A family's own marks come before them."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+    for folder, templates in (("one", template), ("two", [{"name": "tool_use", "template": template}])):
+        tokenizer = make_tokenizer(tmp_path / folder, "olmo2", chat_template=templates)
+        assert marks_of(tokenizer) == THINK
+        splitter = AnswerParts(tokenizer, "x<think>")
+        assert [*splitter.add("hm</think>Sunny."), *splitter.finish()] == [TextPart("hm", True), TextPart("Sunny.")]
+    assert marks_of(make_tokenizer(tmp_path / "none", "olmo2")) is None
+    both = make_tokenizer(tmp_path / "both", "qwen3", extra_special_tokens=["<think>", "</think>", *TOKENS[1]])
+    assert marks_of(both) == MINIMAX_M3
+    thinkers[HARMONY].chat_template = template
+    assert marks_of(thinkers[HARMONY]) == HARMONY
 
 
 def test_without_marks_of_thinking(pocket: tuple[object, Tokenizer]) -> None:

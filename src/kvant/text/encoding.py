@@ -23,8 +23,12 @@ Json = dict[str, Any]
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token
 STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
 MAX_ID = 2**24  # a token's id is a place in a table
-# Tokens of a vocabulary -> the marks around its model's thoughts, as mlx-lm finds them.
+# Tokens of a vocabulary -> the marks around its model's thoughts. mlx-lm knows those from <think> on, in this order.
 THINKING = {
+    ("[THINK]", "[/THINK]"): ("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
+    ("<mm:think>", "</mm:think>"): ("<mm:think>", "</mm:think>"),  # MiniMax M3
+    ("<seed:think>", "</seed:think>"): ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("<|inner_prefix|>", "<|inner_suffix|>"): ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
     ("<think>", "</think>"): ("<think>", "</think>"),
     ("<longcat_think>", "</longcat_think>"): ("<longcat_think>", "</longcat_think>"),
     ("<|think:start|>", "<|think:end|>"): ("<|think:start|>", "<|think:end|>"),
