@@ -56,6 +56,8 @@ DEEPSEEK_V31 = (
 )
 HERMES_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 CODER_ROME = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+BARE_ROME = CODER_ROME.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+BARE_NOW = "<function=now>\n</function>"
 LLAMA_ROME = '{"name": "weather", "parameters": {"city": "Rome"}}'
 MISTRAL_ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
 KIMI_CALL = "<|tool_call_begin|>functions.{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
@@ -115,6 +117,29 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
     (QwenCoder(), "<tool_call><function=my/now.v2></function></tool_call>", [CallPart("my/now.v2", "{}")]),
     (Hermes(), HERMES_NOW.replace('"now"', '"my/now.v2"'), [CallPart("my/now.v2", "{}")]),
     (QwenCoder(), f"<tool_call>\n{HERMES_ROME}", None),
+    # Without the mark before it: of a known tool, at the start of a line.
+    (QwenCoder(), BARE_ROME, [ROME]),
+    (QwenCoder(), f"\n\n{BARE_ROME}\n</tool_call>", [ROME]),
+    (QwenCoder(), f"{BARE_ROME}\n</tool_", [ROME]),
+    (QwenCoder(), f"Yes.\n{BARE_ROME}\n</tool_call>\nSo.", ["Yes.", ROME, "So."]),
+    (QwenCoder(), f"{BARE_ROME}\n{BARE_NOW}\n{CODER_ROME}{BARE_NOW}", [ROME, NOW, ROME, NOW]),
+    (QwenCoder(), f"{BARE_NOW} So <tool_call>", [NOW, "So <tool_call>"]),
+    (QwenCoder(), f"<think>\n{BARE_NOW}\n</think>\n{BARE_ROME}", [("thinking", BARE_NOW), ROME]),
+    (QwenCoder(), BARE_ROME.replace("Rome", "a\n</function>\nb\n</parameter>\nc"),
+     [CallPart("weather", '{"city":"a\\n</function>\\nb\\n</parameter>\\nc"}')]),
+    (QwenCoder(), f"It is {BARE_ROME}", None),
+    (QwenCoder(), f"Yes.\n {BARE_ROME}", None),
+    (QwenCoder(), f"Yes.\n{BARE_ROME.replace('weather', 'wether')}", None),
+    (QwenCoder(), f"<function=wea\n{BARE_NOW}", ["<function=wea", NOW]),
+    (QwenCoder(), "<function=weather> takes a city.", None),
+    (QwenCoder(), BARE_ROME[:-5], None),
+    (QwenCoder(), "Yes.\n<function=weath", None),
+    # Without the mark behind it: another call follows.
+    (QwenCoder(), f"<tool_call>\n{BARE_ROME}\n{CODER_ROME}", [ROME, ROME]),
+    (QwenCoder(), f"<tool_call>\n{BARE_ROME}\n{BARE_NOW}\n</tool_call>", [ROME, NOW]),
+    (QwenCoder(), f"<tool_call>\n{BARE_ROME}\nSo.", None),
+    (Hermes(), f"{HERMES_ROME[:-13]}\n{HERMES_NOW}", [ROME, NOW]),
+    (Hermes(), f"{HERMES_ROME[:-13]}\n<tool_c", [ROME, "<tool_c"]),
     (Llama3(), LLAMA_ROME, [ROME]),
     (Llama3(), f"\n <|python_tag|>{LLAMA_ROME}", [ROME]),
     (Llama3(), f"See: <|python_tag|>{LLAMA_ROME}", ["See:", ROME]),
@@ -277,7 +302,8 @@ def test_thinking_in_pieces_of_any_size(
 def test_random_answers(tokenizer: Tokenizer, form: ToolFormat) -> None:
     rng = random.Random(form.name)
     call = CALLS[form.name]
-    marks = [*form.starts, "</tool_call>", "{", '{"name": ', "[ARGS]", "<function=", "</function>", '"', "}"]
+    bare = [f"\n{BARE_ROME}", f"{BARE_NOW}\n</tool_call>"] if form.head else []
+    marks = [*form.starts, *bare, "</tool_call>", "{", '{"name": ', "[ARGS]", "<function=", "</function>", '"', "}"]
     words = [" ", "\n", "so ", "a < b", "[", "\\", "é", "<think>", "</think>", ""]
 
     def piece() -> str:
@@ -315,6 +341,13 @@ def test_what_is_certain_comes_at_once(tokenizer: Tokenizer) -> None:
     assert splitter.add('\n<tool_call>\n{"nam') == []
     assert splitter.add("ing") == [TextPart("\n<tool_call>\n{"), TextPart('"naming')]
     assert splitter.finish() == []
+    splitter = AnswerParts(tokenizer, "assistant\n", TOOLS, QwenCoder())
+    assert splitter.add("<func") == []
+    assert joined(splitter.add("tion=w>, <function=weather>.")) == ["<function=w>, <function=weather>."]
+    assert splitter.add("\n<function=weather") == []
+    assert joined(splitter.add("> takes a city")) == ["\n<function=weather> takes a city"]
+    assert splitter.add(f"\n{BARE_NOW}\n") == []
+    assert splitter.add("</tool_call>") == [NOW]
     splitter = AnswerParts(tokenizer, "assistant\n")
     assert splitter.add("<think>") == []
     assert splitter.add("one") == [TextPart("one", True)]
