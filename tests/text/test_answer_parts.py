@@ -356,6 +356,18 @@ def test_what_is_certain_comes_at_once(tokenizer: Tokenizer) -> None:
     assert splitter.add("think>\n\nSun") == [TextPart("Sun")]
 
 
+@pytest.mark.parametrize("form", [Hermes(), Llama3(), Mistral(), MistralArgs()], ids=lambda form: form.name)
+def test_a_forced_call_that_is_cut_anywhere_is_no_text(tokenizer: Tokenizer, form: ToolFormat) -> None:
+    thought, text = "<think>hm</think>", f"\n\n{CALLS[form.name]}"
+    calls = []
+    for end in range(len(text) + 1):
+        splitter = AnswerParts(tokenizer, "assistant\n", TOOLS, form, only_calls=True)
+        said, *calls = joined([*splitter.add(thought + text[:end]), *splitter.finish()])
+        assert said == ("thinking", "hm")
+        assert calls in ([], [ROME])  # of some forms a call is whole before its end mark
+    assert calls == [ROME]
+
+
 def test_a_text_that_is_no_call_comes_before_it_ends(tokenizer: Tokenizer) -> None:
     splitter = AnswerParts(tokenizer, "assistant\n", TOOLS, Llama3())
     assert splitter.add('{"nam') == []

@@ -42,8 +42,18 @@ class AnswerParts:
         prompt: str | None,
         tools: Sequence[Mapping[str, Any]] = (),
         format: ToolFormat | None = None,  # noqa: A002
+        *,
+        only_calls: bool = False,
     ) -> None:
-        """``prompt``: the rendered messages; None: text goes on. ``tools``: in OpenAI's form. ``format``: of calls."""
+        """Make a splitter.
+
+        Args:
+            tokenizer: has the marks of thinking.
+            prompt: the rendered messages; None: text goes on.
+            tools: in OpenAI's form.
+            format: of calls.
+            only_calls: a grammar allows nothing else, so text is the beginning of a call that was cut: it is left out.
+        """
         self._thinking = None if prompt is None else Thinking.of(tokenizer, prompt)
         self._tools = schemas(tools)
         self._format = format if tools else None
@@ -51,6 +61,7 @@ class AnswerParts:
         self._space = ""  # whitespace that is text if no call follows
         self._reader: Reader | None = None
         self._called = False  # there was a call
+        self._only_calls = only_calls
         self._state = "first"  # nothing was said yet; then "text", and "called" where a call was the last thing
 
     def add(self, text: str) -> list[Part]:
@@ -144,6 +155,8 @@ class AnswerParts:
         return taken
 
     def _say(self, text: str, parts: list[Part]) -> None:
+        if self._only_calls:
+            return
         text = self._space + text
         if self._state == "called":
             text = text.lstrip()
