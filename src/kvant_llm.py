@@ -78,14 +78,14 @@ class KvantModel(llm.Model):
         from kvant.errors import ArgumentError, KvantError
 
         try:
-            yield from _answer(self.name, prompt, response)
+            yield from _answer(self.name, prompt, stream, response)
         except ArgumentError as error:
             raise llm.ModelError(error.worded(lambda name: "temperature" if name == "temp" else name)) from error
         except (KvantError, ValueError) as error:
             raise llm.ModelError(str(error)) from error
 
 
-def _answer(name: str, prompt: llm.Prompt, response: llm.Response) -> "Iterator[str | StreamEvent]":
+def _answer(name: str, prompt: llm.Prompt, stream: bool, response: llm.Response) -> "Iterator[str | StreamEvent]":
     from llm.parts import StreamEvent
 
     options = prompt.options
@@ -109,13 +109,14 @@ def _answer(name: str, prompt: llm.Prompt, response: llm.Response) -> "Iterator[
             stop=options.stop,
         )
         thinking = talk.thinking()
-        last = None
+        last, shown = None, "\n"
         for last in answer:
             pieces = [(False, last.text)] if thinking is None else thinking.add(last.text)
             if thinking is not None and last.finish_reason:
                 pieces += thinking.finish()
             for is_thinking, text in pieces:
                 if text:
+                    shown = text
                     yield StreamEvent(type="reasoning", chunk=text) if is_thinking else text
         assert last is not None
         response.set_usage(
@@ -124,12 +125,17 @@ def _answer(name: str, prompt: llm.Prompt, response: llm.Response) -> "Iterator[
             details={"cached_tokens": talk.reused_tokens} if talk.reused_tokens else None,
         )
         response.response_json = {"finish_reason": last.finish_reason}
+        notes = []
         if talk.forgotten:
-            log.warning("kvant: the context is full; %d of the oldest messages were left out", talk.forgotten)
+            notes.append(f"the context is full; {talk.forgotten} of the oldest messages were left out")
         if last.finish_reason == "length":
-            log.warning("kvant: the answer was cut at max_tokens, %d", max_tokens)
+            notes.append(f"the answer was cut at max_tokens, {max_tokens}")
         elif last.finish_reason == "context":
-            log.warning("kvant: the answer was cut; the context of %s tokens is full", talk.limit)
+            notes.append(f"the answer was cut; the context of {talk.limit} tokens is full")
+        if notes and stream and not shown.endswith("\n") and not log.hasHandlers():
+            print(file=sys.stderr)  # where notes go then: in a terminal they come behind the answer's last word
+        for note in notes:
+            log.warning("kvant: %s", note)
     finally:
         _idle.clear()
         _idle[reserved] = talk

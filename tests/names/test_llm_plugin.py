@@ -189,6 +189,18 @@ def test_what_was_cut_or_left_out_is_said(model: Any, caplog: pytest.LogCaptureF
     assert "kvant: the context is full; 2 of the oldest messages were left out" in caplog.messages
 
 
+@pytest.mark.parametrize("others", [[], ["--no-stream"]])
+@pytest.mark.usefixtures("folder")
+def test_a_note_has_a_line_of_its_own(others: list[str]) -> None:
+    """Also in a terminal, which shows both streams."""
+    command = [sys.executable, "-m", "llm", "-m", MODEL, QUESTION, *GREEDY, "-o", "max_tokens", "5", *others]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
+    lines = done.stdout.splitlines()
+    assert "kvant: the answer was cut at max_tokens, 5" in lines
+    assert len(lines) == 2 + (not others)
+    assert sum(bool(line) for line in lines) == 2
+
+
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Any], str]]:
     found: list[tuple[list[Any], str]] = []

@@ -224,6 +224,11 @@ def test_thinking_is_switched_by_the_template() -> None:
     assert _said(MESSAGES, never, thinking=THINKS, max_tokens=2000) == [no_budget, "thinking on"]
     assert _said(MESSAGES, service(SWITCHED), thinking=THINKS, max_tokens=2000) == [no_budget]
     assert _made(MESSAGES, never, LeftOut(), thinking=THINKS, max_tokens=2000).thinking_budget is None
+    in_words, several_tokens = service("{{ messages }}<think>"), service(thinks=True)  # as Olmo 3 and Gemma 4
+    several_tokens.tokenizer.convert_tokens_to_ids = never.tokenizer.convert_tokens_to_ids
+    for on in (in_words, several_tokens):
+        assert _said(MESSAGES, on, thinking=THINKS, max_tokens=2000) == [no_budget]
+        assert _made(MESSAGES, on, LeftOut(), thinking=THINKS, max_tokens=2000).thinking_budget is None
     assert _said(MESSAGES, always, thinking={"type": "disabled"}) == ["thinking off"]
     assert _said(RESPONSES, always, reasoning={"effort": "none"}) == ["reasoning.effort off"]
 

@@ -8,12 +8,13 @@ from typing import Any
 
 from hypothesis import given, settings
 from support.counts import count
-from support.interfaces import answers, service, streamed
+from support.interfaces import answers, pieces, service, streamed
 
 from kvant.server.anthropic import MessageStream
 from kvant.server.body import decode
-from kvant.server.generation import Begun, Call, End, Event, Text, TokenLogprob
+from kvant.server.generation import Begun, Call, End, Event, Generation, Text, TokenLogprob
 from kvant.server.left_out import LeftOut
+from kvant.server.openai import ChatAnswers, ChatBody
 from kvant.server.responses import ResponsesBody, ResponseStream, responses_generation
 
 CALL = '{"city": "Łódź"}'
@@ -231,6 +232,27 @@ def test_thinking_that_is_not_shown_comes_in_the_signature() -> None:
     assert _message(told) == stream.whole()
     assert "secret" not in json.dumps(told)
     assert stream.whole()["content"][0] == {"type": "thinking", "thinking": "", "signature": "kvant:c2VjcmV0"}
+
+
+def test_text_before_and_after_a_call_has_a_line_each() -> None:
+    """A chat completion's message has one text; the other interfaces have two."""
+    body = decode(json.dumps({"model": "pocket", "messages": [{"role": "user", "content": "Hi"}]}).encode(), ChatBody)
+    before, after = [Text(0, "Hm", True), Text(0, "Let me"), Text(0, " see.")], [Text(0, "That"), Text(0, " was it.")]
+    calls = [Call(0, 0, "weather", CALL), Call(0, 1, "weather", "{}")]
+    for said, text in (
+        ([*before, *calls, *after], "Let me see.\nThat was it."),
+        ([*calls, *after], "That was it."),
+        ([*before, *calls], "Let me see."),
+    ):
+        events: list[Event] = [Begun(3), *said, End(0, "tool_calls", 9)]
+        encoder = ChatAnswers("pocket", body, [Generation(field="messages")], service())
+        deltas = [told["choices"][0]["delta"] for told in streamed(encoder, events)]
+        assert "".join(delta.get("content", "") for delta in deltas) == text
+        assert encoder.whole()["choices"][0]["message"]["content"] == text
+        for stream in (MessageStream("pocket"), _stream()):
+            streamed(stream, events)
+            texts = [piece["text"] for piece in pieces(stream.whole()) if "text" in piece]
+            assert texts == text.split("\n")
 
 
 @given(answers())

@@ -152,6 +152,25 @@ def test_a_call_and_its_result(server: Running, to: Interface) -> None:
     assert "text" in pieces(after)[0]
 
 
+@chats
+def test_a_forced_call_that_is_cut_is_no_text(server: Running, to: Interface) -> None:
+    tools: Any = [{"type": "function", **FUNCTION}]
+    if to is MESSAGES:
+        tools = [{"name": "weather", "input_schema": SCHEMA}]
+    if to is CHAT:
+        tools = [{"type": "function", "function": FUNCTION}]
+    named: Any = {"type": "tool", "name": "weather"} if to is MESSAGES else {"type": "function", "name": "weather"}
+    named = {"type": "function", "function": {"name": "weather"}} if to is CHAT else named
+    for choice in (named, {"type": "any"} if to is MESSAGES else "required"):
+        for tokens in range(1, 16, 2):
+            fields: Any = {"tools": tools, "tool_choice": choice}
+            answer = to.ask(server, FOX, tokens, **fields)
+            assert (text_of(answer), reason_of(answer)) == ("", CUT[to])
+            assert not any("name" in piece for piece in pieces(answer))
+        told = sse_events(server, to.path, to.body(FOX, 15, **fields))
+        assert "tool_call>" not in json.dumps(told)
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "custom", "name": "say"}], ids=["required", "named"])
 def test_a_tool_that_takes_text(server: Running, choice: Any) -> None:
     """Its text follows its grammar and is not JSON; the call and its result come back as they were."""

@@ -85,7 +85,7 @@ SWITCHED = "{% if enable_thinking is defined and not enable_thinking %}<think></
 def service(template: str = "{{ messages }}", *, thinks: bool = False, form: ToolFormat | None = None) -> Any:
     """A service with a template, a vocabulary with or without marks of thinking, and a form of calls."""
     marks = {"think_start": "<think>" if thinks else None, "think_end": "</think>" if thinks else None}
-    ids = {"unk_token_id": None, "convert_tokens_to_ids": lambda tokens: [None for _ in tokens]}
+    ids = {"unk_token_id": None, "convert_tokens_to_ids": lambda tokens: [1 if thinks else None for _ in tokens]}
     return SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template, **marks, **ids), tool_format=form)
 
 

@@ -56,6 +56,8 @@ DEEPSEEK_V31 = (
 )
 HERMES_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 CODER_ROME = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+BARE_ROME = CODER_ROME.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+BARE_NOW = "<function=now>\n</function>"
 LLAMA_ROME = '{"name": "weather", "parameters": {"city": "Rome"}}'
 MISTRAL_ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
 KIMI_CALL = "<|tool_call_begin|>functions.{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
@@ -115,6 +117,29 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
     (QwenCoder(), "<tool_call><function=my/now.v2></function></tool_call>", [CallPart("my/now.v2", "{}")]),
     (Hermes(), HERMES_NOW.replace('"now"', '"my/now.v2"'), [CallPart("my/now.v2", "{}")]),
     (QwenCoder(), f"<tool_call>\n{HERMES_ROME}", None),
+    # Without the mark before it: of a known tool, at the start of a line.
+    (QwenCoder(), BARE_ROME, [ROME]),
+    (QwenCoder(), f"\n\n{BARE_ROME}\n</tool_call>", [ROME]),
+    (QwenCoder(), f"{BARE_ROME}\n</tool_", [ROME]),
+    (QwenCoder(), f"Yes.\n{BARE_ROME}\n</tool_call>\nSo.", ["Yes.", ROME, "So."]),
+    (QwenCoder(), f"{BARE_ROME}\n{BARE_NOW}\n{CODER_ROME}{BARE_NOW}", [ROME, NOW, ROME, NOW]),
+    (QwenCoder(), f"{BARE_NOW} So <tool_call>", [NOW, "So <tool_call>"]),
+    (QwenCoder(), f"<think>\n{BARE_NOW}\n</think>\n{BARE_ROME}", [("thinking", BARE_NOW), ROME]),
+    (QwenCoder(), BARE_ROME.replace("Rome", "a\n</function>\nb\n</parameter>\nc"),
+     [CallPart("weather", '{"city":"a\\n</function>\\nb\\n</parameter>\\nc"}')]),
+    (QwenCoder(), f"It is {BARE_ROME}", None),
+    (QwenCoder(), f"Yes.\n {BARE_ROME}", None),
+    (QwenCoder(), f"Yes.\n{BARE_ROME.replace('weather', 'wether')}", None),
+    (QwenCoder(), f"<function=wea\n{BARE_NOW}", ["<function=wea", NOW]),
+    (QwenCoder(), "<function=weather> takes a city.", None),
+    (QwenCoder(), BARE_ROME[:-5], None),
+    (QwenCoder(), "Yes.\n<function=weath", None),
+    # Without the mark behind it: another call follows.
+    (QwenCoder(), f"<tool_call>\n{BARE_ROME}\n{CODER_ROME}", [ROME, ROME]),
+    (QwenCoder(), f"<tool_call>\n{BARE_ROME}\n{BARE_NOW}\n</tool_call>", [ROME, NOW]),
+    (QwenCoder(), f"<tool_call>\n{BARE_ROME}\nSo.", None),
+    (Hermes(), f"{HERMES_ROME[:-13]}\n{HERMES_NOW}", [ROME, NOW]),
+    (Hermes(), f"{HERMES_ROME[:-13]}\n<tool_c", [ROME, "<tool_c"]),
     (Llama3(), LLAMA_ROME, [ROME]),
     (Llama3(), f"\n <|python_tag|>{LLAMA_ROME}", [ROME]),
     (Llama3(), f"See: <|python_tag|>{LLAMA_ROME}", ["See:", ROME]),
@@ -172,6 +197,12 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
 ]  # fmt: skip
 THINK = Marks(("<think>",), "</think>")
 CHANNEL = Marks(("<|channel>thought",), "<channel|>")
+# Of Ministral 3, MiniMax M3, Seed-OSS and Apertus: each mark is a token.
+TOKENS = [("[THINK]", "[/THINK]"), ("<mm:think>", "</mm:think>"), ("<seed:think>", "</seed:think>"),
+          ("<|inner_prefix|>", "<|inner_suffix|>")]  # fmt: skip
+BRACKETS, MINIMAX_M3, *_ = PAIRS = [
+    Marks((start,), end, (end,) if start == "<mm:think>" else ()) for start, end in TOKENS
+]
 # Marks, the end of the prompt, the model's text, its thinking, its answer.
 THINKING = [
     (THINK, "assistant\n", "<think>\nlet me see\n\nyes\n</think>\n\nSunny.\n", "let me see\n\nyes", "Sunny.\n"),
@@ -190,6 +221,11 @@ THINKING = [
     (HARMONY, "<|start|>assistant",
      "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Sunny.", "hm", "Sunny."),
     (HARMONY, "<|start|>assistant", "<|channel|>final<|message|>Sunny.", "", "Sunny."),
+    *((marks, "x", f"{marks.starts[0]}a [b]\n\nc{marks.end}Sunny.", "a [b]\n\nc", "Sunny.") for marks in PAIRS),
+    *((marks, f"x{marks.starts[0]}", f"hm{marks.end}\n\nSunny.", "hm", "Sunny.") for marks in PAIRS),
+    (BRACKETS, "[/INST]", "The mark [THINK] begins it.", "", "The mark [THINK] begins it."),
+    (MINIMAX_M3, "x", "</mm:think>Sunny </mm:think>.", "", "Sunny </mm:think>."),  # it did not think
+    (THINK, "x", "</think>Sunny.", "", "</think>Sunny."),
 ]  # fmt: skip
 
 
@@ -204,7 +240,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def thinkers(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[Marks, Tokenizer]:
     """Tokenizers with each family's marks of thinking."""
     made = {THINK: tokenizer}
-    for marks, tokens in ((CHANNEL, ["<|channel>", "<channel|>"]), (HARMONY, list(HARMONY_TOKENS))):
+    several = [(CHANNEL, ["<|channel>", "<channel|>"]), (HARMONY, [*HARMONY_TOKENS])]
+    for marks, tokens in [*several, *((marks, [marks.starts[0], marks.end]) for marks in PAIRS)]:
         folder = tmp_path_factory.mktemp("thinker")
         made[marks] = make_tokenizer(folder, "qwen3", extra_special_tokens=tokens)
         assert marks_of(made[marks]) == marks
@@ -265,7 +302,8 @@ def test_thinking_in_pieces_of_any_size(
 def test_random_answers(tokenizer: Tokenizer, form: ToolFormat) -> None:
     rng = random.Random(form.name)
     call = CALLS[form.name]
-    marks = [*form.starts, "</tool_call>", "{", '{"name": ', "[ARGS]", "<function=", "</function>", '"', "}"]
+    bare = [f"\n{BARE_ROME}", f"{BARE_NOW}\n</tool_call>"] if form.head else []
+    marks = [*form.starts, *bare, "</tool_call>", "{", '{"name": ', "[ARGS]", "<function=", "</function>", '"', "}"]
     words = [" ", "\n", "so ", "a < b", "[", "\\", "é", "<think>", "</think>", ""]
 
     def piece() -> str:
@@ -303,12 +341,31 @@ def test_what_is_certain_comes_at_once(tokenizer: Tokenizer) -> None:
     assert splitter.add('\n<tool_call>\n{"nam') == []
     assert splitter.add("ing") == [TextPart("\n<tool_call>\n{"), TextPart('"naming')]
     assert splitter.finish() == []
+    splitter = AnswerParts(tokenizer, "assistant\n", TOOLS, QwenCoder())
+    assert splitter.add("<func") == []
+    assert joined(splitter.add("tion=w>, <function=weather>.")) == ["<function=w>, <function=weather>."]
+    assert splitter.add("\n<function=weather") == []
+    assert joined(splitter.add("> takes a city")) == ["\n<function=weather> takes a city"]
+    assert splitter.add(f"\n{BARE_NOW}\n") == []
+    assert splitter.add("</tool_call>") == [NOW]
     splitter = AnswerParts(tokenizer, "assistant\n")
     assert splitter.add("<think>") == []
     assert splitter.add("one") == [TextPart("one", True)]
     assert splitter.add("\n") == []
     assert splitter.add("two </") == [TextPart("\ntwo ", True)]
     assert splitter.add("think>\n\nSun") == [TextPart("Sun")]
+
+
+@pytest.mark.parametrize("form", [Hermes(), Llama3(), Mistral(), MistralArgs()], ids=lambda form: form.name)
+def test_a_forced_call_that_is_cut_anywhere_is_no_text(tokenizer: Tokenizer, form: ToolFormat) -> None:
+    thought, text = "<think>hm</think>", f"\n\n{CALLS[form.name]}"
+    calls = []
+    for end in range(len(text) + 1):
+        splitter = AnswerParts(tokenizer, "assistant\n", TOOLS, form, only_calls=True)
+        said, *calls = joined([*splitter.add(thought + text[:end]), *splitter.finish()])
+        assert said == ("thinking", "hm")
+        assert calls in ([], [ROME])  # of some forms a call is whole before its end mark
+    assert calls == [ROME]
 
 
 def test_a_text_that_is_no_call_comes_before_it_ends(tokenizer: Tokenizer) -> None:
@@ -324,6 +381,21 @@ def test_without_tools_all_is_text_at_once(tokenizer: Tokenizer, form: ToolForma
     assert splitter.add("hm</think>\n\n") == [TextPart("hm", True)]
     assert splitter.add(f"{HERMES_ROME} \n") == [TextPart(f"{HERMES_ROME} \n")]
     assert splitter.finish() == []
+
+
+def test_marks_of_a_template_alone(tmp_path: Path, thinkers: dict[Marks, Tokenizer]) -> None:
+    """As of Olmo 3, whose vocabulary has no such tokens. A family's own marks come before them."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+    for folder, templates in (("one", template), ("two", [{"name": "tool_use", "template": template}])):
+        tokenizer = make_tokenizer(tmp_path / folder, "olmo2", chat_template=templates)
+        assert marks_of(tokenizer) == THINK
+        splitter = AnswerParts(tokenizer, "x<think>")
+        assert [*splitter.add("hm</think>Sunny."), *splitter.finish()] == [TextPart("hm", True), TextPart("Sunny.")]
+    assert marks_of(make_tokenizer(tmp_path / "none", "olmo2")) is None
+    both = make_tokenizer(tmp_path / "both", "qwen3", extra_special_tokens=["<think>", "</think>", *TOKENS[1]])
+    assert marks_of(both) == MINIMAX_M3
+    thinkers[HARMONY].chat_template = template
+    assert marks_of(thinkers[HARMONY]) == HARMONY
 
 
 def test_without_marks_of_thinking(pocket: tuple[object, Tokenizer]) -> None:

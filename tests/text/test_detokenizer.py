@@ -1,7 +1,9 @@
 """Text as its tokens come, against mlx-lm's streaming detokenizers; and text that is known already, encoded."""
 
+import json
 import random
 import re
+import shutil
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from mlx_lm.tokenizer_utils import (
     StreamingDetokenizer,
 )
 from support.counts import count
-from support.tokenizers_made import FAMILIES, loaded, make_tokenizer, strings
+from support.tokenizers_made import FAMILIES, loaded, make_tokenizer, strings, write_tokenizer
+from transformers import AutoTokenizer
 
 from kvant.engine.load import POCKET, find_model
 from kvant.text.prompt import KnownText
@@ -95,6 +98,43 @@ def by_runs(pieces: list[str]) -> tuple[str, bool]:
         else:
             parts += [piece.replace("▁", " ") for piece in run]
     return "".join(parts).removeprefix(" "), valid
+
+
+STEPS = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+@pytest.mark.parametrize("way", ["alone", "behind a split", "as a normalizer"])
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        {"type": "Sequence", "decoders": [*STEPS, STRIP]},
+        {"type": "Sequence", "decoders": STEPS},
+        {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False},
+        None,
+    ],
+)
+def test_text_that_was_made_bytes_comes_back(tmp_path: Path, decoder: Any, way: str) -> None:
+    """Some conversions have SentencePiece's decoder there. The oracle is transformers with the right one."""
+    right = write_tokenizer(tmp_path / "right", "llama3", clean_up_tokenization_spaces=False)
+    raw = json.loads((right / "tokenizer.json").read_text())
+    steps = raw["pre_tokenizer"]["pretokenizers"]
+    assert [step["type"] for step in steps] == ["Split", "ByteLevel"]
+    if way == "alone":
+        raw["pre_tokenizer"] = {**steps[1], "use_regex": True}
+    elif way == "as a normalizer":
+        raw |= {"normalizer": {"type": "ByteLevel"}, "pre_tokenizer": None}
+    (right / "tokenizer.json").write_text(json.dumps(raw))
+    wrong = shutil.copytree(right, tmp_path / "wrong")
+    (wrong / "tokenizer.json").write_text(json.dumps({**raw, "decoder": decoder}))
+    tokenizer, reference = loaded(wrong), AutoTokenizer.from_pretrained(right)
+    assert "Ġ" in "".join(tokenizer.get_vocab())
+    for text in ["Café\n\n  au lait, 日本 \U0001f98a", *strings(40, 8, tokenizer.all_special_tokens)]:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == "".join(stream(tokenizer, ids)) == reference.decode(ids) == text
+        pieces = tokenizer.token_bytes()
+        assert pieces is not None
+        assert b"".join(pieces[token] for token in ids) == text.encode()
 
 
 @pytest.mark.parametrize(

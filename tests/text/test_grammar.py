@@ -272,27 +272,38 @@ def test_calls_that_may_be_made(calling: tuple[Tokenizer, Grammars], form: ToolF
         assert draw(grammar, rng, prefer=closing(tokenizer)) is not None
 
 
-@pytest.mark.parametrize("prompt", ["<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"])
-def test_thinking_is_free(tmp_path: Path, prompt: str) -> None:
-    tokenizer = _made(tmp_path, "qwen2", MARKS)
+@pytest.mark.parametrize("opened", [False, True], ids=["thinks", "has begun"])
+@pytest.mark.parametrize(
+    ("start", "end", "tokens"),
+    [("<think>", "</think>", MARKS), ("[THINK]", "[/THINK]", ["[THINK]", "[/THINK]"]), ("<think>", "</think>", [])],
+    ids=["Qwen3", "Ministral 3", "in words"],
+)
+def test_thinking_is_free(tmp_path: Path, start: str, end: str, tokens: list[str], opened: bool) -> None:
+    tokenizer = _made(tmp_path, "qwen2", tokens)
+    if not tokens:  # as Olmo 3, whose template has the marks
+        tokenizer.chat_template = "{{ messages[-1].content }}<think>"
+    prompt = "<|im_start|>assistant\n" + f"{start}\n" * opened
     grammar = Grammars(tokenizer, len(tokenizer)).compile("json_schema", {"type": "integer"}, prompt)
-    begin, end = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
-    opened = prompt.rstrip().endswith("<think>")
 
     def may(text: str) -> bool:
         return accepts(grammar, tokenizer.encode(text, add_special_tokens=False))
 
     assert may("12") is not opened
-    assert may("Let me see. {</think>\n\n12") is opened
-    assert may("<think>\nLet me see. {\n</think>\n\n12") is not opened
-    assert not may("</think>twelve")
+    assert may(f"Let me see. {{{end}\n\n12") is opened
+    assert not may(f"{end}twelve")
+    thinks = may(f"{start}\nLet me see. {{\n{end}\n\n12")
+    if not tokens:
+        assert thinks  # where thinking has begun, its mark is a word like any other
+        return
+    assert thinks is not opened
+    marks = [tokenizer.encode(mark, add_special_tokens=False)[0] for mark in (start, end)]
     rng = random.Random(0)
     thought = 0
     for _ in range(count(20, 200)):
-        tokens = draw(grammar, rng, prefer=[begin, end, *closing(tokenizer)])
-        assert tokens is not None
+        drawn = draw(grammar, rng, prefer=[*marks, *closing(tokenizer)])
+        assert drawn is not None
         parts = AnswerParts(tokenizer, prompt)
-        texts = [part for part in [*parts.add(tokenizer.decode(tokens)), *parts.finish()] if isinstance(part, TextPart)]
+        texts = [part for part in [*parts.add(tokenizer.decode(drawn)), *parts.finish()] if isinstance(part, TextPart)]
         thought += any(part.thinking for part in texts)
         int("".join(part.text for part in texts if not part.thinking))
     assert thought

@@ -184,6 +184,7 @@ def written_otherwise(raw: dict[str, Any]) -> None:
     raw["post_processor"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 
 
+STRIP = {"type": "Strip", "content": "x", "start": 1, "stop": 0}
 DIFFERENT: dict[str, Change] = {
     "token 6 is 'h' there and 'g' here": lambda raw: raw["model"]["vocab"].update(g=7, h=6),
     "token 11 is '<stop>' there and '<end>' here": lambda raw: raw["added_tokens"][0].update(content="<stop>"),
@@ -193,7 +194,7 @@ DIFFERENT: dict[str, Change] = {
     "its added tokens are not the same": lambda raw: raw["added_tokens"][0].update(lstrip=True),
     "its normalizer is another": lambda raw: raw.update(normalizer=None),
     "its pre-tokenizer is another": lambda raw: raw["pre_tokenizer"].update(use_regex=False),
-    "its decoder is another": lambda raw: raw.update(decoder={"type": "Fuse"}),
+    "its decoder is another": lambda raw: raw.update(decoder={"type": "Sequence", "decoders": [raw["decoder"], STRIP]}),
 }
 
 

@@ -99,8 +99,10 @@ def test_a_text_that_takes_too_much(
 
 
 def test_a_decoder_that_grows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pocket: tuple[Any, Tokenizer]) -> None:
-    grow = {"type": "Sequence", "decoders": [replace("a", "aa")] * 40}
-    tokenizer = load_tokenizer(spoiled(tmp_path, "llama3", lambda raw: raw.update(decoder=grow)))
+    def grow(raw: dict[str, Any]) -> None:
+        raw["decoder"] = {"type": "Sequence", "decoders": [raw["decoder"], *[replace("a", "aa")] * 40]}
+
+    tokenizer = load_tokenizer(spoiled(tmp_path, "llama3", grow))
     letter = tokenizer.convert_tokens_to_ids("a")
     cache = pocket[0].make_cache(64)
     fields: Any = {"sampler": lambda _: mx.array([letter]), "prompt_cache": cache}

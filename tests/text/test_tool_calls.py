@@ -240,6 +240,8 @@ def test_a_form_that_is_not_known(tmp_path: Path, pocket: tuple[object, Tokenize
     assert tool_format(make_tokenizer(tmp_path / "none", "qwen2")) is None
     other = TEMPLATES["qwen2"].replace("tool_call>", "a_call>")
     assert tool_format(make_tokenizer(tmp_path / "other", "qwen2", chat_template=other)) is None
+    seed = TEMPLATES["qwen3_coder"].replace("tool_call>", "seed:tool_call>")  # what is between the marks is known
+    assert tool_format(make_tokenizer(tmp_path / "seed", "qwen2", chat_template=seed)) is None
     assert isinstance(tool_format(pocket[1]), Hermes)
 
 

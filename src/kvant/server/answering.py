@@ -178,7 +178,13 @@ def _compile(service: Service, generation: Generation, prompt: str) -> Grammar:
 
 def _text(service: Service, generation: Generation, prompt: Prompt, number: int) -> "AnswerText":
     rendered = None if generation.messages is None else prompt.text
-    parts = AnswerParts(service.tokenizer, rendered, shown_tools(service, generation), service.tool_format)
+    parts = AnswerParts(
+        service.tokenizer,
+        rendered,
+        shown_tools(service, generation),
+        service.tool_format,
+        only_calls=bool(generation.tools) and generation.tool_choice not in ("auto", "none"),
+    )
     return AnswerText(number, service.tokenizer, parts, generation.stop, logprobs=generation.logprobs)
 
 

@@ -31,8 +31,17 @@ from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Format, Generation, Text, Tool, ToolChoice
 from kvant.server.left_out import LeftOut
 from kvant.server.service import Service
-from kvant.server.turns import Turns, checked_tools, from_opaque, opaque, switched, text_of, tool_named, with_effort
-from kvant.text.thinking import marks_of
+from kvant.server.turns import (
+    Turns,
+    checked_tools,
+    from_opaque,
+    opaque,
+    switched,
+    text_of,
+    thinking_tokens,
+    tool_named,
+    with_effort,
+)
 from kvant.text.tokenizer import Tokenizer
 
 CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
@@ -198,7 +207,7 @@ def messages_generation(body: MessagesBody, service: Service, left_out: LeftOut)
             f"thinking.budget_tokens is {budget}; expected 1 to {body.max_tokens - 1}, less than max_tokens",
             param="thinking.budget_tokens",
         )
-    if budget is not None and marks_of(service.tokenizer) is None:
+    if budget is not None and thinking_tokens(service.tokenizer) is None:
         left_out.add("thinking.budget_tokens", budget)
         budget = None
     return replace(

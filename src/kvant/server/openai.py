@@ -457,6 +457,7 @@ class ChatAnswers(_Answers):
         super().__init__(name, "chatcmpl-", body, generations)
         self._messages: list[dict[str, Any]] = [{"content": [], "reasoning_content": []} for _ in range(self._count)]
         self._choices: list[dict[str, Any]] = [{"logprobs": []} for _ in range(self._count)]
+        self._called: set[int] = set()  # answers whose last event was a call
 
     def begun(self, event: Begun) -> Iterator[dict[str, Any]]:
         yield from super().begun(event)
@@ -466,16 +467,21 @@ class ChatAnswers(_Answers):
     def text(self, event: Text) -> Iterator[dict[str, Any]]:
         kind = "reasoning_content" if event.thinking else "content"
         self._tokens[event.answer] = event.tokens
-        self._messages[event.answer][kind].append(event.text)
+        message, said = self._messages[event.answer], event.text
+        if said and not event.thinking and event.answer in self._called:
+            self._called.discard(event.answer)
+            said = "\n" + said if any(message["content"]) else said  # a message has one text
+        message[kind].append(said)
         told = [] if event.thinking else logprobs_content(event.logprobs)
         self._choices[event.answer]["logprobs"] += told
         logprobs = {"content": told, "refusal": None} if self._logprobs and not event.thinking else None
-        yield self._delta(event.answer, {kind: event.text}, logprobs=logprobs)
+        yield self._delta(event.answer, {kind: said}, logprobs=logprobs)
 
     def call(self, event: Call) -> Iterator[dict[str, Any]]:
         function = {"name": event.name, "arguments": event.arguments}
         call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
         self._messages[event.answer].setdefault("tool_calls", []).append(call)
+        self._called.add(event.answer)
         yield self._delta(event.answer, {"tool_calls": [{"index": event.index, **call}]})
 
     def end(self, event: End) -> Iterator[dict[str, Any]]:

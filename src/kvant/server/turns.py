@@ -295,11 +295,20 @@ class ThinkingBudget:
         return mx.where(mx.arange(logits.shape[-1]) == self.end, 0.0, -mx.inf)[None].astype(logits.dtype)
 
 
-def thinking_budget(tokenizer: Tokenizer, prompt: str, first: int, tokens: int) -> ThinkingBudget:
-    """The bound for the answers to a rendered prompt of ``first`` tokens."""
+def thinking_tokens(tokenizer: Tokenizer) -> tuple[int, int] | None:
+    """The tokens that begin and end thinking; None: the model does not think, or its marks are several tokens."""
     marks = marks_of(tokenizer)
-    if marks is not None:
-        start, end = tokenizer.convert_tokens_to_ids([marks.starts[0], marks.end])
-        if None not in (start, end) and tokenizer.unk_token_id not in (start, end):
-            return ThinkingBudget(first, tokens, None if marks.opened_by(prompt) else start, end)
-    raise ApiError("a budget of thinking cannot be kept: the model has no tokens that begin and end thinking")
+    if marks is None:
+        return None
+    start, end = tokenizer.convert_tokens_to_ids([marks.starts[0], marks.end])
+    unknown = (None, tokenizer.unk_token_id)
+    return None if start in unknown or end in unknown else (start, end)
+
+
+def thinking_budget(tokenizer: Tokenizer, prompt: str, first: int, tokens: int) -> ThinkingBudget:
+    """The bound for the answers to a rendered prompt of ``first`` tokens, of a model with tokens of thinking."""
+    marks, found = marks_of(tokenizer), thinking_tokens(tokenizer)
+    assert marks is not None
+    assert found is not None
+    start, end = found
+    return ThinkingBudget(first, tokens, None if marks.opened_by(prompt) else start, end)

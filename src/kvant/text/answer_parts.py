@@ -42,8 +42,18 @@ class AnswerParts:
         prompt: str | None,
         tools: Sequence[Mapping[str, Any]] = (),
         format: ToolFormat | None = None,  # noqa: A002
+        *,
+        only_calls: bool = False,
     ) -> None:
-        """``prompt``: the rendered messages; None: text goes on. ``tools``: in OpenAI's form. ``format``: of calls."""
+        """Make a splitter.
+
+        Args:
+            tokenizer: has the marks of thinking.
+            prompt: the rendered messages; None: text goes on.
+            tools: in OpenAI's form.
+            format: of calls.
+            only_calls: a grammar allows nothing else, so text is the beginning of a call that was cut: it is left out.
+        """
         self._thinking = None if prompt is None else Thinking.of(tokenizer, prompt)
         self._tools = schemas(tools)
         self._format = format if tools else None
@@ -51,6 +61,7 @@ class AnswerParts:
         self._space = ""  # whitespace that is text if no call follows
         self._reader: Reader | None = None
         self._called = False  # there was a call
+        self._only_calls = only_calls
         self._state = "first"  # nothing was said yet; then "text", and "called" where a call was the last thing
 
     def add(self, text: str) -> list[Part]:
@@ -102,24 +113,50 @@ class AnswerParts:
     def _look(self, format: ToolFormat, parts: list[Part], is_all: bool) -> bool:  # noqa: A002
         """Look for a mark that begins calls. Returns whether there is one."""
         marks = format.starts if format.several or not self._called else ()
-        begun = len(self._held) - len(self._held.lstrip())
-        if self._state == "first" and format.first and self._held.startswith(format.first, begun):
-            found = begun
+        blank = len(self._held) - len(self._held.lstrip())
+        if self._state == "first" and format.first and self._held.startswith(format.first, blank):
+            found = blank
         else:
             found = min((at for mark in marks if (at := self._held.find(mark)) >= 0), default=-1)
+        begun, is_whole = self._head(format.head) if format.head else (len(self._held), False)
+        if is_whole and not 0 <= found < begun:
+            found = begun
         if found >= 0:
             self._say(self._take(found), parts)
             self._reader = format.reader()
             return True
-        kept = 0 if is_all else max((overlap(self._held, mark) for mark in marks), default=0)
-        self._say(self._take(len(self._held) - kept), parts)
+        kept = max((overlap(self._held, mark) for mark in marks), default=0)
+        certain = len(self._held) if is_all else min(begun, len(self._held) - kept)
+        self._say(self._take(certain), parts)
         return False
+
+    def _head(self, head: str) -> tuple[int, bool]:
+        """Where a line begins with a call of a known tool, without the mark before it; and whether all of that came."""
+        held, at = self._held, self._held.find(head)
+        while at >= 0:
+            start = at + len(head)
+            end = held.find(">", start)
+            name = held[start : end if end >= 0 else None].rstrip()
+            if self._begins_line(at):
+                if end >= 0 and name in self._tools:
+                    return at, True
+                if end < 0 and any(tool.startswith(name) for tool in self._tools):
+                    return at, False
+            at = held.find(head, start)
+        at = len(held) - overlap(held, head)
+        return at if self._begins_line(at) else len(held), False
+
+    def _begins_line(self, at: int) -> bool:
+        before = self._held[at - 1] if at else self._space[-1:]
+        return before == "\n" or (not at and self._state != "text" and not self._space)
 
     def _take(self, length: int) -> str:
         taken, self._held = self._held[:length], self._held[length:]
         return taken
 
     def _say(self, text: str, parts: list[Part]) -> None:
+        if self._only_calls:
+            return
         text = self._space + text
         if self._state == "called":
             text = text.lstrip()

@@ -23,8 +23,12 @@ Json = dict[str, Any]
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token
 STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
 MAX_ID = 2**24  # a token's id is a place in a table
-# Tokens of a vocabulary -> the marks around its model's thoughts, as mlx-lm finds them.
+# Tokens of a vocabulary -> the marks around its model's thoughts. mlx-lm knows those from <think> on, in this order.
 THINKING = {
+    ("[THINK]", "[/THINK]"): ("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
+    ("<mm:think>", "</mm:think>"): ("<mm:think>", "</mm:think>"),  # MiniMax M3
+    ("<seed:think>", "</seed:think>"): ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("<|inner_prefix|>", "<|inner_suffix|>"): ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
     ("<think>", "</think>"): ("<think>", "</think>"),
     ("<longcat_think>", "</longcat_think>"): ("<longcat_think>", "</longcat_think>"),
     ("<|think:start|>", "<|think:end|>"): ("<|think:start|>", "<|think:end|>"),
@@ -56,6 +60,7 @@ class Encoder:
         raw = parse_json(content, "tokenizer.json")
         _check(raw)
         self._decoder = raw.get("decoder")
+        makes_bytes = _has_byte_level(raw.get("pre_tokenizer")) or _has_byte_level(raw.get("normalizer"))
         self._kind = str(raw["model"].get("type"))
         declared = config.get("tokenizer_class") or model.get("tokenizer_class")
         pipeline = pipeline_class(model.get("model_type"), declared, content, self._kind)
@@ -72,6 +77,8 @@ class Encoder:
         self._tokenizer.no_padding()
         if pipeline is not None:
             self._rebuild(pipeline, config)
+        elif makes_bytes and not _has_byte_level(self._decoder):  # some conversions have SentencePiece's decoder
+            self._decode_bytes()
         defaults = {"pad_token": padding.get("pad_token"), **DEFAULTS.get(pipeline or "", {})}
         self._named, self._extra, adding = folder_tokens(
             present, pipeline is not None, defaults, config, special_tokens, added_tokens
@@ -184,7 +191,10 @@ class Encoder:
         by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix), use_regex=name != "Qwen2Tokenizer")
         split = pre_tokenizers.Split(Regex(QWEN), behavior="isolated", invert=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, by_bytes]) if name == "Qwen2Tokenizer" else by_bytes
-        tokenizer.decoder = decoders.ByteLevel()
+        self._decode_bytes()
+
+    def _decode_bytes(self) -> None:
+        self._tokenizer.decoder = decoders.ByteLevel()
         self._decoder = {"type": "ByteLevel"}
 
 
@@ -211,6 +221,15 @@ def _step(step: Any, steps: str) -> Any:
     if step["type"] == "ByteLevel" and steps == "decoders":
         return {"type": "ByteLevel"}
     return {key: value for key, value in step.items() if key != "trim_offsets"}
+
+
+def _has_byte_level(step: Any) -> bool:
+    """Whether a normalizer, a pre-tokenizer or a decoder is a byte-level one, or has one among its steps."""
+    if not isinstance(step, dict):
+        return False
+    return step.get("type") == "ByteLevel" or any(
+        _has_byte_level(each) for steps in STEPS.values() for each in step.get(steps) or ()
+    )
 
 
 def decoder_kind(decoder: object) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from kvant.errors import PromptError, did_you_mean, library_errors
+from kvant.text.template import all_templates
 from kvant.text.tokenizer import REFUSED, Tokenizer
 
 Message = Mapping[str, str]
@@ -102,9 +103,7 @@ def check_variables(tokenizer: Tokenizer, names: Collection[str]) -> None:
 
 def mentioned(tokenizer: Tokenizer) -> set[str]:
     """All words of the model's chat templates that can be names."""
-    templates = tokenizer.chat_template or ""
-    source = templates if isinstance(templates, str) else "\n".join(templates.values())
-    return set(re.findall(r"[A-Za-z_]\w*", source))
+    return set(re.findall(r"[A-Za-z_]\w*", all_templates(tokenizer.chat_template)))
 
 
 class KnownText:

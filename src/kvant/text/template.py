@@ -37,6 +37,11 @@ def choose_template(templates: str | Mapping[str, str] | None, wanted: str | Non
     return by_name["default"]
 
 
+def all_templates(templates: str | Mapping[str, str] | None) -> str:
+    """The sources of a model's templates, one behind the other."""
+    return templates if isinstance(templates, str) else "\n".join((templates or {}).values())
+
+
 def prepare(messages: object) -> list[dict[str, Any]]:
     """Messages as templates take them: plain JSON, no key that is None, reasoning under each of its names."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:

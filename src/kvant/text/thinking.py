@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvant.text.stream import overlap
+from kvant.text.template import all_templates
 from kvant.text.tokenizer import Tokenizer
 
 
@@ -27,14 +28,19 @@ HARMONY = Marks(
     "<|end|>",
     tuple(f"{start}<|channel|>{name}<|message|>" for start in ("", "<|start|>assistant") for name in HARMONY_SAID),
 )
+ENDS_ALONE = ("<mm:think>",)  # MiniMax M3 may begin an answer without thinking with the mark that ends it
+IN_WORDS = Marks(("<think>",), "</think>")  # of Olmo 3 and others, whose vocabulary does not have them as tokens
 
 
 def marks_of(tokenizer: Tokenizer) -> Marks | None:
-    """The marks that a tokenizer's vocabulary has; None: its model does not think aloud."""
+    """The marks that a tokenizer's vocabulary or its chat template has; None: its model does not think aloud."""
     if tokenizer.think_start is not None and tokenizer.think_end is not None:
-        return Marks((tokenizer.think_start,), tokenizer.think_end)
+        start, end = tokenizer.think_start, tokenizer.think_end
+        return Marks((start,), end, (end,) if start in ENDS_ALONE else ())
     ids = tokenizer.convert_tokens_to_ids(HARMONY_TOKENS)
-    return None if None in ids or tokenizer.unk_token_id in ids else HARMONY
+    if None not in ids and tokenizer.unk_token_id not in ids:
+        return HARMONY
+    return IN_WORDS if IN_WORDS.starts[0] in all_templates(tokenizer.chat_template) else None
 
 
 class Thinking:

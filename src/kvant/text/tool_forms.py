@@ -24,6 +24,7 @@ from kvant.text.call_form import (
     call_of,
     load_json,
     may_be,
+    may_be_any,
     skip_space,
     to_json,
 )
@@ -45,10 +46,14 @@ class Hermes(JsonForm):
 
 
 class QwenCoder(ToolFormat):
-    """Of Qwen3-Coder: ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``."""
+    """Of Qwen3-Coder: ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``.
+
+    The model often leaves out ``<tool_call>``, and sometimes ``</tool_call>`` before another call.
+    """
 
     name = "qwen3_coder"
     starts = ("<tool_call>",)
+    head = "<function="
 
     def reader(self) -> Reader:
         return _QwenCoderReader()
@@ -71,9 +76,10 @@ class QwenCoder(ToolFormat):
 
 
 # A value may have the marks in it, where they are not followed by what follows a value.
-_FUNCTION = re.compile(r"<tool_call>\s*<function=([^<>\s]+)\s*>(.*)", re.DOTALL)
+_FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\s]+)\s*>(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\s]+)\s*>\n?(.*?)\n?</parameter>(?=\s*<parameter=|\s*\Z)", re.DOTALL)
-_FUNCTION_END = re.compile(r"</function>\s*</tool_call>")
+_FUNCTION_BEGUN = re.compile(r"<function=[^<>\s]+\s*>\s*")
+_CODER_BEGINS = ("<tool_call>", "<function=")  # of another call
 
 
 class _QwenCoderReader(Reader):
@@ -81,15 +87,35 @@ class _QwenCoderReader(Reader):
         self._at = 0  # its end is not before
 
     def end(self, text: str, is_all: bool) -> int | None:
-        start = len("<tool_call>")
+        start = len("<tool_call>") if text.startswith("<tool_call>") else 0
         at = skip_space(text, start)
-        if may_be("<function=", text, at, start) is not None:
-            self._at = max(self._at, at)
-            if found := _FUNCTION_END.search(text, self._at):
-                return found.end()
-            last = text.rfind("</function>", self._at)
-            self._at = last if last >= 0 else max(at, len(text) - len("</function>"))
+        if may_be("<function=", text, at, start) is not None and (begun := _FUNCTION_BEGUN.match(text, at)):
+            if not may_be_any(("<parameter=", "</function>"), text, begun.end()):
+                raise NoCallError("neither a parameter nor the end", begun.end())
+            self._at = max(self._at, begun.end())
+            while (found := text.find("</function>", self._at)) >= 0:
+                end = found + len("</function>")
+                behind = skip_space(text, end)
+                if text.startswith("</tool_call>", behind):
+                    return behind + len("</tool_call>")
+                if not is_all and may_be_any(("</tool_call>", *_CODER_BEGINS), text, behind):
+                    return None
+                if is_all and may_be_any(("</tool_call>",), text, behind):
+                    return len(text)
+                # Without the mark that begins it, a call ends whatever comes behind it.
+                is_end = not start or may_be_any(_CODER_BEGINS, text, behind)
+                if is_end and _ends_with_value(text, begun.end(), found):
+                    return end
+                self._at = end
+            self._at = max(self._at, len(text) - len("</function>"))
         return len(text) if is_all else None
+
+
+def _ends_with_value(text: str, start: int, end: int) -> bool:
+    """Whether the arguments from ``start`` to ``end`` end as a parameter does, or there are none."""
+    while end > start and text[end - 1].isspace():
+        end -= 1
+    return end == start or text.endswith("</parameter>", start, end)
 
 
 def _value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
@@ -436,6 +462,8 @@ def _form_of(tokenizer: Tokenizer, prompt: str, called: str, forms: Sequence[Too
     for form in forms:
         parts = AnswerParts(tokenizer, prompt[:same], [PROBE_TOOL], form)
         begin = form.writing.begin if form.writing is not None else ""
+        if form.head and form.starts[0] not in written:
+            continue  # the mark before the head is another
         if begin in written and CallPart(PROBE, '{"value":"x"}') in [*parts.add(written), *parts.finish()]:
             return form
     return None
