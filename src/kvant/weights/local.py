@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import WeightsError
-from kvant.weights.hub import Listed, remove_partials
+from kvant.weights.hub import Listed
 from kvant.weights.known import File, known_files
 from kvant.weights.lock import DEFAULT_BRANCH, Lock, locked, read_lock, read_locks, write_lock
 from kvant.weights.reference import Reference, parse_reference
@@ -63,7 +63,6 @@ class Removal:
             lock.snapshots.pop(self.commit, None)
             lock.pins = {pin: commit for pin, commit in lock.pins.items() if commit != self.commit}
             write_lock(lock)
-        remove_partials(self.repository)
         folder = snapshot_folder(self.repository, self.commit)
         if self._strategy is not None:
             self._strategy.execute()
