@@ -18,6 +18,7 @@ from kvant.weights.snapshot import (
     measure,
     real_file,
     refuse_others,
+    repository_folder,
     snapshot_folder,
 )
 
@@ -136,6 +137,11 @@ def removal(text: str) -> Removal:
             repo for repo in found.repos if (repo.repo_type, repo.repo_id) == ("model", reference.repository)
         )
         strategy = replace(found, repos=ours).delete_revisions(commit)
+        for blob in strategy.blobs:  # another program may have made the links
+            if not blob.is_relative_to(repository_folder(reference.repository)):
+                raise WeightsError(
+                    f"{blob}: outside of the cache, but a link of the model leads there; remove the link"
+                )
         size = strategy.expected_freed_size
     return Removal(references(lock, commit), reference.repository, commit, size, strategy)
 
