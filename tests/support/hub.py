@@ -5,17 +5,19 @@ ones directly, safetensors by a redirect to another host with X-Linked-Etag and 
 X-Error-Code as the hub's do.
 """
 
+import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 LARGE = ".safetensors"
+ENDLESS_BYTES = 100_000_000  # then it does end, for a test's sake
 
 
 class Request(NamedTuple):
@@ -41,6 +43,10 @@ class Hub:
     hold: dict[str, int] = field(default_factory=dict)  # after so many it sets held, waits for release, hangs up, once
     entries: dict[str, dict[str, object]] = field(default_factory=dict)  # of the listing; None is sent as null
     listing: bytes | None = None
+    headers: dict[str, dict[str, str]] = field(default_factory=dict)  # in place of those sent with a file
+    moved: set[str] = field(default_factory=set)  # files that a redirect leads to another place of the hub
+    endless: set[str] = field(default_factory=set)  # files, "listing" or statuses, whose content does not end
+    streamed: int = 0  # bytes of such content that were taken
     held: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
     port: int = 0
@@ -70,7 +76,7 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-@contextmanager
+@contextlib.contextmanager
 def serve(hub: Hub) -> Iterator[Hub]:
     handler = type("Handler", (_Handler,), {"hub": hub})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -100,7 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         asked = (self.headers[name] for name in ("Range", "Host", "Authorization"))
         self.hub.requests.append(Request(self.command, path, *asked))
-        parts = path.strip("/").split("/")
+        parts = path.removeprefix("/moved").strip("/").split("/")
         if parts[:2] == ["api", "models"]:
             self._list("/".join(parts[2:4]), "/".join(parts[5:]) or "main")
         elif parts[0] == "cdn":
@@ -124,39 +130,51 @@ class _Handler(BaseHTTPRequestHandler):
                 sibling["lfs"] = {"sha256": sha256(data), "size": len(data), "pointerSize": 134}
             siblings.append(sibling | self.hub.entries.get(name, {}))
         answer = json.dumps({"id": repository, "sha": commit, "siblings": siblings, "tags": []}).encode()
-        return self._send(200, answer if self.hub.listing is None else self.hub.listing, {})
+        return self._send(200, answer if self.hub.listing is None else self.hub.listing, {}, of="listing")
 
     def _file(self, repository: str, commit: str, name: str) -> None:
         if self.hub.file_refusal:
-            return self._refuse(*self.hub.file_refusal)
+            return self._refuse(*self.hub.file_refusal, self.hub.headers.get(name, {}))
+        if name in self.hub.moved and not self.path.startswith("/moved"):
+            return self._send(307, b"moved", {"Location": f"/moved{self.path}"})
         data = self.hub.commits[repository][commit][name]
         headers = {"X-Repo-Commit": commit}
         if name.endswith(LARGE):
             headers |= {"X-Linked-Etag": f'"{sha256(data)}"', "X-Linked-Size": str(len(data))}
             # By another name: huggingface_hub follows a redirect to the hub's own when it asks for a file's facts.
             headers["Location"] = f"http://localhost:{self.hub.port}/cdn/{repository}/{commit}/{name}"
-            return self._send(302, b"", headers)
-        return self._send(200, self.hub.sent.get(name, data), headers | {"ETag": f'"{git_id(data)}"'})
+            return self._send(302, b"", headers | self.hub.headers.get(name, {}))
+        headers |= {"ETag": f'"{git_id(data)}"'} | self.hub.headers.get(name, {})
+        return self._send(200, self.hub.sent.get(name, data), headers, of=name)
 
     def _large(self, repository: str, commit: str, name: str) -> None:
         data = self.hub.sent.get(name, self.hub.commits[repository][commit][name])
         start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-")) if self.headers["Range"] else 0
         headers = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
         end = self.hub.hold.pop(name, None)
-        self._send(206 if start else 200, data[start:], headers, end)
+        self._send(206 if start else 200, data[start:], headers, end, of=name)
         if end:
             self.wfile.flush()
             self.hub.held.set()
             self.hub.release.wait(60)
 
-    def _refuse(self, status: int, code: str) -> None:
-        self._send(status, b'{"error": "refused"}', {"X-Error-Code": code})
+    def _refuse(self, status: int, code: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._send(status, b'{"error": "refused"}', {"X-Error-Code": code} | dict(headers))
 
-    def _send(self, status: int, data: bytes, headers: dict[str, str], end: int | None = None) -> None:
+    def _send(self, status: int, data: bytes, headers: Mapping[str, str], end: int | None = None, of: str = "") -> None:
+        """Answer with the first ``end`` bytes; without end if it is the content ``of`` what is endless."""
+        endless = not self.hub.endless.isdisjoint({of, str(status)})
+        length = {"Connection": "close"} if endless else {"Content-Length": str(len(data))}
         self.send_response(status)
-        for name, value in (headers | {"Content-Length": str(len(data))}).items():
+        for name, value in (dict(headers) | length).items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET":
+        self.close_connection = endless or end is not None
+        if self.command != "GET":
+            return
+        if not endless:
             self.wfile.write(data[:end])
-        self.close_connection = end is not None
+            return
+        with contextlib.suppress(OSError):  # the other side hangs up
+            while self.hub.streamed < ENDLESS_BYTES:
+                self.hub.streamed += self.wfile.write(data * (1 + 100_000 // len(data)))

@@ -372,6 +372,105 @@ def test_odd_listings(machine: Machine, hub: Hub, files: dict[str, bytes]) -> No
     assert not [path for path in machine.home.rglob("*") if "escaped" in path.name]
 
 
+def _paths(machine: Machine) -> set[Path]:
+    """Everything on the user's machine but huggingface_hub's and kvant's caches."""
+    ours = (machine.home / "hf", machine.home / "cache" / "kvant")
+    paths = machine.home.parent.rglob("*")
+    return {path for path in paths if not any(path.is_relative_to(each) for each in ours)}
+
+
+OUTSIDE = "../../../../../escaped/zz.pth"  # from blobs/, snapshots/ and .no_exist/
+
+
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS])
+def test_no_header_chooses_a_path(machine: Machine, hub: Hub, files: dict[str, bytes], name: str) -> None:
+    """huggingface_hub itself joins an ETag to blobs/ and a commit to snapshots/ and .no_exist/."""
+    (machine.home / "cache").mkdir()
+    commit, before = hub.branches[REPOSITORY]["main"], _paths(machine)
+    right = sha256(files[name]) if name == WEIGHTS else git_id(files[name])
+    other = git_id(files[name]) if name == WEIGHTS else sha256(files[name])
+    tags = [OUTSIDE, str(machine.home / "escaped"), "escaped", "..", other, right.upper(), right[:-1], "0" * 64]
+    answers = [{"X-Linked-Etag": f'"{tag}"'} for tag in tags]
+    answers += [{"X-Linked-Etag": "", "ETag": f'"{tag}"'} for tag in tags]
+    answers += [{"X-Repo-Commit": value} for value in (OUTSIDE, "0" * 40, commit.upper(), "main")]
+    answers += [{"ETag": '""', "X-Linked-Etag": ""}, {"X-Linked-Etag": 'W/""'}]
+    for hub.headers[name] in answers:
+        for hub.moved in (set(), {name}):
+            assert f"{name}: cannot be pulled: the hub answers " in machine.refuses("pull", REPOSITORY)
+    hub.headers[name] = {"X-Linked-Size": str(len(files[name]) - 1)}
+    assert f"{len(files[name]) - 1} bytes; expected {len(files[name])}" in machine.refuses("pull", REPOSITORY)
+    hub.headers[name], hub.file_refusal = {"X-Repo-Commit": OUTSIDE}, (404, "EntryNotFound")
+    assert "no such file at" in machine.refuses("pull", REPOSITORY)
+    assert not hub.fetched(name)
+    assert _paths(machine) == before
+    snapshots = machine.blobs.parent / "snapshots"
+    assert (snapshots / commit).is_dir() == (name == WEIGHTS)  # config.json was fetched before
+    assert not snapshots.exists() or len(list(snapshots.iterdir())) == 1
+    assert not (machine.blobs.parent / ".no_exist").exists()
+    assert not machine.lock.exists()
+    hub.headers[name], hub.file_refusal = {"X-Linked-Etag": f'W/"{right}"'}, None
+    hub.moved = {name, "tokenizer.json"}
+    machine.pull(REPOSITORY)
+    assert machine.resolves() is None
+
+
+def test_xet_is_for_hugging_face_alone(machine: Machine, hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
+    """Its client writes whatever comes, so that a hub's headers do not lead to it."""
+    hub.headers[WEIGHTS] = {"X-Xet-Hash": "0" * 64, "X-Xet-Refresh-Route": f"{hub.endpoint}/xet"}
+    machine.pull(REPOSITORY)
+    assert len(hub.fetched(WEIGHTS)) == 1
+    assert not [request for request in hub.requests if "xet" in request.path]
+    machine.empty()
+    (tmp_path / "content").write_bytes(files[WEIGHTS])
+    copy = f"lambda **given: shutil.copy({str(tmp_path / 'content')!r}, given['incomplete_path'])"
+    imports = "__import__('unittest.mock').mock.create_autospec(__import__('huggingface_hub').file_download.xet_get"
+    xet = {"huggingface_hub.file_download.xet_get": f"{imports}, side_effect={copy})"}
+    folder = machine.pull(REPOSITORY, patches=xet | {"kvant.weights.hub.HUGGING_FACE": repr(hub.endpoint)})
+    assert len(hub.fetched(WEIGHTS)) == 1
+    assert (folder / WEIGHTS).read_bytes() == files[WEIGHTS]
+    assert machine.resolves() is None
+
+
+def test_what_does_not_end_is_left(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
+    """However much a hub would send: a listing's limit or a file's size ends it, and nothing of it stays."""
+    for what, line, most in (
+        ("listing", "more than 8388608 bytes", 2**25),
+        ("config.json", "config.json: cannot be pulled: the hub sends more than the 574 bytes", 2**24),
+        ("307", "config.json: cannot be pulled: the hub sends more than the 574 bytes", 2**24),
+        (WEIGHTS, f"{WEIGHTS}: cannot be pulled: the hub sends more than the ", 2**24 + len(files[WEIGHTS])),
+        ("500", "the hub answered 500", 2**24),
+    ):
+        hub.endless, hub.streamed = {what}, 0
+        hub.moved, hub.refusal = {"config.json"}, (500, "") if what == "500" else None
+        if what == "307":
+            hub.endless |= {"config.json"}
+        assert line in machine.refuses("pull", REPOSITORY)
+        assert 0 < hub.streamed < most
+        left = {path.resolve().name for path in (machine.home / "hf").rglob("*") if path.is_file()}
+        assert {name for name in left if not name.endswith(".lock")} <= set(map(git_id, files.values()))
+    assert not machine.lock.exists()
+    hub.endless, hub.refusal = set(), None
+    machine.pull(REPOSITORY)
+
+
+def test_a_listing_of_many_names(machine: Machine, hub: Hub) -> None:
+    """Checked in time that grows with their number: 30 s of processor time are many times what is needed."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_CPU, (30, 30))"
+    commit = hub.branches[REPOSITORY]["main"]
+    for count, letters, line in (
+        (60_000, 20, "lists more than 10000 files to pull"),
+        (10_000, 200, "lists X.json twice"),  # long ones; the last is there twice
+        (100_000, 20, "more than 8388608 bytes"),
+    ):
+        names = [f"{number:0{letters - 5}}.json" for number in range(count - 1)] + ["x.json", "X.json"]
+        siblings = [{"rfilename": name, "size": 1, "blobId": "0" * 40} for name in names]
+        hub.listing = json.dumps({"id": REPOSITORY, "sha": commit, "siblings": siblings}).encode()
+        assert line in machine.refuses("pull", REPOSITORY, PRELUDE=limit)
+    never = [{"rfilename": f"onnx/{number}.json"} for number in range(20_000)]  # not pulled, so they do not count
+    hub.listing = json.dumps({"id": REPOSITORY, "sha": commit, "siblings": never}).encode()
+    assert "no config.json and safetensors" in machine.refuses("pull", REPOSITORY, PRELUDE=limit)
+
+
 def test_settings_that_cannot_be(machine: Machine) -> None:
     """huggingface_hub itself ends in a traceback."""
     for variable, line in (("HF_HUB_ETAG_TIMEOUT", "HF_HUB_ETAG_TIMEOUT is '10 s'"), ("HF_ENDPOINT", REPOSITORY)):

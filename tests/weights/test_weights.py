@@ -298,6 +298,22 @@ def test_what_another_commit_needs_stays(machine: Machine, hub: Hub, files: dict
     assert not machine.lock.exists()
 
 
+def test_a_link_out_of_the_cache_is_not_followed_to_remove(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
+    """Another program made it, of an ETag that names a file of the user's."""
+    first = machine.pull(REPOSITORY)
+    hub.add(REPOSITORY, files | {"config.json": files["config.json"] + b"\n"})
+    machine.pull(REPOSITORY, "--update")
+    precious = machine.home / "precious"
+    precious.write_bytes(b"the user's own")
+    (first / "README.md").symlink_to(os.path.relpath(precious, first))
+    line = machine.refuses("rm", f"{REPOSITORY}@{first.name}", "--yes")
+    assert f"{precious}: outside of the cache" in line
+    assert precious.read_bytes() == b"the user's own"
+    assert machine.resolves(f"{REPOSITORY}@{first.name}") is None
+    (first / "README.md").unlink()
+    assert _removed(machine, f"{REPOSITORY}@{first.name}") == len(files["config.json"])
+
+
 def test_what_another_repository_shares_stays(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
     """In huggingface_hub's store of files that repositories share, each blob a link into it."""
     store = machine.home / "hf" / "hub" / "blobs"

@@ -1,20 +1,31 @@
-"""The hub, asked by huggingface_hub: a commit's files into the cache it shares with others. Errors are a line each."""
+"""The hub, asked through huggingface_hub: a commit's files into the cache it shares with others.
+
+Nothing that a hub sends is believed. Paths are made of the checked names of a listing, and of nothing in a header.
+Whatever is read has a limit. Errors are a line each.
+"""
 
 import errno
+import json
+import os
 import re
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urljoin, urlsplit
 
 from kvant.errors import WeightsError, one_line
 from kvant.fields import shown
+from kvant.weights.lock import locked
 from kvant.weights.reference import COMMIT
-from kvant.weights.snapshot import cache_folder, constants, is_wanted, repository_folder
+from kvant.weights.snapshot import cache_folder, constants, is_wanted, repository_folder, snapshot_folder
 
 if TYPE_CHECKING:
+    from httpx2 import Response
+    from huggingface_hub import HfFileMetadata
     from huggingface_hub.hf_api import ModelInfo
 
 LOG_IN = "`hf auth login` lets you in, if you have access"
@@ -24,10 +35,14 @@ STATUSES = {
     403: f"the hub forbids it (403); {LOG_IN}",
     429: "too many requests (429): try again later; who is logged in is allowed more",
 }
+HUGGING_FACE = "https://huggingface.co"
+MAX_LISTING_BYTES = 8 * 1024 * 1024  # some 30,000 files of a repository, whatever they are
+MAX_FILES = 10_000  # to pull; the largest published models have some 200
 MAX_FILE_BYTES = 2**40
+MAX_REDIRECTS = 10
+MAX_FAILURES = 5  # of a transfer, one after the other without a new byte
 FILE_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,200}", re.ASCII)
-HEXADECIMAL = re.compile("[0-9a-f]+")
-STALE_S = 86_400  # since the last write to a partial file: nobody is at work on it
+DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 class UnreachableError(WeightsError):
@@ -54,28 +69,53 @@ class Listing:
 def list_files(repository: str, revision: str | None) -> Listing:
     """The files of a commit, branch, tag or (None) the default branch; nothing is downloaded."""
     with _errors_in_one_line(repository, revision):
-        timeout = float(constants().HF_HUB_DOWNLOAD_TIMEOUT)  # before the import, which fails where that is none
-        from huggingface_hub import HfApi
+        url = f"{constants().ENDPOINT}/api/models/{repository}"
+        if revision is not None:
+            url += f"/revision/{quote(revision, safe='')}"
+        data = bytearray()
+        with _get(f"{url}?blobs=true") as response:
+            for piece in response.iter_bytes():
+                data += piece
+                if len(data) > MAX_LISTING_BYTES:
+                    raise ValueError(f"the hub's listing has more than {MAX_LISTING_BYTES} bytes")
+        from huggingface_hub.hf_api import ModelInfo
 
-        api = HfApi(library_name="kvant")
-        found = api.model_info(repository, revision=revision, files_metadata=True, timeout=timeout)
+        found = ModelInfo(**json.loads(data))
     return _checked(repository, revision, found)
 
 
-def download(repository: str, commit: str, name: str) -> None:
-    """Bring a commit's file into huggingface_hub's cache, unless it is there. What comes is not checked here."""
-    with _errors_in_one_line(repository, commit, name):
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.utils import tqdm
+def download(repository: str, listing: Listing, name: str) -> None:
+    """Bring a listed file into huggingface_hub's cache, unless it is there. Its digest is not computed here.
 
-        class Bar(tqdm):
-            """Has the file's name, and is drawn on the terminal itself: the command's standard error is escaped."""
+    The headers that come with it are compared with the listing before any of its content is asked for.
+    """
+    path = snapshot_folder(repository, listing.commit) / name
+    if path.exists():
+        return
+    with _errors_in_one_line(repository, listing.commit, name):
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+        from huggingface_hub.file_download import are_symlinks_supported
 
-            def __init__(self, *arguments: Any, **options: Any) -> None:
-                super().__init__(*arguments, **options | {"desc": name, "file": sys.__stderr__})  # type: ignore[no-untyped-call]
-
-        place = cache_folder()
-        hf_hub_download(repository, name, revision=commit, cache_dir=place, library_name="kvant", tqdm_class=Bar)
+        url = hf_hub_url(repository, name, revision=listing.commit)
+        found = get_hf_file_metadata(url, library_name="kvant", retry_on_errors=True)
+        digest = _checked_digest(listing, name, found)
+        blob = repository_folder(repository) / "blobs" / digest
+        place = blob if are_symlinks_supported(cache_folder()) else path
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(repository, digest):  # as huggingface_hub does
+            if not place.exists():
+                for left in blob.parent.glob(f"{digest}.*.incomplete"):  # of a process that was killed
+                    left.unlink(missing_ok=True)
+                part = blob.with_name(f"{digest}.{os.urandom(4).hex()}.incomplete")
+                try:
+                    _fetch(part, name, listing.files[name].bytes, url, found)
+                    part.replace(place)
+                finally:
+                    part.unlink(missing_ok=True)
+            if not path.exists():
+                path.unlink(missing_ok=True)  # a link to a blob that is gone
+                path.symlink_to(os.path.relpath(blob, path.parent))
 
 
 def note_branch(repository: str, branch: str, commit: str) -> None:
@@ -87,17 +127,9 @@ def note_branch(repository: str, branch: str, commit: str) -> None:
             file.write(commit)
 
 
-def remove_partials(repository: str) -> None:
-    """Remove what killed downloads left: huggingface_hub never goes on with it."""
-    with suppress(OSError):
-        for path in (repository_folder(repository) / "blobs").glob("*.incomplete"):
-            if time.time() - path.lstat().st_mtime > STALE_S:
-                path.unlink(missing_ok=True)
-
-
 def _checked(repository: str, revision: str | None, found: "ModelInfo") -> Listing:
     """The listing. Nothing in it is believed before it is checked: names become parts of paths."""
-    commit, files = found.sha, dict[str, Listed]()
+    commit, files, names = found.sha, dict[str, Listed](), set[str]()
     wanted = revision if revision and COMMIT.fullmatch(revision) else commit
     if not isinstance(commit, str) or not COMMIT.fullmatch(commit) or commit != wanted:
         asked = revision or "main"
@@ -108,12 +140,15 @@ def _checked(repository: str, revision: str | None, found: "ModelInfo") -> Listi
             continue
         if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
             raise WeightsError(f"{repository}: the hub lists a file named {shown(name)}; refused")
-        if any(name.lower() == other.lower() for other in files):  # one file where capital letters do not count
-            raise WeightsError(f"{repository}: the hub lists {name} twice")
+        what = f"{repository}: the hub lists {name}"
+        if name.lower() in names:  # one file where capital letters do not count
+            raise WeightsError(f"{what} twice")
+        names.add(name.lower())
+        if len(names) > MAX_FILES:
+            raise WeightsError(f"{repository}: the hub lists more than {MAX_FILES} files to pull")
         if type(entry.size) is not int or not 0 <= entry.size <= MAX_FILE_BYTES:
             expected = f"expected 0 to {MAX_FILE_BYTES} bytes"
-            raise WeightsError(f"{repository}: the hub lists {name} with the size {shown(entry.size)}; {expected}")
-        what = f"{repository}: the hub lists {name}"
+            raise WeightsError(f"{what} with the size {shown(entry.size)}; {expected}")
         if entry.lfs is None:
             files[name] = Listed(entry.size, git_blob=_digits(what, "git blob id", entry.blob_id, 40))
         else:  # its blob is a pointer, whose id says nothing of the content
@@ -126,9 +161,83 @@ def _checked(repository: str, revision: str | None, found: "ModelInfo") -> Listi
 def _digits(what: str, kind: str, value: object, count: int) -> str | None:
     if value is None:
         return None
-    if not isinstance(value, str) or len(value) != count or not HEXADECIMAL.fullmatch(value):
+    if not isinstance(value, str) or len(value) != count or not DIGEST.fullmatch(value):
         raise WeightsError(f"{what} with {kind} {shown(value)}; expected {count} hexadecimal digits")
     return value
+
+
+def _checked_digest(listing: Listing, name: str, found: "HfFileMetadata") -> str:
+    """The digest that names a file's blob. Headers of the file that contradict the listing are refused."""
+    listed = listing.files[name]
+    stated = listed.sha256 or listed.git_blob
+    if found.commit_hash != listing.commit:
+        raise ValueError(f"the hub answers for commit {shown(found.commit_hash)}; expected {listing.commit}")
+    if found.etag is None or not DIGEST.fullmatch(found.etag) or stated not in (None, found.etag):
+        raise ValueError(f"the hub answers with ETag {shown(found.etag)}; expected {stated or 'a digest'}")
+    if found.size not in (None, listed.bytes):
+        raise ValueError(f"{found.size} bytes; expected {listed.bytes}, as the hub states")
+    return found.etag
+
+
+def _fetch(part: Path, name: str, size: int, url: str, found: "HfFileMetadata") -> None:
+    """Write ``size`` bytes and no more. After a connection breaks, the rest is asked for."""
+    import httpx2
+    from huggingface_hub.file_download import is_xet_available, xet_get
+    from huggingface_hub.utils import build_hf_headers, tqdm
+
+    class Bar(tqdm):
+        """Has the file's name, and is drawn on the terminal itself: the command's standard error is escaped."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options | {"desc": name, "file": sys.__stderr__})  # type: ignore[no-untyped-call]
+
+    # Xet's client compares the size when it is done, however much comes; so it is for Hugging Face's own hub.
+    xet, login = found.xet_file_data, build_hf_headers(library_name="kvant")
+    if xet is not None and is_xet_available() and constants().ENDPOINT == HUGGING_FACE:
+        xet_get(incomplete_path=part, xet_file_data=xet, headers=login, expected_size=size, tqdm_class=Bar)
+        return
+    failures = 0
+    with open(part, "xb") as file, Bar(total=size, unit="B", unit_scale=True, disable=None) as bar:
+        while (start := file.tell()) < size:
+            try:
+                with _get(url, start) as response:
+                    if response.status_code != httpx2.codes.PARTIAL_CONTENT:  # all of it again
+                        file.seek(0)
+                        file.truncate()
+                    for piece in response.iter_bytes():
+                        if file.tell() + len(piece) > size:
+                            raise ValueError(f"the hub sends more than the {size} bytes that it lists")
+                        file.write(piece)
+                        bar.update(file.tell() - bar.n)
+                if file.tell() < size:
+                    raise ValueError(f"the hub sends {file.tell()} bytes; expected {size}")
+            except (httpx2.NetworkError, httpx2.TimeoutException, httpx2.RemoteProtocolError):
+                failures = 0 if file.tell() > start else failures + 1
+                if failures > MAX_FAILURES:
+                    raise
+                time.sleep(1)
+
+
+@contextmanager
+def _get(url: str, start: int = 0) -> Iterator["Response"]:
+    """The hub's answer from a byte on, its body unread. A refusal is raised. Only a hub gets the login."""
+    from httpx2 import Response
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    hubs = urlsplit(url)[:2], urlsplit(HUGGING_FACE)[:2]
+    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
+    timeout = float(constants().HF_HUB_DOWNLOAD_TIMEOUT)
+    for _ in range(MAX_REDIRECTS):  # httpx2 would read a redirect's whole body, huggingface_hub a refusal's
+        token = None if urlsplit(url)[:2] in hubs else False
+        sent = headers | build_hf_headers(token=token, library_name="kvant")
+        with get_session().stream("GET", url, headers=sent, timeout=timeout, follow_redirects=False) as response:
+            if not response.has_redirect_location:
+                codes = {name: text for name, text in response.headers.items() if name.startswith("x-")}
+                hf_raise_for_status(Response(response.status_code, headers=codes, request=response.request))
+                yield response
+                return
+            url = urljoin(url, response.headers["location"])
+    raise ValueError(f"the hub redirects more than {MAX_REDIRECTS} times")
 
 
 @contextmanager
@@ -139,10 +248,7 @@ def _errors_in_one_line(repository: str, revision: str | None, name: str | None 
     except WeightsError:
         raise
     except Exception as error:  # huggingface_hub, httpx2 and filelock share no base
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else None
-        raise _explained(cause or error, what, revision or "main") from error
+        raise _explained(error, what, revision or "main") from error
 
 
 def _explained(error: BaseException, what: str, revision: str) -> WeightsError:

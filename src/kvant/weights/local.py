@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import WeightsError
-from kvant.weights.hub import Listed, remove_partials
+from kvant.weights.hub import Listed
 from kvant.weights.known import File, known_files
 from kvant.weights.lock import DEFAULT_BRANCH, Lock, locked, read_lock, read_locks, write_lock
 from kvant.weights.reference import Reference, parse_reference
@@ -18,6 +18,7 @@ from kvant.weights.snapshot import (
     measure,
     real_file,
     refuse_others,
+    repository_folder,
     snapshot_folder,
 )
 
@@ -63,7 +64,6 @@ class Removal:
             lock.snapshots.pop(self.commit, None)
             lock.pins = {pin: commit for pin, commit in lock.pins.items() if commit != self.commit}
             write_lock(lock)
-        remove_partials(self.repository)
         folder = snapshot_folder(self.repository, self.commit)
         if self._strategy is not None:
             self._strategy.execute()
@@ -137,6 +137,11 @@ def removal(text: str) -> Removal:
             repo for repo in found.repos if (repo.repo_type, repo.repo_id) == ("model", reference.repository)
         )
         strategy = replace(found, repos=ours).delete_revisions(commit)
+        for blob in strategy.blobs:  # another program may have made the links
+            if not blob.is_relative_to(repository_folder(reference.repository)):
+                raise WeightsError(
+                    f"{blob}: outside of the cache, but a link of the model leads there; remove the link"
+                )
         size = strategy.expected_freed_size
     return Removal(references(lock, commit), reference.repository, commit, size, strategy)
 

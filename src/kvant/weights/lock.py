@@ -60,11 +60,11 @@ def read_locks() -> Iterator[Lock]:
 
 
 @contextmanager
-def locked(repository: str) -> Iterator[None]:
-    """Change the record inside: other processes wait."""
+def locked(repository: str, name: str = "kvant") -> Iterator[None]:
+    """Change the record, or the blob of that name, inside: other processes wait."""
     from huggingface_hub.utils import WeakFileLock
 
-    place = cache_folder() / ".locks" / repository_folder(repository).name / "kvant.lock"
+    place = cache_folder() / ".locks" / repository_folder(repository).name / f"{name}.lock"
     place.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(place):
         yield

@@ -9,7 +9,7 @@ from typing import Any
 from kvant.errors import WeightsError, one_line
 from kvant.files import MAX_CONFIG_BYTES, read_json
 from kvant.sizes import format_bytes
-from kvant.weights.hub import Listing, UnreachableError, download, list_files, note_branch, remove_partials
+from kvant.weights.hub import Listing, UnreachableError, download, list_files, note_branch
 from kvant.weights.known import File, known_files
 from kvant.weights.local import HUB, compare, differs, find, pinned_commit
 from kvant.weights.lock import DEFAULT_BRANCH, Lock, check_writable, locked, read_lock, write_lock
@@ -86,7 +86,7 @@ def remote_facts(text: str) -> tuple[Mapping[str, Any], dict[str, int]]:
         raise WeightsError(f"{reference}: config.json has {size} bytes; expected at most {MAX_CONFIG_BYTES}")
     folder = snapshot_folder(reference.repository, listing.commit)
     _check_listing(reference.repository, listing, lock)
-    download(reference.repository, listing.commit, "config.json")
+    download(reference.repository, listing, "config.json")
     _verified(reference.repository, listing, "config.json", lock, folder)
     config = read_json(folder / "config.json", error=WeightsError)
     return config, {name: file.bytes for name, file in listing.files.items()}
@@ -109,7 +109,7 @@ def _fetch(reference: Reference, lock: Lock, listing: Listing, progress: Say) ->
     _refuse_without_space(reference, listing, missing)
     for name in missing:
         progress(f"fetching {reference}, {name}: {format_bytes(listing.files[name].bytes)}")
-        download(repository, commit, name)
+        download(repository, listing, name)
     progress(f"verifying {reference}: {len(listing.files)} files")
     verified = {name: _verified(repository, listing, name, lock, folder) for name in listing.files}
     with locked(repository):
@@ -120,7 +120,6 @@ def _fetch(reference: Reference, lock: Lock, listing: Listing, progress: Say) ->
         write_lock(lock)
     if reference.commit is None:
         note_branch(repository, reference.revision or HUB_DEFAULT_BRANCH, commit)
-    remove_partials(repository)
     return folder
 
 

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from kvant.errors import did_you_mean
+from kvant.fields import shown
 from kvant.weights.known import known_models
 
 # The hub's own rules, and lengths that fit a file name.
@@ -11,7 +12,6 @@ REPOSITORY = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re
 REFUSED = re.compile(r"\.\.|--|(\.|-|\.git)(/|$)")  # in an owner's or a repository's name
 REVISION = re.compile(r"[A-Za-z0-9_][\w./-]{0,127}", re.ASCII)  # a commit, branch or tag
 COMMIT = re.compile(r"[0-9a-f]{40}")
-MAX_SHOWN = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def parse_reference(text: str, revision: str | None = None) -> Reference:
     """
     repository, at, written = text.partition("@")
     if at and revision is not None and written != revision:
-        raise ValueError(f"{_shown(text)} has a revision of its own, but revision is {_shown(revision)}")
+        raise ValueError(f"{shown(text)} has a revision of its own, but revision is {shown(revision)}")
     wanted = written if at else revision
     model = known_models().get(repository)
     if model is not None:
@@ -53,9 +53,9 @@ def parse_reference(text: str, revision: str | None = None) -> Reference:
     elif not REPOSITORY.fullmatch(repository) or REFUSED.search(repository):
         near = did_you_mean(repository, known_models())
         expected = near or "; expected one that `kvant models` lists, or owner/repository[@revision]"
-        raise ValueError(f"{_shown(text)} is no known model{expected}")
+        raise ValueError(f"{shown(text)} is no known model{expected}")
     if wanted is not None and not is_revision(wanted):
-        raise ValueError(f"revision is {_shown(wanted)}; expected a commit, a branch or a tag")
+        raise ValueError(f"revision is {shown(wanted)}; expected a commit, a branch or a tag")
     for listed in known_models().values():
         if listed.repository == repository and wanted in (None, listed.revision):
             return Reference(listed.name, repository, listed.revision)
@@ -66,7 +66,3 @@ def is_revision(text: str) -> bool:
     """Whether it can name a commit, a branch or a tag."""
     odd = ".." in text or "//" in text or text.endswith(("/", "."))
     return not odd and REVISION.fullmatch(text) is not None
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
