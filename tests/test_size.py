@@ -22,7 +22,7 @@ BUDGET = {
     "text": 3400,
     "cache": 3820,
     "operators": 3460,
-    "weights": 1000,
+    "weights": 1200,
 }
 TOP = 1600  # modules beside the rooms, kvant_command.py and kvant_llm.py among them
 TESTS = 37500  # with their support
