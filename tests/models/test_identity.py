@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ from support.turns import ask
 from kvant import digests
 from kvant.cache.disk import DiskCache
 from kvant.digests import SETTLED_NS, SMALL, file_sha256, state_of
+from kvant.engine.load import load_folder, load_model
 from kvant.errors import CheckpointError, SnapshotError
 from kvant.models.identity import identify
+from kvant.tools.evidence.measure import file_digests
+from kvant.weights.snapshot import measure
 
 Make = Callable[..., tuple[Path, Any]]
 
@@ -102,10 +106,7 @@ def test_every_byte_counts(folder: Path) -> None:
 def test_a_model_that_differs_in_one_number_reads_nothing_of_the_other(pocket_folder: Path, tmp_path: Path) -> None:
     """Neither from a disk cache nor from a file of a cache."""
     for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        for path in pocket_folder.iterdir():
-            if path.is_file():
-                (tmp_path / name / path.name).write_bytes(path.read_bytes())
+        shutil.copytree(pocket_folder, tmp_path / name)
     weights = tmp_path / "other" / "model.safetensors"
     _flip(weights, weights.stat().st_size // 2 + 777)
     text, saved, known = [*range(5, 205)], tmp_path / "saved", []
@@ -141,6 +142,20 @@ def test_a_file_that_changed_since_it_was_loaded_is_refused(folder: Path) -> Non
         change()
         with pytest.raises(CheckpointError, match=r"changed since it was read|no such file"):
             found.model  # noqa: B018
+
+
+def test_weights_that_change_while_they_are_loaded_are_refused(pocket_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(pocket_folder, tmp_path / "model"))
+
+    def load(*arguments: Any) -> Any:
+        model = load_model(*arguments)
+        _flip(folder / "model.safetensors", 9000)
+        return model
+
+    model, _ = load_folder(folder, load_weights=load)
+    with pytest.raises(CheckpointError, match="changed since it was read"):
+        model.make_cache(8).save(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 def test_a_file_that_changes_while_it_is_hashed_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +208,14 @@ def test_the_record_is_the_users_and_bounded(folder: Path, record: Path, monkeyp
     ]
     assert record.stat().st_mode & 0o777 == 0o600
     assert {path.suffix for path in {*folder.iterdir()} - before} == {".safetensors"}  # nothing beside the weights
+
+
+def test_a_pull_and_the_evidence_use_the_same_record(folder: Path, reads: list[int]) -> None:
+    name = "model.safetensors"
+    assert measure(folder, name).sha256 == file_digests(folder)[name] == file_sha256(folder / name)
+    assert len(reads) == 1
+    measure(folder, name)  # `kvant pull --verify` reads it, whatever is remembered
+    assert len(reads) == 2
 
 
 def test_a_file_that_was_just_written_is_not_remembered(
