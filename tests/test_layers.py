@@ -11,8 +11,8 @@ import kvant
 ROOT = Path(kvant.__file__).parent
 # From the ground up. A module imports its own package and those before it.
 FLOORS = [
-    "errors", "files", "atomic", "tensor_header", "fields", "sizes", "threads", "weights", "blas", "operators",
-    "cache", "models", "bridge", "ranks", "text", "engine", "sample_utils", "__init__", "machine",
+    "errors", "files", "atomic", "digests", "tensor_header", "fields", "sizes", "threads", "weights", "blas",
+    "operators", "cache", "models", "bridge", "ranks", "text", "engine", "sample_utils", "__init__", "machine",
     "tools", "server", "cli", "__main__",
 ]  # fmt: skip
 DATA = ["pocket"]  # files, no code

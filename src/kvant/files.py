@@ -12,6 +12,7 @@ from typing import Any
 from kvant.errors import KvantError, ModelError, one_line
 
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 CODE_KEYS = ("auto_map", "model_file")  # of transformers, of mlx-lm
 
 
@@ -148,6 +149,17 @@ def user_cache() -> Path:
     """kvant's folder in the user's cache. A relative XDG_CACHE_HOME counts for nothing, by its specification."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "kvant"
+
+
+def read_own(path: Path, limit: int) -> Any:
+    """Return the JSON of a record in the user's cache; None: there is none, it is cut, or others can write it."""
+    try:
+        with open_regular(path, path, KvantError) as file:
+            state = os.fstat(file.fileno())
+            is_own = state.st_uid == os.geteuid() and not state.st_mode & OTHERS_WRITE
+            return json.loads(file.read(limit)) if is_own else None
+    except (KvantError, OSError, ValueError, RecursionError):
+        return None
 
 
 def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -229,6 +229,26 @@ def test_a_conversation_is_gone_on_with(name: str, disk: DiskCache) -> None:
     assert ask(model, cache(disk), behind) == (0, tokens)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next", "gpt_oss", "gemma3_text", "lfm2"])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_one_answer_heals_its_text(name: str, every: int, disk: DiskCache) -> None:
+    """However many of its files are wrong, the next server reads as much of it as if none had been."""
+    model, rng = _model(name, **WINDOWS.get(name, {})), random.Random(5)
+    text = turn(rng, 500)
+    ((answer, _),) = _run(server(model, disk)[0], text)
+    text += [*answer, *turn(rng, 40)]
+    disk.flush(30)
+    for path in sorted(disk.folder.glob("*.kv"))[::every]:
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    ((answer, _),) = _run(server(model, disk)[0], text)
+    for behind in ([], [*answer, *turn(rng, 30)]):
+        disk.flush(30)
+        text += behind
+        ((again, known),) = _run(server(model, disk)[0], text)
+        assert again == fresh_answers(model, text)[0]
+        assert known >= 500
+
+
 def test_a_whole_file_of_something_else_is_none(disk: DiskCache) -> None:
     model, text = _model("qwen3_next", **TWO["qwen3_next"]), turn(random.Random(2), 300)
     ((answer, _),) = _run(server(model, disk)[0], text)

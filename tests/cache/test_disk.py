@@ -1,6 +1,7 @@
 """The folder of a disk cache: bounded at every instant, right or nothing after any death, and nobody waits for it."""
 
 import errno
+import fcntl
 import hashlib
 import os
 import random
@@ -20,7 +21,7 @@ import pytest
 from support.counts import count
 
 from kvant.cache import disk as disk_module
-from kvant.cache.disk import BLOCK, QUEUE_BYTES, DiskCache
+from kvant.cache.disk import BLOCK, LOCK, QUEUE_BYTES, DiskCache
 from kvant.errors import SnapshotError
 
 
@@ -38,7 +39,7 @@ def put(cache: DiskCache, number: int, size: int = 3000) -> None:
 
 def sizes_in(folder: Path) -> dict[tuple[str, int], int]:
     """Of all that is there, as the file system gives it away, half-written files too."""
-    found = {entry.name: os.lstat(entry) for entry in folder.iterdir() if entry.name != "lock"}
+    found = {entry.name: os.lstat(entry) for entry in folder.iterdir() if entry.name != LOCK}
     return {(name, each.st_ino): -(-each.st_size // BLOCK) * BLOCK for name, each in found.items()}
 
 
@@ -194,7 +195,7 @@ def test_a_disk_that_fails_is_let_be_for_a_while(
     for number in (1, 2):
         put(cache, number)
         cache.flush(10)
-    assert sorted(entry.name for entry in folder.iterdir()) == sorted([f"{name_of(0)}.kv", "lock"])
+    assert sorted(entry.name for entry in folder.iterdir()) == sorted([f"{name_of(0)}.kv", LOCK])
     assert (cache.counts.written, cache.counts.dropped, cache.counts.bytes) == (1, 2, BLOCK)
     assert cache.get(name_of(0)) == contents(0)
     assert [record.message for record in caplog.records] == [
@@ -251,6 +252,97 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
             DiskCache(tmp_path / name)
     with pytest.raises(ValueError, match="max_bytes is 5"):
         DiskCache(tmp_path / "new", 5)
+
+
+@pytest.mark.parametrize("kind", ["text", "long", "as long", "a link", "a folder", "a pipe"])
+def test_a_file_of_the_users_under_the_locks_name_stays(kind: str, folder: Path, tmp_path: Path) -> None:
+    """Nothing is written to it, and the folder is refused. Under another name it does not matter."""
+    folder.mkdir(mode=0o700)
+    DiskCache(tmp_path / "another", BLOCK).close()
+    size = (tmp_path / "another" / LOCK).stat().st_size
+    mine = tmp_path / "mine"
+    mine.write_text({"text": "mine", "as long": "m" * size}.get(kind, "mine" * 100))
+    if kind == "a folder":
+        (folder / LOCK).mkdir()
+    elif kind == "a pipe":
+        os.mkfifo(folder / LOCK)
+    elif kind == "a link":
+        (folder / LOCK).symlink_to(mine)
+    else:
+        shutil.copy(mine, folder / LOCK)
+    before = mine.read_bytes()
+    with pytest.raises(SnapshotError, match=LOCK):
+        DiskCache(folder, BLOCK)
+    if (folder / LOCK).is_file():
+        assert (folder / LOCK).read_bytes() == before
+        shutil.copy(mine, folder / "lock")
+        (folder / LOCK).unlink()
+        cache = DiskCache(folder, BLOCK)
+        put(cache, 1)
+        cache.close()
+        assert (folder / "lock").read_bytes() == before
+        assert cache.counts.written == 1
+
+
+def test_folders_under_the_names_of_files(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each stands in the way of its own file only, and is named."""
+    folder.mkdir(mode=0o700)
+    (folder / f"{name_of(1)}.kv" / "below").mkdir(parents=True)
+    (folder / f"{name_of(2)}.kv.part").mkdir()
+    os.mkfifo(folder / f"{name_of(3)}.kv.part")
+    (folder / f"{name_of(4)}.kv.part").symlink_to(folder / "elsewhere")
+    cache = DiskCache(folder, 4 * BLOCK)
+    descriptors = len(os.listdir("/dev/fd"))
+    for number in (1, 2, 3, 4, 5):
+        assert cache.get(name_of(number)) is None
+        put(cache, number)
+    assert cache.flush(30)
+    assert [cache.get(name_of(number)) for number in (1, 2)] == [None, None]
+    assert [cache.get(name_of(number)) for number in (3, 4, 5)] == [contents(number) for number in (3, 4, 5)]
+    assert (cache.counts.written, cache.counts.dropped, cache.counts.bytes) == (3, 2, 3 * BLOCK)
+    assert len(os.listdir("/dev/fd")) == descriptors
+    assert (folder / f"{name_of(1)}.kv" / "below").is_dir()
+    named = [name_of(number) in record.message for number, record in zip((1, 2), caplog.records, strict=True)]
+    assert all(named)
+    cache.close()
+
+
+def test_a_folder_that_takes_the_place_of_a_file(cache: DiskCache, folder: Path) -> None:
+    """It does not keep others from being given up, for new ones."""
+    for number in range(10):
+        put(cache, number)
+    cache.flush(10)
+    cache.close()
+    again = DiskCache(folder, 10 * BLOCK)
+    assert again.flush(10)
+    path = folder / f"{name_of(0)}.kv"
+    path.unlink()
+    path.mkdir()
+    os.utime(path, ns=(0, 0))  # it is the first to go
+    for number in range(10, 15):
+        put(again, number)
+    assert again.flush(10)
+    assert (again.counts.written, again.counts.dropped) == (5, 0)
+    assert path.is_dir()
+    again.close()
+
+
+def test_closing_does_not_wait_for_another_process(cache: DiskCache, folder: Path) -> None:
+    """Which holds the folder, perhaps for ever. What comes while it does is written once it lets go."""
+    other = os.open(folder / LOCK, os.O_RDWR)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    put(cache, 1)
+    assert not cache.flush(0.2)
+    fcntl.flock(other, fcntl.LOCK_UN)
+    assert cache.flush(30)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    put(cache, 2)
+    closing = threading.Thread(target=cache.close, args=(600,), daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert (cache.counts.written, cache.counts.dropped) == (1, 1)
+    os.close(other)
 
 
 def test_kill_9_at_any_moment(folder: Path) -> None:

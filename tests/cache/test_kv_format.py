@@ -33,7 +33,8 @@ def test_a_file_is_what_was_written(tmp_path: Path) -> None:
 
 WRONG: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda raw: raw.update(format="other"), "not a format of a cache"),
-    (lambda raw: raw.update(version=2), "version 2"),
+    (lambda raw: raw.update(version=1), "version 1; this kvant reads version 2"),
+    (lambda raw: raw.update(version=3), "version 3"),
     (lambda raw: raw.update(more=1), "other parts"),
     (lambda raw: raw.update(model=3), "other parts"),
     (lambda raw: raw.update(layers=[]), "no list of formats"),

@@ -94,7 +94,7 @@ def test_any_reader_reads_it(pocket: Pocket, tmp_path: Path) -> None:
     with safe_open(path, "np") as file:
         text = file.metadata()
         assert len(list(file.keys())) == 3 + 4 * len(model.layers)
-    assert (text["version"], text["kvant"]) == ("1", kvant.__version__)
+    assert (text["version"], text["kvant"]) == ("2", kvant.__version__)
     assert json.loads(text["metadata"]) == {"a": "b"}
     facts = json.loads(text["cache"])
     assert (facts["reservation"], facts["lengths"]) == (2048, [len(IDS)])

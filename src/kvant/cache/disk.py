@@ -4,6 +4,7 @@ import errno
 import fcntl
 import hashlib
 import logging
+import math
 import os
 import re
 import stat
@@ -25,9 +26,11 @@ QUEUE_BYTES = 128 << 20  # that wait to be written; what comes then is dropped
 BLOCK = 4096  # that a file system gives away at a time
 RETRY_S = 30.0  # after an error of the disk, until something is written again
 TURN_S = 1.0  # that a server writes, where others wait for the folder
-LOCK = "lock"
+LOCK, LOCK_TEXT = "kvant-disk-cache.lock", b"kvant disk cache\n"  # the file's name, and what it begins with
+LOOK_S = 0.02  # between two looks whether another process still holds the folder
+LAST_S = 1.0  # that the last files wait for the folder after the cache was closed
 FILE, PART = re.compile(r"[0-9a-f]{64}\.kv"), re.compile(r"[0-9a-f]{64}\.kv\.part")
-DIGEST_BYTES = 32
+DIGEST_BYTES, WRITER_BYTES = 32, 16
 
 
 @dataclass(slots=True)
@@ -61,10 +64,10 @@ class DiskCache:
                     f"{folder}: a folder of user {state.st_uid} with mode {stat.S_IMODE(state.st_mode):o}; expected "
                     "one that its owner alone can open (chmod 700): it will hold what clients wrote"
                 )
-            self._lock_file = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            self._lock_file = _open_lock(self.folder / LOCK)
         except (OSError, ValueError) as error:
             raise SnapshotError(f"{folder}: no folder for a disk cache: {one_line(error)}") from error
-        self._writer = os.urandom(16)  # its name in the lock's file, where it was the last that wrote
+        self._writer = LOCK_TEXT + os.urandom(WRITER_BYTES)  # the lock's file has it if it was the last that wrote
         self._changed = threading.Condition()
         self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()  # bytes and time of use, the oldest first
         self._waiting: dict[str, bytes] = {}
@@ -156,8 +159,9 @@ class DiskCache:
             return self._changed.wait_for(lambda: not self._jobs, timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Write what waits, for so long at most. It takes nothing more."""
+        """Write what waits, for so long at most; another call does not wait again. It takes nothing more."""
         with self._changed:
+            timeout = 0.0 if self._closed else timeout
             self._closed = True
             self._changed.notify_all()
         self._thread.join(timeout)
@@ -170,10 +174,12 @@ class DiskCache:
 
     def _read(self, name: str) -> bytes:
         descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode) or state.st_size > QUEUE_BYTES + DIGEST_BYTES:
+            os.close(descriptor)  # before open(), which would leave a folder's open
+            return b""
         with open(descriptor, "rb") as file:
-            state = os.fstat(descriptor)
-            is_file = stat.S_ISREG(state.st_mode) and state.st_size <= QUEUE_BYTES + DIGEST_BYTES
-            return file.read() if is_file else b""
+            return file.read()
 
     def _work(self) -> None:
         while True:
@@ -189,6 +195,7 @@ class DiskCache:
                         with self._changed:
                             self._jobs.popleft()
                             self._changed.notify_all()
+                time.sleep(2 * LOOK_S if self._jobs else 0)  # others that wait take it
             except OSError as error:  # a full disk, a folder that went or became read-only
                 self._say(error)
                 with self._changed:
@@ -201,7 +208,7 @@ class DiskCache:
     @contextmanager
     def _folder_alone(self) -> Iterator[None]:
         """Hold the folder. What others did since it was held last is known inside."""
-        fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+        self._lock()
         try:
             if not os.fstat(self._lock_file).st_nlink:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
@@ -213,11 +220,25 @@ class DiskCache:
         finally:
             fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
+    def _lock(self) -> None:
+        """Wait until no other process holds the folder; a cache that was closed waits for a moment only."""
+        until = math.inf
+        while True:
+            with suppress(BlockingIOError):
+                return fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._closed:
+                until = min(until, time.monotonic() + LAST_S)
+            if time.monotonic() >= until:
+                raise BlockingIOError(errno.EAGAIN, "another process holds it", str(self.folder / LOCK))
+            time.sleep(LOOK_S)
+
     def _scan(self, *, is_held: bool = False) -> None:
         """Find the files that are there. Who holds the folder removes what a killed process left half written."""
         found = []
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):
+                if entry.is_dir(follow_symlinks=False):
+                    continue  # not ours, whatever its name
                 if is_held and PART.fullmatch(entry.name):
                     os.unlink(entry.path)
                 elif FILE.fullmatch(entry.name):
@@ -232,11 +253,12 @@ class DiskCache:
         while self._counts.bytes + size > self.max_bytes and self._files:
             name, (_, known) = next(iter(self._files.items()))
             with suppress(FileNotFoundError):
-                used = os.lstat(self._path(name)).st_mtime_ns
-                if used > known:
-                    self._note(name, used)
+                state = os.lstat(self._path(name))
+                if state.st_mtime_ns > known:
+                    self._note(name, state.st_mtime_ns)
                     continue
-                os.unlink(self._path(name))
+                if not stat.S_ISDIR(state.st_mode):
+                    os.unlink(self._path(name))
             with self._changed:
                 self._forget(name)
 
@@ -252,7 +274,7 @@ class DiskCache:
         now = time.monotonic()
         self._allowed = min(self.max_bytes, self._allowed + (now - self._seen) * self.max_bytes / 3600)
         self._seen = now
-        is_allowed = size <= self._allowed
+        is_allowed = size <= self._allowed and not self._is_blocked(job)
         if is_written := is_allowed and job not in self._files:
             self._make_room(size)
             self._write(self._path(job), (_digest(job, data), data))
@@ -265,11 +287,22 @@ class DiskCache:
                 self._files[job] = size, time.time_ns()
                 self._counts.bytes += size
 
+    def _is_blocked(self, name: str) -> bool:
+        """Whether a folder is where a file would be written."""
+        path = self._path(name)
+        for place in (path, _part(path)):
+            if place.is_dir() and not place.is_symlink():
+                self._say(IsADirectoryError(errno.EISDIR, "a folder in the place of a file", str(place)))
+                return True
+        return False
+
     def _write(self, path: Path, parts: Sequence[bytes]) -> None:
         """Write a file that has its name when it is whole; after a loss of power it may be cut, as its digest tells."""
-        part = path.with_name(f"{path.name}.part")
+        part = _part(path)
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            with suppress(FileNotFoundError):
+                os.unlink(part)  # a pipe would block
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(part, flags, 0o600), "wb") as file:
                 file.writelines(parts)
             os.replace(part, path)
@@ -296,6 +329,23 @@ class DiskCache:
         if (said := one_line(error)) != self._said:
             self._said = said
             logger.warning("disk cache: %s; answers go on without it", said)
+
+
+def _open_lock(path: Path) -> int:
+    """The file that processes lock which use a folder; a SnapshotError for a file that is not kvant's."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    state = os.fstat(descriptor)
+    if stat.S_ISREG(state.st_mode):
+        size = len(LOCK_TEXT) + WRITER_BYTES
+        if state.st_size == 0 or (state.st_size == size and os.pread(descriptor, size, 0).startswith(LOCK_TEXT)):
+            return descriptor
+    os.close(descriptor)
+    raise SnapshotError(f"{path}: not a file of kvant's; expected none of this name; take another folder or remove it")
+
+
+def _part(path: Path) -> Path:
+    """The name of a file while it is written."""
+    return path.with_name(f"{path.name}.part")
 
 
 def _digest(name: str, data: bytes | memoryview) -> bytes:

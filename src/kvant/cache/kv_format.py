@@ -22,7 +22,7 @@ from kvant.operators.front import Front
 from kvant.operators.quantization import QUANT_BITS
 
 NAME = "kv_format"
-FORMAT, VERSION = "kvant kv format", 1
+FORMAT, VERSION = "kvant kv format", 2  # 1: its model's digest was of a sample of the weights
 MAX_BYTES = 16 * 1024 * 1024
 MAX_EXPONENT = 24  # of a channel's balance
 

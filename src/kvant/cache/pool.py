@@ -93,11 +93,16 @@ class Pool(PoolState):
                 part.prefix.use(chain)
             needed = [(part, number) for part in self.parts for number in range(first[part], len(chain))]
             missing = [(part, number) for part, number in needed if chain[number] not in part.prefix]
-            for part, number in missing[:most]:
+            missing.sort(key=lambda each: each[1])  # what is before a wrong page has been read, and is right
+            for place, (part, number) in enumerate(missing[:most]):
                 own, before = ids[number * PAGE_SIZE : (number + 1) * PAGE_SIZE], [root(salt), *chain][number]
                 held = self.disk.page(part, chain[number], len(own))
                 if held is None:
-                    return True  # it is gone by now, and with it some of the beginning
+                    # It is gone by now, and with it some of the beginning. What is behind it is going to be computed,
+                    # so it goes too and is written again: it may be wrong as well, which only a restart would show.
+                    for other, behind in missing[place:]:
+                        self.disk.remove(other, chain[behind])
+                    return True
                 if not part.take_in(chain[number], before, own, held):
                     return False
             mx.eval([layer.arrays for layer in self.layers])

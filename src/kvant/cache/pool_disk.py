@@ -68,6 +68,10 @@ class PoolDisk:
 
         return self._get(None, digest, parse)
 
+    def remove(self, part: PagedLayers, digest: bytes) -> None:
+        """Remove a page."""
+        self.disk.remove(self._name(part, digest))
+
     def used(self, chain: Sequence[bytes]) -> None:
         """Note that a text was used, whose pages' digests these are. Its last pages go before its first."""
         self.disk.used([self._name(part, digest) for digest in chain for part in (*self._parts, None)])

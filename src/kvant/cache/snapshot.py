@@ -36,7 +36,7 @@ from kvant.files import open_regular, unique_keys
 from kvant.tensor_header import MAX_HEADER_BYTES
 from kvant.tensor_header import read_header as read_tensor_header
 
-FORMAT, VERSION = "kvant cache", 1
+FORMAT, VERSION = "kvant cache", 2  # 1: its model's digest was of a sample of the weights
 DIGEST: Stored = ("U8", (32,))
 DIGEST_BYTES = 32
 FIELDS = {"identity", "rope", "reservation", "lengths", "written", "has_ids", "layers", "layout"}

@@ -111,10 +111,13 @@ def generate(
         lines = [Line("", 1, read_prompt(text, prompt), None, None, sampling, has_seed=False)]
     cache_file.check(prompt_cache_file)
     at_once = sequences or SEQUENCES
+    hashes = prompt_cache_file is not None
     if together:  # how much is reserved depends on the prompts
-        session = load_session(run, context.obj, sampling, max_kv_size=1, sequences=min(at_once, len(lines)))
+        session = load_session(
+            run, context.obj, sampling, max_kv_size=1, sequences=min(at_once, len(lines)), hashes=hashes
+        )
     else:
-        session = open_session(run, context.obj, sampling)
+        session = open_session(run, context.obj, sampling, hashes=hashes)
     drawn = drawn_seed() if sampling.seed is None else sampling.seed
     if session.sampling(sampling, drawn)[0] is greedy and n > 1:
         raise BadValueError(f"--n is {n}; with --temp 0 every answer is the same")

@@ -104,7 +104,15 @@ def serve(
                 say(f"memory: {describe_plan(planned, beside)}")
             told.add(planned.total)
 
-        session = load_session(run, context.obj, max_kv_size=wanted, sequences=sequences, requests=beside, tell=tell)
+        session = load_session(
+            run,
+            context.obj,
+            max_kv_size=wanted,
+            sequences=sequences,
+            requests=beside,
+            hashes=disk is not None,
+            tell=tell,
+        )
         planned = session.plan(wanted)
         tell(planned)
         settings = replace(

@@ -110,10 +110,12 @@ def open_session(
     announce: bool = True,
     talks: bool = False,
     disk: DiskCache | None = None,
+    hashes: bool = False,
 ) -> Session:
     """Plan the memory, load a model and reserve its cache, from which turns are taken back if it ``talks``."""
     wanted, beside = options.kv_size(run.max_kv_size), 0 if disk is None else QUEUE_BYTES
-    session = load_session(run, process, sampling, max_kv_size=wanted, requests=beside, talks=talks)
+    hashes = hashes or disk is not None
+    session = load_session(run, process, sampling, max_kv_size=wanted, requests=beside, talks=talks, hashes=hashes)
     planned = session.plan(wanted)
     started = time.perf_counter()
     with named_format(session.settings):
@@ -157,6 +159,7 @@ def load_session(
     sequences: int | None = None,
     requests: int = 0,
     talks: bool = False,
+    hashes: bool = False,
     tell: Callable[[MemoryPlan], None] = lambda planned: None,
 ) -> Session:
     """Plan the memory, ``tell`` it and load a model; nothing is reserved yet.
@@ -166,6 +169,7 @@ def load_session(
         sampling: the flags of sampling, to be refused before the model is loaded.
         max_kv_size: tokens that are going to be reserved, as far as that is known yet.
         requests: bytes for a server's requests and for a disk, if they come out of the same memory.
+        hashes: compute the model's digest, which disk caches and files of caches need.
     """
     started = time.perf_counter()
     folder = find_model(run.model)
@@ -192,10 +196,15 @@ def load_session(
         )
         draft_model = None
         if draft_folder is not None and settings.draft_model is not None:
+            identity = identify(draft_folder)
             draft_model = load_model(draft_folder, progress.update)
-            draft_model.identity = identify(draft_folder)
+            draft_model.identity = identity
             pairs = tuple(split_pairs(draft_model))
             settings = replace(settings, draft_model=replace(settings.draft_model, split_pairs=pairs))
+    if hashes or settings.cache.kv_format is not None:
+        with LateProgress("hashing the weights", quiet=run.quiet):
+            assert model.identity is not None
+            _ = model.identity.model
     variables = options.template_variables(run.chat_template_config)
     try:
         check_variables(tokenizer, variables)

@@ -139,11 +139,12 @@ def load_folder(
     adapter = None if adapter_path is None else find_adapter(adapter_path)
     try:
         tokenizer = begin_loading(folder, process or TextProcess())
+        identity = identify(folder, adapter)
     except ModelError:
         check_model(folder)  # an error of the model itself is said first
         raise
     model = (load_weights or load_model)(folder, progress, adapter)
-    model.identity = identify(folder, adapter)
+    model.identity = identity
     loaded = tokenizer()
     loaded.eos_token_ids = {*loaded.eos_token_ids, *model.config.eos_token_ids}
     return model, loaded

@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -18,8 +17,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from kvant.atomic import atomic_file
-from kvant.errors import KvantError
-from kvant.files import open_regular, user_cache
+from kvant.files import read_own, user_cache
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.probe import KernelUse
 
@@ -27,7 +25,6 @@ FILE = "kernels.json"
 RIGHT = "right"
 MAX_BYTES = 2**21  # more than all of these take
 MOST_DEVICES, MOST_USES, MOST_TEXT = 8, 64, 400  # the last ones are kept; characters of a reason
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 # Of an error's text: memory was short, which says nothing of the kernel.
 SHORT_MEMORY = ("malloc", "out of memory", "OutOfMemory", "Insufficient Memory")
 
@@ -98,12 +95,6 @@ def _own(backend: Backend) -> Findings:
 
 def _read() -> dict[str, Findings]:
     """The file, by :func:`device_key`; empty if there is none that counts."""
-    try:
-        with open_regular(path(), path(), KvantError) as file:
-            state = os.fstat(file.fileno())
-            is_ours = state.st_uid == os.geteuid() and not state.st_mode & OTHERS_WRITE
-            read = json.loads(file.read(MAX_BYTES)) if is_ours else None
-    except (KvantError, OSError, ValueError, RecursionError):
-        read = None
+    read = read_own(path(), MAX_BYTES)
     devices = read.items() if isinstance(read, dict) else ()
     return {key: own for key, own in devices if isinstance(own, dict) and all(isinstance(x, str) for x in own.values())}

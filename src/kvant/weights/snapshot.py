@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from kvant import files
+from kvant.digests import hash_file
 from kvant.errors import WeightsError
 
 SUFFIXES = (".safetensors", ".json", ".jinja", ".tiktoken")
@@ -85,7 +86,7 @@ def real_file(folder: Path, name: str) -> Path:
 def measure(folder: Path, name: str) -> Verified:
     """Read a file whole: its bytes, its time and its digest. One that is written to meanwhile is refused."""
     with _unchanging(folder, name) as (file, state):
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hash_file(folder / name, file)
     return Verified(state.st_size, state.st_mtime_ns, digest)
 
 

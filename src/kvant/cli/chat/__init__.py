@@ -57,7 +57,8 @@ def chat(
     if sys.stdin.isatty():
         signal.signal(signal.SIGTERM, interrupts.leave)  # the terminal is put back, the conversation saved
     with _silent():
-        session = open_session(run, context.obj, sampling, announce=False, talks=True, disk=disk)
+        hashes = prompt_cache_file is not None
+        session = open_session(run, context.obj, sampling, announce=False, talks=True, disk=disk, hashes=hashes)
     unchanged = run.raw or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb"
     view: View = "unchanged" if unchanged else "markdown" if markdown else "plain"
     talk = Talk(run, sampling, session, view, overflow)

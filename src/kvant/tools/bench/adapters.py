@@ -44,6 +44,7 @@ class Kvant:
 
     def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
         """Load the model; a KvantError for a folder that cannot be loaded."""
+        identity = None if spec.kv_format is None else identify(folder)
         self._model = load_model(folder)
         self._draft_model = None if spec.draft_model is None else load_model(Path(spec.draft_model))
         drafting = 0 if self._draft_model is None else self._draft_model.nbytes
@@ -57,7 +58,7 @@ class Kvant:
             "kernels": spec.kernels,
         }
         if spec.kv_format is not None:
-            self._model.identity = identify(folder)
+            self._model.identity = identity
             self._cache_options = {"kv_format": spec.kv_format, "kernels": spec.kernels}
         self._cache: ModelCache | None = None
 

@@ -1,6 +1,5 @@
 """The measurements: attention, tokens beside mlx-lm's, memory against its plan, quality, the start of a command."""
 
-import hashlib
 import math
 import os
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvant import blas
+from kvant.digests import file_sha256
 from kvant.engine.load import POCKET, find_model, load_folder
 from kvant.engine.request import PREFILL_STEP_SIZE
 from kvant.errors import KvantError, one_line
@@ -223,11 +223,7 @@ def _report(record: Record, name: str, folder: Path) -> None:
 
 def file_digests(folder: Path) -> dict[str, str]:
     """The SHA-256 of a model's weights, in hexadecimal, by the name of the file."""
-    found = {}
-    for path in tensor_files(folder):
-        with path.open("rb") as file:
-            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+    return {path.name: file_sha256(path) for path in tensor_files(folder)}
 
 
 def _mlx_lm() -> str:
