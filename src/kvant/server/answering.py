@@ -96,7 +96,7 @@ def _prepare(service: Service, generation: Generation) -> tuple[Prompt, Request]
         max_tokens=-1 if generation.max_tokens is None else generation.max_tokens,
         sampler=sampler,
         logits_processors=counted,
-        stop_tokens=() if generation.ignore_eos else tokenizer.eos_token_ids,
+        stop_tokens={*generation.stop_tokens, *([] if generation.ignore_eos else tokenizer.eos_token_ids)},
         salt=generation.salt,
         top_logprobs=generation.top_logprobs,
         answers=generation.answers,

@@ -17,7 +17,7 @@ T = TypeVar("T")
 MAX_DEPTH = 64
 FLAT = {int, float, bool, str, type(None)}
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # texts of stop, and characters of one
-MAX_BIASES = 1024  # tokens of logit_bias
+MAX_TOKENS = 1024  # of logit_bias, and of stop_token_ids
 ALL_TOKENS = 2**30  # more than a context has
 WITHOUT_EFFECT = (*NEEDS_TEMP, "xtc_threshold")  # at temperature 0, where they have no effect
 
@@ -157,8 +157,8 @@ def sampling_options(given: SamplingFields) -> SamplingOptions:
             check_range(f"{name}_penalty", penalty, -2, 2)
             options |= {f"{name}_penalty": penalty, f"{name}_context_size": ALL_TOKENS}
     bias = given.logit_bias or {}
-    if len(bias) > MAX_BIASES:
-        raise ApiError(f"logit_bias has {len(bias)} tokens; expected at most {MAX_BIASES}", param="logit_bias")
+    if len(bias) > MAX_TOKENS:
+        raise ApiError(f"logit_bias has {len(bias)} tokens; expected at most {MAX_TOKENS}", param="logit_bias")
     for token, value in bias.items():
         check_range(f"logit_bias.{token}", value, -100, 100)
     options["logit_bias"] = bias
@@ -169,7 +169,7 @@ def sampling_options(given: SamplingFields) -> SamplingOptions:
         if (value := getattr(given, name)) is not None:
             options[name] = value
     if given.top_k is not None and "top_k" not in options:
-        options["top_k"] = max(given.top_k, 0) if given.top_k == -1 else given.top_k  # -1 is vLLM's word for all
+        options["top_k"] = given.top_k
     try:
         if options.get("temp") == 0:
             idle = {name: value for name, value in options.items() if name in WITHOUT_EFFECT}
