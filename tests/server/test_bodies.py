@@ -289,6 +289,52 @@ def test_damaged_weights_are_an_error(pocket: Any) -> None:
         assert found.client.get("/health").status_code == 200
 
 
+async def clock(request: Request) -> Response:
+    """The processor time of the thread that runs the server's loop, in seconds."""
+    return JSONResponse(time.thread_time())
+
+
+@pytest.fixture(scope="module")
+def timed(pocket: Any) -> Iterator[Running]:
+    with served(*pocket, max_kv_size=512, routes=[Route("/clock", clock)]) as found:
+        yield found
+
+
+SAID = {"role": "user", "content": ""}
+PARTS = [{"type": "text", "text": ""}] * 60_000
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLS = [{"role": "assistant", "tool_calls": [{"id": f"{n}", **CALL}]} for n in range(20_000)]
+SPACES = [{"type": "namespace", "name": f"n{n}", "tools": [{"type": "function", "name": "f"}] * 50} for n in range(999)]
+MANY_ENTRIES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "messages": (CHAT.path, {"messages": [SAID] * 64_000}, "messages has 64000 entries"),
+    "parts": (CHAT.path, {"messages": [{"role": "user", "content": PARTS}]}, "messages has 60000 parts"),
+    "calls": (CHAT.path, {"messages": CALLS}, "messages has 20000 entries"),
+    "tools": (CHAT.path, _tool({}) | {"messages": [SAID], "tools": _tool({})["tools"] * 21_000}, "tools has 21000"),
+    "items": (RESPONSES.path, {"input": [SAID] * 64_000}, "input has 64000 entries"),
+    "namespaces": (RESPONSES.path, {"input": "x", "tools": SPACES}, "tools has 49950"),
+    "turns": (MESSAGES.path, {"messages": [SAID] * 64_000, "max_tokens": 1}, "messages has 64000 entries"),
+    "blocks": (MESSAGES.path, {"messages": [{"role": "user", "content": PARTS}], "max_tokens": 1}, "has 60000 parts"),
+    "system": (MESSAGES.path, {"messages": [SAID], "system": PARTS, "max_tokens": 1}, "system has 60000 entries"),
+    "prompts": (COMPLETIONS.path, {"prompt": [[1]] * 90_000}, "prompt has 90000 prompts"),
+    "counted": ("/v1/messages/count_tokens", {"messages": [SAID] * 64_000}, "messages has 64000 entries"),
+    "tokenized": ("/tokenize", {"messages": [SAID] * 64_000}, "messages has 64000 entries"),
+}
+
+
+@pytest.mark.parametrize(("path", "fields", "said"), MANY_ENTRIES.values(), ids=MANY_ENTRIES)
+def test_many_entries_do_not_hold_the_loop(
+    timed: Running, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], said: str
+) -> None:
+    """They are counted first; with a context that has room for them, a thread reads them. It took 1.4 s of the loop."""
+    body = json.dumps({"model": "pocket", **fields}).encode()
+    refused = timed.client.post(path, content=body)
+    assert (refused.status_code, said in refused.json()["error"]["message"]) == (400, True)
+    monkeypatch.setattr(timed.service, "max_seq_len", 10**6)
+    before = timed.client.get("/clock").json()
+    assert timed.client.post(path, content=body).status_code in (200, 400)
+    assert timed.client.get("/clock").json() - before < 0.2
+
+
 SERVE_FEW = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96))

@@ -113,7 +113,8 @@ async def _events(
     tokenizer = service.tokenizer
     # Some tokenizers decode in their own process: whoever waits for that must not be the server's loop.
     waits = not isinstance(tokenizer.detokenizer, ByteDetokenizer)
-    texts = {number: _text(service, generation, prompt, number) for number in range(generation.answers)}
+    shown = shown_tools(service, generation)
+    texts = {number: _text(service, generation, prompt, shown, number) for number in range(generation.answers)}
     yield Begun(len(prompt.ids))
     has_begun = False
     while texts:
@@ -176,9 +177,11 @@ def _compile(service: Service, generation: Generation, prompt: str) -> Grammar:
     return service.grammars.compile("tool_calls", source, rendered)
 
 
-def _text(service: Service, generation: Generation, prompt: Prompt, number: int) -> "AnswerText":
+def _text(
+    service: Service, generation: Generation, prompt: Prompt, shown: Sequence[dict[str, Any]], number: int
+) -> "AnswerText":
     rendered = None if generation.messages is None else prompt.text
-    parts = AnswerParts(service.tokenizer, rendered, shown_tools(service, generation), service.tool_format)
+    parts = AnswerParts(service.tokenizer, rendered, shown, service.tool_format)
     return AnswerText(number, service.tokenizer, parts, generation.stop, logprobs=generation.logprobs)
 
 

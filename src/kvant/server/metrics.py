@@ -50,7 +50,7 @@ class Metrics:
     def answered(self, route: str, status: int, left_out: LeftOut) -> None:
         """Count a response, and what was left out of its request; a name is logged when it first comes."""
         self._requests.labels(route, str(status)).inc()
-        for name, said in left_out.names.items():
+        for name, said in list(left_out.names.items()):  # a thread may still read the body of a client that left
             if name not in self._names and len(self._names) < MAX_IGNORED:
                 self._names.add(name)
                 logger.warning("left out of requests to %s, and said in x-kvant-ignored: %s", route, said)

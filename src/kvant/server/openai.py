@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvant.server.body import (
+    MAX_PROMPTS,
     MAX_TOKENS,
     DraftField,
     Fields,
@@ -34,7 +35,6 @@ from kvant.text.prompt import GIVEN, check_variables, mentioned
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's, as are the following
 MAX_LOGPROBS = 5  # of /v1/completions
-MAX_PROMPTS = 128
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 
 
