@@ -1,5 +1,6 @@
 """Bodies that are too long, too deep, too slow, or once froze the server."""
 
+import asyncio
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -28,7 +30,7 @@ from support.server import SOON, Running, read_all, served, started
 from kvant.server.body import MAX_DEPTH, Fields, decode
 from kvant.server.errors import ApiError
 from kvant.server.run import READ_BYTES, Connection
-from kvant.server.security import MAX_VALUES, count_values
+from kvant.server.security import MAX_VALUES, Bodies, count_values
 from kvant.server.settings import Limits
 from kvant.text.process import TextProcess
 from kvant.text.tool_forms import tool_format
@@ -114,6 +116,48 @@ def test_many_bodies_together(short: Running) -> None:
             assert _status(read_all(connection)) == 200
     for _ in range(3):
         assert short.client.post("/length", content=b"x" * LONG).status_code == 200
+
+
+def test_bodies_that_do_not_move_give_way() -> None:
+    """Four of them once shut out every other request for a minute."""
+    limits = Limits(body_bytes=LONG, all_bodies_bytes=4 * LONG - 10, slow_s=0.2)
+    service: Any = SimpleNamespace(settings=SimpleNamespace(limits=limits), draining=False, active=0)
+    bodies = Bodies(JSONResponse({}), service)
+
+    async def status(coming: "asyncio.Queue[Any]") -> int:
+        said: list[Any] = []
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        scope: Any = {"type": "http", "method": "POST", "path": "/", "headers": [], "state": {}}
+        await bodies(scope, coming.get, send)
+        return int(said[0]["status"])
+
+    def part(length: int, *, more: bool) -> dict[str, Any]:
+        return {"type": "http.request", "body": b"x" * length, "more_body": more}
+
+    async def ask(length: int) -> int:
+        coming = asyncio.Queue[Any]()
+        coming.put_nowait(part(length, more=False))
+        return await status(coming)
+
+    async def run() -> list[int]:
+        slow = [asyncio.Queue[Any]() for _ in range(4)]
+        tasks = [asyncio.ensure_future(status(coming)) for coming in slow]
+        for coming in slow:
+            coming.put_nowait(part(LONG - 9, more=True))
+        async with asyncio.timeout(SOON):
+            while not all(coming.empty() for coming in slow):
+                await asyncio.sleep(0)
+            while await ask(LONG) != 200:
+                await asyncio.sleep(0.01)
+        assert [await ask(LONG) for _ in range(3)] == [200] * 3  # there is room now
+        for coming in slow:  # whoever gave way is told so when all has come; the others were held
+            coming.put_nowait(part(9, more=False))
+        return sorted(await asyncio.gather(*tasks))
+
+    assert asyncio.run(run()) == [200, 200, 200, 503]
 
 
 def test_a_prompt_that_is_too_long_whatever_its_tokens_are(server: Running) -> None:
