@@ -26,7 +26,7 @@ from kvant.server.service import Service
 T = TypeVar("T")
 PAUSE_S = 10.0  # without an event, after which a stream says that it goes on: clients and proxies give up
 COMMENT = b": the prompt is read\n\n"
-GONE = 499  # a status that nobody reads; nginx's
+GONE = 499  # nginx's, read only by who closed one side of the connection
 SMALL_BODY = 64 << 10  # bytes of one that is read in some milliseconds, whatever is in it
 # Of its own, and one: bodies that take long must not take the threads that others' prompts are read in.
 READING = ThreadPoolExecutor(1, "kvant-body")
@@ -172,7 +172,8 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ApiError("the client went away", status=GONE)
+            said = "the client closed its side of the connection; expected it open until the answer has come"
+            raise ApiError(said, status=GONE)
         return working.result()
     finally:
         await _end(working, watching)

@@ -11,6 +11,8 @@ import re
 import socket
 import time
 import uuid
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -28,6 +30,7 @@ HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]\s]+)(?::[0-9]{1,5})?", re.IGNORECAS
 MORE_BYTES = 64 << 20  # that are read of a body that is too long, and forgotten
 
 CLOSE = {"connection": "close"}
+HALF_CLOSED = "half_closed"  # in a request's state: its client sends no more
 MAX_VALUES = 200_000  # of a body's JSON: decoded in a tenth of a second
 NO_MARKS = bytes(byte for byte in range(256) if byte not in b'",[{')
 PIECE_BYTES = 1 << 16
@@ -180,7 +183,7 @@ class Bodies:
                 return
             self._service.active += works
             try:
-                await self._app(scope, _replaying(whole, receive), send)
+                await self._app(scope, _replaying(whole, receive, scope["state"]), send)
             finally:
                 self._service.active -= works
         finally:
@@ -251,13 +254,17 @@ def _ending() -> ApiError:
     return ApiError("the server is ending; it takes no further requests", status=503, headers=headers)
 
 
-def _replaying(body: bytes, receive: Receive) -> Receive:
-    """The body that was read, and then what else comes: that the client has gone."""
+def _replaying(body: bytes, receive: Receive, state: Mapping[str, Any]) -> Receive:
+    """The body that was read, and then what else comes: that the client has gone, or may have."""
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def replay() -> Message:
-        message = next(messages, None)
-        return await receive() if message is None else message
+        message: Message | None = next(messages, None)
+        if message is None and not state.get(HALF_CLOSED):
+            message = await receive()
+            if state.get(HALF_CLOSED):
+                message = None
+        return {"type": "http.disconnect"} if message is None else message
 
     return replay
 
