@@ -93,7 +93,8 @@ class Dialect:
         def read(sent: bytes) -> tuple[Any, Sequence[Generation], Encoder]:
             body = decode(sent, self.body, left_out, service.max_seq_len)
             name = service.check_model(body.model)
-            asked = [replace(each, salt=request.state.salt) for each in self.generations(body, service, left_out)]
+            whose = {"salt": request.state.salt, "client": request.client.host if request.client else ""}
+            asked = [replace(each, **whose) for each in self.generations(body, service, left_out)]
             return body, asked, self.encoder(name, body, asked, service)
 
         body, generations, encoder = await read_body(request, read)

@@ -58,6 +58,7 @@ class Generation:
     thinking_budget: int | None = None  # tokens after which thinking ends; None: the model ends it
     draft: ServedSource | None = None  # what its answers draft from; None: what the server's do
     salt: bytes = b""  # prefixes are shared between requests with the same one
+    client: str = ""  # whose it is, by the address: clients take turns
     field: str = "messages"  # of the body that the prompt came from, for errors
 
 
