@@ -11,7 +11,7 @@ from kvant.engine import processors, sampler
 from kvant.engine.processors import CONTEXT_SIZE, LogitsProcessor
 from kvant.engine.sampler import Sampler, SeededSampler
 from kvant.engine.sampler import greedy as greedy_sampler
-from kvant.engine.sampling import XTC_THRESHOLD, check_ranges, make_logits_processors
+from kvant.engine.sampling import XTC_THRESHOLD, check_ranges, make_logits_processors, without_off
 from kvant.errors import ArgumentError
 
 __all__ = [
@@ -49,6 +49,7 @@ def make_sampler(
 
     Args:
         top_p: 0 switches it off too.
+        top_k: 0 and -1 switch it off.
         xtc_special_tokens: token ids that XTC never leaves out, such as the end of text.
         seed: of random numbers that are this sampler's own. In kvant's loops the draw at a position depends on seed and
             position alone. In mlx-lm's, which tell no position, it depends on the seed and on how often the sampler was
@@ -71,6 +72,7 @@ def make_sampler(
     if temp == 0:
         return greedy_sampler
     special = tuple(xtc_special_tokens or ())
+    top_k = without_off("top_k", top_k)
     return SeededSampler(
         temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, special, seed, follows_mlx=True
     )
@@ -118,10 +120,20 @@ def categorical_sampling(logits: mx.array, temp: float) -> mx.array:
 def make_repetition_penalty(penalty: float, context_size: int = CONTEXT_SIZE) -> LogitsProcessor:
     """See :class:`kvant.engine.processors.Repetition`."""
     _check("penalty", penalty, penalty > 0, "above 0")
+    check_ranges(repetition_penalty=penalty, repetition_context_size=context_size)
     return processors.Repetition(penalty, context_size)
 
 
-make_presence_penalty, make_frequency_penalty = processors.Presence, processors.Frequency
+def make_presence_penalty(penalty: float, context_size: int = CONTEXT_SIZE) -> LogitsProcessor:
+    """See :class:`kvant.engine.processors.Presence`."""
+    check_ranges(presence_penalty=penalty, presence_context_size=context_size)
+    return processors.Presence(penalty, context_size)
+
+
+def make_frequency_penalty(penalty: float, context_size: int = CONTEXT_SIZE) -> LogitsProcessor:
+    """See :class:`kvant.engine.processors.Frequency`."""
+    check_ranges(frequency_penalty=penalty, frequency_context_size=context_size)
+    return processors.Frequency(penalty, context_size)
 
 
 def _check(name: str, value: object, holds: bool, expected: str) -> None:

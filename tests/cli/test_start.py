@@ -275,7 +275,7 @@ def test_the_command_shows_it(write: Write) -> None:
         ("temp 1", "config.toml: not TOML: "),
         (f"max-tokens = {10**23}", f"max-tokens is '{10**23}'; expected a number of 64 bits"),
         (f"max-kv-size = 0x{'f' * 9000}", "max-kv-size is 'a number of thousands of digits'; expected a number of 64"),
-        ("temp = -1", "--temp is -1.0; expected 0, or from 0.001 on; --temp is from config.toml"),
+        ("temp = -1", "--temp is -1.0; expected 0, or from 0.001 on, at most 1e+20; --temp is from config.toml"),
         ("temp = 0\nseed = 1", "--seed is 1, which has no effect at temperature 0; --seed is from config.toml"),
         ("chat-template-config = '{'", "--chat-template-config is '{': not JSON"),
         ("preset = 'a'\n[presets.b]\ntemp = 1", "--preset is 'a'; "),

@@ -10,14 +10,16 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm.sample_utils as theirs
+import numpy as np
 import pytest
 from transformers import GenerationConfig
 
 from kvant.cli.chat import chat
 from kvant.cli.generate import generate
-from kvant.engine.sampler import SeededSampler, greedy
-from kvant.engine.sampling import SamplingOptions, read_model_sampling
-from kvant.errors import ModelError
+from kvant.engine.row_sampling import Row, pick_rows
+from kvant.engine.sampler import SeededSampler, for_a_run, greedy
+from kvant.engine.sampling import NEUTRAL, OPTIONS, SamplingOptions, read_model_sampling
+from kvant.errors import ArgumentError, ModelError
 from kvant.sample_utils import make_logits_processors, make_sampler
 
 
@@ -36,7 +38,11 @@ from kvant.sample_utils import make_logits_processors, make_sampler
         (make_sampler, {"xtc_threshold": 0.7}, "xtc_threshold is 0.7; expected from 0 to 0.5"),
         (make_sampler, {"seed": -1}, "seed is -1; expected from 0 to 18446744073709551615"),
         (make_sampler, {"seed": 2**64}, "seed is 18446744073709551616; expected from 0"),
-        (make_logits_processors, {"repetition_penalty": -1.0}, "repetition_penalty is -1.0; expected above 0"),
+        (
+            make_logits_processors,
+            {"repetition_penalty": -1.0},
+            "repetition_penalty is -1.0; expected 0 .off., or from 0.001",
+        ),
         (make_logits_processors, {"presence_penalty": math.nan}, "presence_penalty is nan; expected a finite number"),
         (make_logits_processors, {"presence_context_size": 0}, "presence_context_size is 0; expected at least 1"),
     ],
@@ -104,6 +110,49 @@ def test_options_reach_sampler_and_processors() -> None:
     assert SamplingOptions().filled().build(300) == (greedy, [])
 
 
+EXTREME = [5e-324, 1e-320, 1e-45, 1e-38, 1e-9, 1e9, 1e19, 3e38, 1e39, 1e300, 10**400, math.inf, math.nan]
+SMALL = make_sampler(1.0, top_k=3, seed=1)  # leaves most logits at -inf
+
+
+@pytest.mark.parametrize("name", ["logit_bias", *OPTIONS])
+def test_a_value_is_refused_or_leaves_a_token_to_draw(name: str) -> None:
+    """A value of 1e-38 once made the logits infinite: the error was the server's, and blamed the weights."""
+    logits = mx.array(np.random.default_rng(3).normal(0, 10, (1, 300)), mx.float32)
+    taken, refused = 0, []
+    for value in (sign * each for each in EXTREME for sign in (1, -1)):
+        needs = "" if name == "logit_bias" else OPTIONS[name].metadata["needs"]
+        others = {"min_tokens_to_keep": {"min_p": 0.5}, "xtc_threshold": {"xtc_probability": 1.0}}.get(name, {})
+        others |= {needs: 1.5} if needs.endswith("penalty") else {}
+        given: Any = {5: value, 6: value} if name == "logit_bias" else value
+        try:
+            options = SamplingOptions(**{"temp": 1.0, "top_p": 0.9} | others | {name: given})
+            sampler, processors = options.filled().build(300)
+        except ArgumentError as error:
+            refused.append(str(error))
+            continue
+        taken += 1
+        recent = [5] * 100 + [6] * 100  # more than any window, with repeats
+        for draws in (sampler, replace(sampler, top_k=3) if isinstance(sampler, SeededSampler) else SMALL):
+            (picked,) = pick_rows(logits, [Row(for_a_run(draws), processors, 9, recent, top=3)]).read()
+            assert not isinstance(picked, Exception), (value, picked)
+            assert math.isfinite(picked.logprob), value
+            assert name != "temp" or draws is sampler or picked.token in dict(picked.top), value
+    assert all(name in message and "expected" in message for message in refused)
+    assert taken or name in ("repetition_penalty", "seed") or name.endswith(("size", "keep", "top_k"))
+
+
+def test_words_for_off(tmp_path: Path) -> None:
+    """Both are mlx-lm's and vLLM's: one refused the first, the other the second."""
+    for options in ({"top_k": -1}, {"repetition_penalty": 0}, {"top_k": -1, "repetition_penalty": 0.0}):
+        assert SamplingOptions(temp=0.5, seed=1, **options).filled() == SamplingOptions(temp=0.5, seed=1).filled()
+        assert not any(map(SamplingOptions(**options).changes, options))
+        assert _read(tmp_path, **options) == {name: NEUTRAL[name] for name in options}
+        model = {"temp": 0.7, "top_k": 5, "repetition_penalty": 1.3}
+        assert all(getattr(SamplingOptions(**options).filled(model), name) == NEUTRAL[name] for name in options)
+    assert make_sampler(1.0, top_k=-1, seed=1) == make_sampler(1.0, seed=1)
+    assert make_logits_processors(repetition_penalty=0) == theirs.make_logits_processors(repetition_penalty=0) == []
+
+
 def test_each_option_has_one_definition() -> None:
     """The flags are the fields, with their defaults; mlx-lm's functions have the same names."""
     wanted = {option.name: option for option in fields(SamplingOptions)}
@@ -146,7 +195,10 @@ def test_the_names_are_transformers_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": "hot"}, "temperature is 'hot'; expected 0, or from 0.001 on; an option of yours overrides it"),
+        (
+            {"temperature": "hot"},
+            "temperature is 'hot'; expected 0, or from 0.001 on, at most .*; an option of yours overrides it",
+        ),
         ({"do_sample": "yes"}, "do_sample is 'yes'; expected true or false"),
     ],
 )

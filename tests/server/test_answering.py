@@ -3,7 +3,9 @@
 import copy
 import json
 import random
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.checkpoints import qwen3_config, reference_model, save_checkpoint
-from support.interfaces import CHAT, COMPLETIONS, MESSAGES, text_of
-from support.server import Running, served, sse_events
+from support.interfaces import CHAT, COMPLETIONS, MESSAGES, pieces, text_of
+from support.server import SOON, Running, served, sse_events, wait
 from support.tokenizers_made import write_tokenizer
 
 from kvant.engine.request import Request, Token
@@ -25,6 +27,7 @@ from kvant.server.left_out import LeftOut
 from kvant.server.openai import ChatBody, chat_generation
 from kvant.server.settings import Settings
 from kvant.server.turns import ThinkingBudget
+from kvant.text import guidance
 from kvant.text.answer_parts import AnswerParts, TextPart
 from kvant.text.detokenizer import WindowDetokenizer
 from kvant.text.prompt import system_place
@@ -362,3 +365,40 @@ def test_where_thinking_is_open() -> None:
     assert [forced(each) for each in ([7, 1], [7, 1, 1], [7, 1, 1, 1], [1, 7, 1])] == [False, True, True, True]
     assert not any(forced(each) for each in ([1, 1, 1, 1, 7], [7, 1, 9, 1], [7, 9, 7, 1, 1, 1]))
     assert [forced(each, None) for each in ([1, 1], [1, 1, 1], [1, 9, 1, 1])] == [False, True, False]
+
+
+def _of_one(name: str) -> dict[str, Any]:
+    """The format of an object with one property."""
+    schema = {"type": "object", "properties": {name: {"type": "null"}}, "required": [name]}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def test_grammars_wait_in_a_bounded_line(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was compiled lately passes. A plain json_object once waited 37 s behind twelve large schemas."""
+    known: dict[str, Any] = {"response_format": {"type": "json_object"}, "tokens": 2}
+    gate = threading.Event()
+    compiled = guidance.compiled
+
+    def gated(vocabulary: Any, text: str) -> Any:
+        assert "large" not in text or gate.wait(SOON)
+        return compiled(vocabulary, text)
+
+    with served(*pocket, sequences=4, max_kv_size=512, max_queue=2) as server, ThreadPoolExecutor(4) as threads:
+        before = CHAT.ask(server, **known)
+        monkeypatch.setattr(guidance, "compiled", gated)
+        try:
+            asked = [threads.submit(CHAT.post, server, **_of_one(f"large{number}")) for number in range(3)]
+            wait(lambda: server.client.get("/health").json()["waiting"] == 2)
+            refused = threads.submit(CHAT.post, server, **_of_one("large3")).result(SOON)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+            assert "kvant_requests_waiting 2.0" in server.client.get("/metrics").text
+            passed = threads.submit(CHAT.ask, server, **known).result(SOON)
+        finally:
+            gate.set()
+        assert pieces(passed) == pieces(before)
+        for number, each in enumerate(asked):
+            answered = each.result(SOON)
+            assert answered.status_code == 200
+            assert json.loads(pieces(answered.json())[0]["text"]) == {f"large{number}": None}
+        assert server.client.get("/health").json()["waiting"] == 0

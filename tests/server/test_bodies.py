@@ -1,5 +1,6 @@
 """Bodies that are too long, too deep, too slow, or once froze the server."""
 
+import asyncio
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -28,7 +30,7 @@ from support.server import SOON, Running, read_all, served, started
 from kvant.server.body import MAX_DEPTH, Fields, decode
 from kvant.server.errors import ApiError
 from kvant.server.run import READ_BYTES, Connection
-from kvant.server.security import MAX_VALUES, count_values
+from kvant.server.security import MAX_VALUES, Bodies, count_values
 from kvant.server.settings import Limits
 from kvant.text.process import TextProcess
 from kvant.text.tool_forms import tool_format
@@ -114,6 +116,48 @@ def test_many_bodies_together(short: Running) -> None:
             assert _status(read_all(connection)) == 200
     for _ in range(3):
         assert short.client.post("/length", content=b"x" * LONG).status_code == 200
+
+
+def test_bodies_that_do_not_move_give_way() -> None:
+    """Four of them once shut out every other request for a minute."""
+    limits = Limits(body_bytes=LONG, all_bodies_bytes=4 * LONG - 10, slow_s=0.2)
+    service: Any = SimpleNamespace(settings=SimpleNamespace(limits=limits), draining=False, active=0)
+    bodies = Bodies(JSONResponse({}), service)
+
+    async def status(coming: "asyncio.Queue[Any]") -> int:
+        said: list[Any] = []
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        scope: Any = {"type": "http", "method": "POST", "path": "/", "headers": [], "state": {}}
+        await bodies(scope, coming.get, send)
+        return int(said[0]["status"])
+
+    def part(length: int, *, more: bool) -> dict[str, Any]:
+        return {"type": "http.request", "body": b"x" * length, "more_body": more}
+
+    async def ask(length: int) -> int:
+        coming = asyncio.Queue[Any]()
+        coming.put_nowait(part(length, more=False))
+        return await status(coming)
+
+    async def run() -> list[int]:
+        slow = [asyncio.Queue[Any]() for _ in range(4)]
+        tasks = [asyncio.ensure_future(status(coming)) for coming in slow]
+        for coming in slow:
+            coming.put_nowait(part(LONG - 9, more=True))
+        async with asyncio.timeout(SOON):
+            while not all(coming.empty() for coming in slow):
+                await asyncio.sleep(0)
+            while await ask(LONG) != 200:
+                await asyncio.sleep(0.01)
+        assert [await ask(LONG) for _ in range(3)] == [200] * 3  # there is room now
+        for coming in slow:  # whoever gave way is told so when all has come; the others were held
+            coming.put_nowait(part(9, more=False))
+        return sorted(await asyncio.gather(*tasks))
+
+    assert asyncio.run(run()) == [200, 200, 200, 503]
 
 
 def test_a_prompt_that_is_too_long_whatever_its_tokens_are(server: Running) -> None:
@@ -287,6 +331,52 @@ def test_damaged_weights_are_an_error(pocket: Any) -> None:
             assert "NaN" in answered.json()["error"]["message"]
         assert "NaN" in CHAT.post(found, stream=True).text
         assert found.client.get("/health").status_code == 200
+
+
+async def clock(request: Request) -> Response:
+    """The processor time of the thread that runs the server's loop, in seconds."""
+    return JSONResponse(time.thread_time())
+
+
+@pytest.fixture(scope="module")
+def timed(pocket: Any) -> Iterator[Running]:
+    with served(*pocket, max_kv_size=512, routes=[Route("/clock", clock)]) as found:
+        yield found
+
+
+SAID = {"role": "user", "content": ""}
+PARTS = [{"type": "text", "text": ""}] * 60_000
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLS = [{"role": "assistant", "tool_calls": [{"id": f"{n}", **CALL}]} for n in range(20_000)]
+SPACES = [{"type": "namespace", "name": f"n{n}", "tools": [{"type": "function", "name": "f"}] * 50} for n in range(999)]
+MANY_ENTRIES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "messages": (CHAT.path, {"messages": [SAID] * 64_000}, "messages has 64000 entries"),
+    "parts": (CHAT.path, {"messages": [{"role": "user", "content": PARTS}]}, "messages has 60000 parts"),
+    "calls": (CHAT.path, {"messages": CALLS}, "messages has 20000 entries"),
+    "tools": (CHAT.path, _tool({}) | {"messages": [SAID], "tools": _tool({})["tools"] * 21_000}, "tools has 21000"),
+    "items": (RESPONSES.path, {"input": [SAID] * 64_000}, "input has 64000 entries"),
+    "namespaces": (RESPONSES.path, {"input": "x", "tools": SPACES}, "tools has 49950"),
+    "turns": (MESSAGES.path, {"messages": [SAID] * 64_000, "max_tokens": 1}, "messages has 64000 entries"),
+    "blocks": (MESSAGES.path, {"messages": [{"role": "user", "content": PARTS}], "max_tokens": 1}, "has 60000 parts"),
+    "system": (MESSAGES.path, {"messages": [SAID], "system": PARTS, "max_tokens": 1}, "system has 60000 entries"),
+    "prompts": (COMPLETIONS.path, {"prompt": [[1]] * 90_000}, "prompt has 90000 prompts"),
+    "counted": ("/v1/messages/count_tokens", {"messages": [SAID] * 64_000}, "messages has 64000 entries"),
+    "tokenized": ("/tokenize", {"messages": [SAID] * 64_000}, "messages has 64000 entries"),
+}
+
+
+@pytest.mark.parametrize(("path", "fields", "said"), MANY_ENTRIES.values(), ids=MANY_ENTRIES)
+def test_many_entries_do_not_hold_the_loop(
+    timed: Running, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], said: str
+) -> None:
+    """They are counted first; with a context that has room for them, a thread reads them. It took 1.4 s of the loop."""
+    body = json.dumps({"model": "pocket", **fields}).encode()
+    refused = timed.client.post(path, content=body)
+    assert (refused.status_code, said in refused.json()["error"]["message"]) == (400, True)
+    monkeypatch.setattr(timed.service, "max_seq_len", 10**6)
+    before = timed.client.get("/clock").json()
+    assert timed.client.post(path, content=body).status_code in (200, 400)
+    assert timed.client.get("/clock").json() - before < 0.2
 
 
 SERVE_FEW = """

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from support.interfaces import CHAT, COMPLETIONS, FOX, Interface
+from support.interfaces import CHAT, COMPLETIONS, FOX, Interface, pieces
 from support.server import Running, sse_events
 
 from kvant.models import Decoder
@@ -125,6 +125,10 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"seed": 2**64}, "seed", "expected -9223372036854775808 to"),
     ({"logit_bias": {"a": 1}}, "logit_bias", "Expected `int`, got `str`"),
     ({"logit_bias": {"5": 101}}, "logit_bias.5", "is 101.0; expected -100 to 100"),
+    ({"repetition_penalty": 1e-38}, "repetition_penalty", "is 1e-38; expected 0 (off), or from 0.001 to 1000"),
+    ({"repeat_penalty": 5e-324}, "repetition_penalty", "is 5e-324; expected 0 (off), or from"),
+    ({"stop_token_ids": [1280]}, "stop_token_ids", "has token 1280; the model knows 0 to 1279"),
+    ({"stop_token_ids": [1] * 1025}, "stop_token_ids", "has 1025 tokens; expected at most 1024"),
     ({"n": 5}, "n", "is 5; expected 1 to 4"),
     ({"max_tokens": 0}, "max_tokens", "is 0; expected at least 1"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "expected one of them"),
@@ -200,6 +204,28 @@ def test_fields_of_others(server: Running) -> None:
     assert counts[0] == 0
     assert counts[len(counts) // 2] > 0
     assert counts[-1] == 24
+
+
+def test_words_for_off(server: Running) -> None:
+    fields: dict[str, Any] = {"temperature": 0.8, "seed": 5}
+    free = text_of(CHAT.ask(server, **fields))
+    for off in ({"top_k": -1}, {"repetition_penalty": 0}, {"repeat_penalty": 0.0, "top_k": 0}):
+        assert text_of(CHAT.ask(server, **fields, **off)) == free
+
+
+@pytest.mark.parametrize("to", [CHAT, COMPLETIONS], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"ignore_eos": True}, {"draft": "prompt"}], ids=str)
+def test_stop_token_ids(server: Running, to: Interface, fields: dict[str, Any]) -> None:
+    """vLLM's field: the token ends the answer, counts, and is no part of the text."""
+    tokenizer = server.service.tokenizer
+    whole = pieces(to.ask(server, **fields))[0]["text"]
+    ids = tokenizer.encode(whole, add_special_tokens=False)
+    stop = next(token for token in ids[4:] if token not in ids[:4])
+    answered = to.ask(server, stop_token_ids=[stop, 0], **fields)
+    first = ids.index(stop)
+    assert pieces(answered)[0]["text"] == tokenizer.decode(ids[:first])
+    assert answered["choices"][0]["finish_reason"] == "stop"
+    assert answered["usage"]["completion_tokens"] == first + 1
 
 
 @pytest.mark.parametrize(

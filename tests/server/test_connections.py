@@ -102,6 +102,33 @@ def test_one_connection_for_many_requests(strict: Running) -> None:
         _read_answers(connection, 5)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/health", "", 200),
+        ("GET", "/v1/models", "", 200),
+        ("POST", "/tokenize", '{"prompt": "Once upon a time"}', 200),
+        ("POST", "/tokenize", "{", 400),
+        ("GET", "/nothing", "", 404),
+        ("POST", CHAT.path, json.dumps(CHAT.body(tokens=400, ignore_eos=True)), 499),
+    ],
+)
+def test_a_client_that_closes_its_sending_side(server: Running, method: str, path: str, body: str, status: int) -> None:
+    """It gets its answer; a text would be generated for a client that may have gone, and it is told. It got nothing."""
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    with server.connect() as connection:
+        connection.sendall((head + body).encode())
+        connection.shutdown(socket.SHUT_WR)
+        answered = read_all(connection)
+    assert answered.startswith(f"HTTP/1.1 {status} ".encode())
+    found = json.loads(answered.partition(b"\r\n\r\n")[2])
+    if status == 200:
+        assert found == json.loads(server.client.request(method, path, content=body).content)
+    elif status == 499:
+        assert "closed its side" in found["error"]["message"]
+    wait(lambda: is_free(server))
+
+
 def test_too_many_connections(strict: Running) -> None:
     with ExitStack() as held:
         for _ in range(6):

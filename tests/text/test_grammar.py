@@ -176,6 +176,22 @@ def test_compiling_has_an_end(pocket: tuple[Any, Tokenizer], monkeypatch: pytest
     assert accepts(grammars.compile("regex", "a"), pocket[1].encode("a"))
 
 
+def test_a_grammar_is_kept_for_those_with_the_same_salt(
+    pocket: tuple[Any, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = Grammars(pocket[1], len(pocket[1]))
+    texts = [grammars.document("regex", f"a{{{number}}}") for number in range(1, 5)]
+    monkeypatch.setattr(grammar_module, "KEPT_BYTES", sum(map(len, texts[:2])) + 9)
+    made = [grammars.compile_document("regex", text, b"one") for text in texts[:2]]
+    assert [grammars.kept(text, b"one") for text in texts[:2]] == made
+    assert grammars.kept(texts[0]) is grammars.kept(texts[0], b"two") is grammars.kept(texts[2], b"one") is None
+    grammars.kept(texts[0], b"one")  # it was used last
+    third = grammars.compile_document("regex", texts[2], b"one")
+    assert [grammars.kept(text, b"one") for text in texts] == [made[0], None, third, None]
+    for _ in range(2):  # an answer changes nothing of what is kept
+        assert accepts(third, pocket[1].encode("aaa"))
+
+
 def test_from_many_threads(pocket: tuple[Any, Tokenizer]) -> None:
     grammars = Grammars(pocket[1], len(pocket[1]))
     with ThreadPoolExecutor(4) as threads:

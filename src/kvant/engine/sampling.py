@@ -1,6 +1,5 @@
 """What a request can ask of sampling: mlx-lm's options and distributions, and a seed of its own."""
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -16,17 +15,18 @@ from kvant.text.tokenizer import Tokenizer
 
 XTC_THRESHOLD = 0.1  # mlx-lm's default
 MIN_TEMP = 1e-3  # logits divided by less leave float32
+MAX_LOGIT = 1e20  # a penalty is subtracted once an occurrence: with a context's worth of them it stays in float32
 FILE = "generation_config.json"
 
 Range = tuple[str, Callable[[Any], bool]]  # in words, and as a test
 
-TEMP: Range = ("0, or from 0.001 on", lambda value: value == 0 or MIN_TEMP <= value < math.inf)
+TEMP: Range = ("0, or from 0.001 on, at most 1e+20", lambda value: value == 0 or MIN_TEMP <= value <= MAX_LOGIT)
 SHARE: Range = ("above 0, at most 1", lambda value: 0 < value <= 1)
 FRACTION: Range = ("from 0 to 1", lambda value: 0 <= value <= 1)
 COUNT: Range = ("at least 1", lambda value: value >= 1)
-FINITE: Range = ("a finite number", math.isfinite)
-NUMBER: Range = ("0 (off) or more", lambda value: value >= 0)
-POSITIVE: Range = ("above 0", lambda value: 0 < value < math.inf)
+FINITE: Range = ("a finite number from -1e+20 to 1e+20", lambda value: -MAX_LOGIT <= value <= MAX_LOGIT)
+NUMBER: Range = ("0 or -1 (off), or more", lambda value: value >= -1)
+DIVISOR: Range = ("0 (off), or from 0.001 to 1000", lambda value: value == 0 or 0.001 <= value <= 1000)
 HALF: Range = ("from 0 to 0.5", lambda value: 0 <= value <= 0.5)
 SEED: Range = (f"from 0 to {2**64 - 1}", lambda value: 0 <= value < 2**64)
 RECENT = f"How many recent tokens that penalty looks at; default: {CONTEXT_SIZE}."
@@ -60,7 +60,7 @@ class SamplingOptions:
         COUNT, "Keep at least this many of the likeliest tokens, whatever min-p says.", "min_p", default=1
     )
     top_k: int | None = _option(
-        NUMBER, "Sample from this many of the likeliest tokens; 0: all; default: the model's, else 0.", "temp"
+        NUMBER, "Sample from this many of the likeliest tokens; 0 or -1: all; default: the model's, else 0.", "temp"
     )
     xtc_probability: float = _option(
         FRACTION, "How often to drop all likely tokens but the least likely of them; 0: never.", "temp", default=0.0
@@ -69,7 +69,7 @@ class SamplingOptions:
         HALF, f"Probability from which on XTC calls a token likely; default: {XTC_THRESHOLD}.", "xtc_probability"
     )
     repetition_penalty: float | None = _option(
-        POSITIVE, "Divide the logits of recent tokens by this; 1: off; default: the model's, else 1."
+        DIVISOR, "Divide the logits of recent tokens by this; 1 or 0: off; default: the model's, else 1."
     )
     repetition_context_size: int | None = _option(COUNT, RECENT, "repetition_penalty")
     presence_penalty: float = _option(FINITE, "Subtract this from the logits of recent tokens; 0: off.", default=0.0)
@@ -82,11 +82,13 @@ class SamplingOptions:
     seed: int | None = _option(SEED, "Seed of the random numbers; without one every run differs.", "temp")
 
     def __post_init__(self) -> None:
-        for token, bias in self.logit_bias.items():
-            if token < 0 or not math.isfinite(bias):
-                raise ArgumentError("logit_bias", f"has {bias} for token {token}; expected finite numbers for ids")
+        check_bias(self.logit_bias)
+        if (token := min(self.logit_bias, default=0)) < 0:
+            raise ArgumentError("logit_bias", f"has token {token}; expected ids from 0 on")
+        check_ranges(**{name: getattr(self, name) for name in OPTIONS})
+        for name in OFF:
+            object.__setattr__(self, name, without_off(name, getattr(self, name)))
         given = {name: getattr(self, name) for name in OPTIONS}
-        check_ranges(**given)
         for name, option in OPTIONS.items():
             needs = option.metadata["needs"]
             if not needs or not self.changes(name) or given[needs] is None or self.changes(needs):
@@ -152,6 +154,19 @@ OPTIONS = {option.name: option for option in fields(SamplingOptions) if option.m
 NEEDS_TEMP = tuple(name for name, option in OPTIONS.items() if option.metadata["needs"] == "temp")
 # Of the options that a model may have settings of: the value that changes nothing.
 NEUTRAL = {"temp": 0.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "repetition_penalty": 1.0}
+OFF = {"top_k": -1, "repetition_penalty": 0}  # what switches an option off in vLLM and in mlx-lm
+
+
+def without_off(name: str, value: Any) -> Any:
+    """Return an option's value, with the neutral one in place of another server's word for "off"."""
+    return NEUTRAL[name] if name in OFF and value == OFF[name] else value
+
+
+def check_bias(logit_bias: Mapping[int, float]) -> None:
+    """Refuse a bias that leaves float32."""
+    for token, bias in logit_bias.items():
+        if not FINITE[1](bias):
+            raise ArgumentError("logit_bias", f"has {bias} for token {token}; expected finite numbers to 1e+20")
 
 
 def check_ranges(**given: object) -> None:
@@ -177,7 +192,7 @@ def make_logits_processors(
         ArgumentError: a value outside its range.
     """
     check_ranges(
-        repetition_penalty=repetition_penalty or None,
+        repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         repetition_context_size=repetition_context_size,
@@ -185,6 +200,7 @@ def make_logits_processors(
         frequency_context_size=frequency_context_size,
     )
     made: list[LogitsProcessor] = []
+    check_bias(logit_bias or {})
     if logit_bias:
         made.append(Bias(tuple(logit_bias), tuple(logit_bias.values())))
     if repetition_penalty and repetition_penalty != 1:
@@ -228,7 +244,7 @@ def read_model_sampling(folder: Path, given: Collection[str] = (), vocab_size: i
         if not in_range(name, value):
             expected = OPTIONS[name].metadata["expected"]
             raise ModelError(f"{path}: {key} is {shown(value)}; expected {expected}; an option of yours overrides it")
-        found[name] = value
+        found[name] = without_off(name, value)
     if vocab_size is not None and found.get("top_k", 0) >= vocab_size:
         found["top_k"] = 0
     if do_sample is False:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -11,21 +10,19 @@ from kvant.engine.processors import Frequency, LogitsProcessor, Presence
 from kvant.engine.request import Request, Token
 from kvant.errors import ArgumentError, ContextError, EngineError, GrammarError, KvantError, QueueFullError
 from kvant.server.body import refused
+from kvant.server.compiling import grammar_of
 from kvant.server.errors import ApiError
-from kvant.server.generation import Begun, Call, End, EndReason, Event, Generation, Text, TokenLogprob, Tool
+from kvant.server.generation import Begun, Call, End, EndReason, Event, Generation, Text, TokenLogprob
 from kvant.server.service import Service
-from kvant.server.turns import as_shown, for_template, shown_tools, thinking_budget, with_system
+from kvant.server.turns import for_template, shown_tools, thinking_budget, with_system
 from kvant.text.answer_parts import AnswerParts, CallPart, Part
 from kvant.text.detokenizer import ByteDetokenizer
-from kvant.text.grammar import Grammar, build_tool_grammar
 from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
 from kvant.text.stream import StopText, TextStream
 from kvant.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # of a token that cannot come: JSON has no infinity. OpenAI's number
 RETRY_AFTER_S = 1  # what a client is told to wait where the queue is full
-# Of its own, and one: grammars that take long must not take the threads that others' prompts are read in.
-COMPILING = ThreadPoolExecutor(1, "kvant-grammar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +41,7 @@ async def answer(service: Service, generation: Generation) -> AsyncGenerator[Eve
     prompt, request = await asyncio.to_thread(_prepare, service, generation)
     loop, tokens = asyncio.get_running_loop(), asyncio.Queue[Token]()
     try:
-        if _is_bound(generation):
-            grammar = await loop.run_in_executor(COMPILING, _compile, service, generation, prompt.text)
+        if (grammar := await grammar_of(service, generation, prompt.text)) is not None:
             request = replace(request, logits_processors=[*request.logits_processors, grammar])
         service.submit(request, lambda token: loop.call_soon_threadsafe(tokens.put_nowait, token))
     except (KvantError, ValueError) as error:
@@ -96,7 +92,7 @@ def _prepare(service: Service, generation: Generation) -> tuple[Prompt, Request]
         max_tokens=-1 if generation.max_tokens is None else generation.max_tokens,
         sampler=sampler,
         logits_processors=counted,
-        stop_tokens=() if generation.ignore_eos else tokenizer.eos_token_ids,
+        stop_tokens={*generation.stop_tokens, *([] if generation.ignore_eos else tokenizer.eos_token_ids)},
         salt=generation.salt,
         top_logprobs=generation.top_logprobs,
         answers=generation.answers,
@@ -113,7 +109,8 @@ async def _events(
     tokenizer = service.tokenizer
     # Some tokenizers decode in their own process: whoever waits for that must not be the server's loop.
     waits = not isinstance(tokenizer.detokenizer, ByteDetokenizer)
-    texts = {number: _text(service, generation, prompt, number) for number in range(generation.answers)}
+    shown = shown_tools(service, generation)
+    texts = {number: _text(service, generation, prompt, shown, number) for number in range(generation.answers)}
     yield Begun(len(prompt.ids))
     has_begun = False
     while texts:
@@ -148,40 +145,14 @@ async def _events(
         yield End(token.answer, reason, text.tokens, text.thinking_tokens, text.stop, token.cached_tokens)
 
 
-def _is_bound(generation: Generation) -> bool:
-    """Whether there is something that answers have to follow: a format of the text, or of calls."""
-    tools, choice = generation.tools, generation.tool_choice
-    calls = any(tool.strict for tool in tools) if choice == "auto" else bool(tools) and choice != "none"
-    return generation.format is not None or calls
-
-
-def _compile(service: Service, generation: Generation, prompt: str) -> Grammar:
-    """The grammar that the answers follow. It waits for a process."""
-    if generation.ignore_eos:
-        raise ApiError("ignore_eos is true; expected false where a format says how the text ends", param="ignore_eos")
-    rendered = None if generation.messages is None else prompt
-    choice, text = generation.tool_choice, None
-    if generation.format is not None:
-        text = generation.format.kind, generation.format.source
-        if not generation.tools or choice == "none":
-            return service.grammars.compile(*text, rendered)
-    assert service.tool_format is not None  # the prompt was rendered with tools
-    tools = [choice] if isinstance(choice, Tool) else generation.tools
-    shown = [as_shown(tool) for tool in tools]
-    for tool, made in zip(tools, shown, strict=True):
-        made["function"] |= {"strict": tool.strict, "grammar": tool.grammar if tool.strict else ""}
-    source = build_tool_grammar(
-        service.tool_format, shown, "auto" if choice == "auto" else "required", generation.parallel_tool_calls, text
-    )
-    return service.grammars.compile("tool_calls", source, rendered)
-
-
-def _text(service: Service, generation: Generation, prompt: Prompt, number: int) -> "AnswerText":
+def _text(
+    service: Service, generation: Generation, prompt: Prompt, shown: Sequence[dict[str, Any]], number: int
+) -> "AnswerText":
     rendered = None if generation.messages is None else prompt.text
     parts = AnswerParts(
         service.tokenizer,
         rendered,
-        shown_tools(service, generation),
+        shown,
         service.tool_format,
         only_calls=bool(generation.tools) and generation.tool_choice not in ("auto", "none"),
     )

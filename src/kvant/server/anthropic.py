@@ -26,7 +26,7 @@ from kvant.server.body import (
     stops,
     typed,
 )
-from kvant.server.endpoint import Dialect, Encoder, unless_gone
+from kvant.server.endpoint import Dialect, Encoder, read_body, unless_gone
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Format, Generation, Text, Tool, ToolChoice
 from kvant.server.left_out import LeftOut
@@ -437,8 +437,12 @@ async def count_tokens(request: Request) -> JSONResponse:
     """Count the tokens of a conversation as it would be fed: system prompt, tools and the template's own text."""
     service: Service = request.app.state.service
     left_out: LeftOut = request.state.left_out
-    body = decode(await request.body(), Conversation, left_out)
-    service.check_model(body.model)
-    generation = conversation(body, service, left_out)
+
+    def read(sent: bytes) -> Generation:
+        body = decode(sent, Conversation, left_out, service.max_seq_len)
+        service.check_model(body.model)
+        return conversation(body, service, left_out)
+
+    generation = await read_body(request, read)
     prompt = await unless_gone(request.receive, asyncio.to_thread(read_prompt, service, generation))
     return JSONResponse({"input_tokens": len(prompt.ids)})

@@ -17,6 +17,7 @@ from kvant.server import page, status
 from kvant.server.answering import read_prompt
 from kvant.server.anthropic import MESSAGES, count_tokens
 from kvant.server.body import Fields, decode
+from kvant.server.endpoint import read_body
 from kvant.server.errors import ApiError, log_cause
 from kvant.server.generation import Generation
 from kvant.server.openai import CHAT, COMPLETIONS
@@ -95,13 +96,17 @@ class TokenizeBody(Fields, frozen=True):
 async def tokenize(request: Request) -> Response:
     """The ids, their number, and how many there may be."""
     service: Service = request.app.state.service
-    body = decode(await request.body(), TokenizeBody)
-    if body.model is not None:
-        service.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise ApiError("expected either prompt or messages", param="prompt")
-    field = "prompt" if body.messages is None else "messages"
-    asked = Generation(messages=msgspec.to_builtins(body.messages), prompt=body.prompt, field=field)
+
+    def read(sent: bytes) -> tuple[TokenizeBody, Generation]:
+        body = decode(sent, TokenizeBody, tokens=service.max_seq_len)
+        if body.model is not None:
+            service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError("expected either prompt or messages", param="prompt")
+        field = "prompt" if body.messages is None else "messages"
+        return body, Generation(messages=msgspec.to_builtins(body.messages), prompt=body.prompt, field=field)
+
+    body, asked = await read_body(request, read)
     ids = (await asyncio.to_thread(read_prompt, service, asked)).ids
     found: dict[str, object] = {"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids}
     if body.return_token_strs:

@@ -1,5 +1,6 @@
 """A request's body as a typed structure: what is wrong in it is a 400 that names the field."""
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
@@ -17,7 +18,9 @@ T = TypeVar("T")
 MAX_DEPTH = 64
 FLAT = {int, float, bool, str, type(None)}
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # texts of stop, and characters of one
-MAX_BIASES = 1024  # tokens of logit_bias
+MAX_TOKENS = 1024  # of logit_bias, and of stop_token_ids
+MAX_TOOLS = 1024  # agents with many servers of tools have more than OpenAI's 128
+MAX_PROMPTS = 128  # OpenAI's
 ALL_TOKENS = 2**30  # more than a context has
 WITHOUT_EFFECT = (*NEEDS_TEMP, "xtc_threshold")  # at temperature 0, where they have no effect
 
@@ -26,14 +29,47 @@ class Fields(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Base of all bodies: a field that is not declared is left out, or refused by name."""
 
 
-def decode(body: bytes, kind: type[T], left_out: LeftOut | None = None) -> T:
-    """A JSON body as ``kind``. Without ``left_out`` an unknown field is refused."""
+def decode(body: bytes, kind: type[T], left_out: LeftOut | None = None, tokens: float = math.inf) -> T:
+    """A JSON body as ``kind``.
+
+    Args:
+        left_out: takes the names of unknown fields; without it they are refused.
+        tokens: how many a prompt may have.
+    """
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(str(error)) from error
     check_depth(found)
+    if isinstance(found, dict):
+        _check_counts(found, tokens)
     return converted(found, kind, LeftOut(strict=True) if left_out is None else left_out)
+
+
+def _check_counts(body: Mapping[str, Any], tokens: float) -> None:
+    """Refuse lists that are too long whatever is in them, before their entries are looked at one by one.
+
+    Every message, and every part of one, is at least a token.
+    """
+    lists = {name: value for name, value in body.items() if isinstance(value, list)}
+    tools = lists.get("tools", [])
+    if (count := max(len(tools), _inner(tools, "tools"))) > MAX_TOOLS:  # a namespace has tools of its own
+        raise ApiError(f"tools has {count}; expected at most {MAX_TOOLS}", param="tools")
+    if (count := sum(type(each) is not int for each in lists.get("prompt", ()))) > MAX_PROMPTS:
+        raise ApiError(f"prompt has {count} prompts; expected 1 to {MAX_PROMPTS}", param="prompt")
+    for field in ("messages", "input", "system"):
+        given = lists.get(field, [])
+        parts = _inner(given, "content", "output", "summary", "tool_calls")
+        for count, what in ((len(given), "entries"), (parts, "parts")):
+            if count > tokens:
+                said = f"{field} has {count} {what}; there is room for {tokens} tokens, the answer's included"
+                raise ApiError(said, param=field, code="context_length_exceeded")
+
+
+def _inner(entries: Iterable[Any], *names: str) -> int:
+    """How many entries the lists of these names have, in all of some objects."""
+    found = (entry.get(name) for entry in entries if isinstance(entry, dict) for name in names)
+    return sum(len(value) for value in found if isinstance(value, list))
 
 
 def typed(
@@ -157,8 +193,8 @@ def sampling_options(given: SamplingFields) -> SamplingOptions:
             check_range(f"{name}_penalty", penalty, -2, 2)
             options |= {f"{name}_penalty": penalty, f"{name}_context_size": ALL_TOKENS}
     bias = given.logit_bias or {}
-    if len(bias) > MAX_BIASES:
-        raise ApiError(f"logit_bias has {len(bias)} tokens; expected at most {MAX_BIASES}", param="logit_bias")
+    if len(bias) > MAX_TOKENS:
+        raise ApiError(f"logit_bias has {len(bias)} tokens; expected at most {MAX_TOKENS}", param="logit_bias")
     for token, value in bias.items():
         check_range(f"logit_bias.{token}", value, -100, 100)
     options["logit_bias"] = bias
@@ -169,7 +205,7 @@ def sampling_options(given: SamplingFields) -> SamplingOptions:
         if (value := getattr(given, name)) is not None:
             options[name] = value
     if given.top_k is not None and "top_k" not in options:
-        options["top_k"] = max(given.top_k, 0) if given.top_k == -1 else given.top_k  # -1 is vLLM's word for all
+        options["top_k"] = given.top_k
     try:
         if options.get("temp") == 0:
             idle = {name: value for name, value in options.items() if name in WITHOUT_EFFECT}

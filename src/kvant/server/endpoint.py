@@ -5,7 +5,8 @@ A client that goes away ends what was begun for it.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -25,7 +26,10 @@ from kvant.server.service import Service
 T = TypeVar("T")
 PAUSE_S = 10.0  # without an event, after which a stream says that it goes on: clients and proxies give up
 COMMENT = b": the prompt is read\n\n"
-GONE = 499  # a status that nobody reads; nginx's
+GONE = 499  # nginx's, read only by who closed one side of the connection
+SMALL_BODY = 64 << 10  # bytes of one that is read in some milliseconds, whatever is in it
+# Of its own, and one: bodies that take long must not take the threads that others' prompts are read in.
+READING = ThreadPoolExecutor(1, "kvant-body")
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # a proxy passes on each event as it comes
 
 
@@ -85,10 +89,15 @@ class Dialect:
         """Answer a request."""
         service: Service = request.app.state.service
         left_out: LeftOut = request.state.left_out
-        body = decode(await request.body(), self.body, left_out)
-        name = service.check_model(body.model)
-        generations = [replace(each, salt=request.state.salt) for each in self.generations(body, service, left_out)]
-        encoder = self.encoder(name, body, generations, service)
+
+        def read(sent: bytes) -> tuple[Any, Sequence[Generation], Encoder]:
+            body = decode(sent, self.body, left_out, service.max_seq_len)
+            name = service.check_model(body.model)
+            whose = {"salt": request.state.salt, "client": request.client.host if request.client else ""}
+            asked = [replace(each, **whose) for each in self.generations(body, service, left_out)]
+            return body, asked, self.encoder(name, body, asked, service)
+
+        body, generations, encoder = await read_body(request, read)
         events = together(
             [answer(service, each) for each in generations],
             generations[0].answers,
@@ -99,6 +108,14 @@ class Dialect:
             return EventStream(_lines(first, events, encoder, request.state.request_id))
         await unless_gone(request.receive, _take_all(events, encoder))
         return Response(msgspec.json.encode(encoder.whole()), media_type="application/json")
+
+
+async def read_body(request: Request, read: Callable[[bytes], T]) -> T:
+    """What a function makes of a body. A large one is read in a thread: others are answered meanwhile."""
+    body = await request.body()
+    if len(body) <= SMALL_BODY:
+        return read(body)
+    return await unless_gone(request.receive, asyncio.get_running_loop().run_in_executor(READING, read, body))
 
 
 async def together(
@@ -149,14 +166,15 @@ async def together(
         await _end(*tasks)
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Wait for work that is cancelled when the client goes away. The body must have been read."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ApiError("the client went away", status=GONE)
+            said = "the client closed its side of the connection; expected it open until the answer has come"
+            raise ApiError(said, status=GONE)
         return working.result()
     finally:
         await _end(working, watching)

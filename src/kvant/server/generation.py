@@ -47,6 +47,7 @@ class Generation:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)  # the client's; the model's are filled in later
     max_tokens: int | None = None  # of each answer; None: as many as there is room for
     stop: Sequence[str] = ()  # texts that end an answer and are not part of it
+    stop_tokens: Sequence[int] = ()  # token ids that end an answer, whatever ``ignore_eos`` says, and are no part of it
     answers: int = 1  # how many; answer i draws with the seed + i
     logprobs: bool = False  # log-probabilities are wanted, and of ``top_logprobs`` other tokens
     top_logprobs: int = 0
@@ -57,6 +58,7 @@ class Generation:
     thinking_budget: int | None = None  # tokens after which thinking ends; None: the model ends it
     draft: ServedSource | None = None  # what its answers draft from; None: what the server's do
     salt: bytes = b""  # prefixes are shared between requests with the same one
+    client: str = ""  # whose it is, by the address: clients take turns
     field: str = "messages"  # of the body that the prompt came from, for errors
 
 

@@ -24,7 +24,8 @@ SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60
 class Metrics:
     """Counters of one server, in a registry of their own."""
 
-    def __init__(self, engine: BatchEngine, pool: Pool) -> None:
+    def __init__(self, engine: BatchEngine, pool: Pool, waiting: Callable[[], int]) -> None:
+        """``waiting``: how many requests wait."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for each: when it was first counted
         self._registry = CollectorRegistry()
         counter = partial(Counter, registry=self._registry)
@@ -41,7 +42,7 @@ class Metrics:
         arrived = "From a request's arrival at the engine to its first token."
         self._first = histogram("kvant_time_to_first_token_seconds", arrived)
         self._between = histogram("kvant_time_between_tokens_seconds", "Between two tokens of an answer.")
-        self._registry.register(_State(engine, pool))
+        self._registry.register(_State(engine, pool, waiting))
 
     def text(self) -> bytes:
         """All of it, as /metrics gives it."""
@@ -50,7 +51,7 @@ class Metrics:
     def answered(self, route: str, status: int, left_out: LeftOut) -> None:
         """Count a response, and what was left out of its request; a name is logged when it first comes."""
         self._requests.labels(route, str(status)).inc()
-        for name, said in left_out.names.items():
+        for name, said in list(left_out.names.items()):  # a thread may still read the body of a client that left
             if name not in self._names and len(self._names) < MAX_IGNORED:
                 self._names.add(name)
                 logger.warning("left out of requests to %s, and said in x-kvant-ignored: %s", route, said)
@@ -84,8 +85,8 @@ class Metrics:
 class _State(Collector):
     """What is the case at the moment it is asked for."""
 
-    def __init__(self, engine: BatchEngine, pool: Pool) -> None:
-        self._engine, self._pool = engine, pool
+    def __init__(self, engine: BatchEngine, pool: Pool, waiting: Callable[[], int]) -> None:
+        self._engine, self._pool, self._waiting = engine, pool, waiting
 
     def collect(self) -> Iterable[Metric]:
         engine, pool, counts = self._engine, self._pool, self._engine.counts
@@ -93,7 +94,7 @@ class _State(Collector):
         version.add_metric([__version__], 1)
         yield version
         for name, help_text, value in (
-            ("kvant_requests_waiting", "Requests that no page is reserved for yet.", counts.waiting),
+            ("kvant_requests_waiting", "Requests that no page is reserved for yet.", self._waiting()),
             ("kvant_answers_prefilling", "Answers whose prompt is being fed.", counts.prefilling),
             ("kvant_answers_running", "Answers that get a token every step.", counts.running),
             ("kvant_pages", "Pages of the pool.", pool.num_pages),

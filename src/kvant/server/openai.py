@@ -13,6 +13,8 @@ from typing import Any, Literal
 import msgspec
 
 from kvant.server.body import (
+    MAX_PROMPTS,
+    MAX_TOKENS,
     DraftField,
     Fields,
     SamplingFields,
@@ -33,7 +35,6 @@ from kvant.text.prompt import GIVEN, check_variables, mentioned
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's, as are the following
 MAX_LOGPROBS = 5  # of /v1/completions
-MAX_PROMPTS = 128
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 
 
@@ -146,6 +147,7 @@ class CommonBody(SamplingFields, frozen=True, kw_only=True):
     max_tokens: int | None = None
     stop: str | list[str] | None = None
     n: int | None = None
+    stop_token_ids: list[int] | None = None  # vLLM's
     ignore_eos: bool | None = None
     draft: DraftField = None
     # Other servers' names of the same: llama.cpp's and Ollama's.
@@ -229,10 +231,23 @@ def _common_fields(body: CommonBody, service: Service, left_out: LeftOut) -> dic
     return {
         "sampling": sampling_options(_renamed(body)),
         "stop": stops(body.stop),
+        "stop_tokens": _stop_tokens(body.stop_token_ids or (), service),
         "answers": answers,
         "ignore_eos": bool(body.ignore_eos),
         "draft": body.draft,
     }
+
+
+def _stop_tokens(given: Sequence[int], service: Service) -> Sequence[int]:
+    """vLLM's stop_token_ids."""
+    if len(given) > MAX_TOKENS:
+        said = f"stop_token_ids has {len(given)} tokens; expected at most {MAX_TOKENS}"
+        raise ApiError(said, param="stop_token_ids")
+    for token in given:
+        if not 0 <= token < service.model.config.vocab_size:
+            said = f"stop_token_ids has token {token}; the model knows 0 to {service.model.config.vocab_size - 1}"
+            raise ApiError(said, param="stop_token_ids")
+    return given
 
 
 def _renamed(body: CommonBody) -> CommonBody:

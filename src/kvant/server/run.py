@@ -25,6 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kvant.errors import EXIT_INTERRUPTED, KvantError, one_line
 from kvant.server.app import make_app
 from kvant.server.errors import described, logger
+from kvant.server.security import HALF_CLOSED
 from kvant.server.service import Service
 from kvant.server.settings import Limits, Settings
 
@@ -76,6 +77,18 @@ class Connection(H11Protocol):
                 self._headers_due = None
         elif self._headers_due is None:
             self._expect_headers()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays open for the answer to a client that closed its sending side.
+
+        Nobody can tell it from one that has gone, so a text that is being generated ends, as at a disconnect.
+        """
+        if not self._answering or self.cycle.more_body:
+            return False
+        self.cycle.keep_alive = False
+        self.scope["state"][HALF_CLOSED] = True
+        self.cycle.message_event.set()
+        return True
 
     def pause_writing(self) -> None:
         super().pause_writing()

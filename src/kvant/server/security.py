@@ -9,8 +9,10 @@ import hashlib
 import hmac
 import re
 import socket
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -28,6 +30,7 @@ HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]\s]+)(?::[0-9]{1,5})?", re.IGNORECAS
 MORE_BYTES = 64 << 20  # that are read of a body that is too long, and forgotten
 
 CLOSE = {"connection": "close"}
+HALF_CLOSED = "half_closed"  # in a request's state: its client sends no more
 MAX_VALUES = 200_000  # of a body's JSON: decoded in a tenth of a second
 NO_MARKS = bytes(byte for byte in range(256) if byte not in b'",[{')
 PIECE_BYTES = 1 << 16
@@ -139,27 +142,36 @@ class Keys:
         await self._app(scope, receive, send)
 
 
+class Body:
+    """What has come of a request's body, while there is room for it."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.parts: list[bytes] = []
+        self.held = 0  # bytes of the parts
+        self.count = 0  # bytes that came, whether they are held or not
+        self.fits = True  # all of it is held
+
+    def drop(self) -> int:
+        """Forget the parts; what comes is read and not held. Returns how many bytes it held."""
+        held, self.held, self.fits = self.held, 0, False
+        self.parts.clear()
+        return held
+
+
 class Bodies:
     """The layer that reads a body to its end, within bounds, before anything looks at it."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service, self._limits = app, service, service.settings.limits
         self._held = 0  # bytes of the bodies of all requests under way
+        self._coming: set[Body] = set()  # those that have no end yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        own = 0
-
-        def hold(count: int) -> bool:
-            """Count further bytes of this body; where there is no room for them, none of it is kept."""
-            nonlocal own
-            fits = self._held + count <= self._limits.all_bodies_bytes
-            change = count if fits else -own
-            self._held += change
-            own += change
-            return fits
-
+        body = Body()
+        self._coming.add(body)
         try:
-            body = await self._read(Headers(scope=scope), receive, hold)
+            whole = await self._read(Headers(scope=scope), receive, body)
         except ApiError as refused:
             await error_response(scope, refused)(scope, receive, send)
         except ClientDisconnect:
@@ -171,13 +183,14 @@ class Bodies:
                 return
             self._service.active += works
             try:
-                await self._app(scope, _replaying(body, receive), send)
+                await self._app(scope, _replaying(whole, receive, scope["state"]), send)
             finally:
                 self._service.active -= works
         finally:
-            self._held -= own
+            self._coming.discard(body)
+            self._held -= body.held
 
-    async def _read(self, headers: Headers, receive: Receive, hold: Callable[[int], bool]) -> bytes:
+    async def _read(self, headers: Headers, receive: Receive, body: Body) -> bytes:
         """A whole body."""
         limits = self._limits
         message = f"the body is longer than {limits.body_bytes} bytes"
@@ -185,20 +198,55 @@ class Bodies:
         if "expect" in headers and int(headers.get("content-length", "0")) > limits.body_bytes:
             raise too_long  # its sender waits for leave to send it
         try:
-            body = await asyncio.wait_for(read_body(receive, limits.body_bytes, hold), limits.body_s)
+            await asyncio.wait_for(self._receive(receive, body), limits.body_s)
         except TimeoutError:
             message = f"the body did not come within {limits.body_s:g} seconds"
             raise ApiError(message, status=408, headers=CLOSE) from None
-        if isinstance(body, int):
-            if body > limits.body_bytes:
-                raise too_long
+        self._coming.discard(body)
+        if body.count > limits.body_bytes:
+            raise too_long
+        if not body.fits:
             message = "the server holds as many bytes of requests as it may; try again later"
             raise ApiError(message, status=503, headers={"retry-after": "1"})
-        if (count := count_marks(body)) > MAX_VALUES:
-            count = await asyncio.to_thread(count_values, body)  # commas of texts do not count
+        whole = b"".join(body.parts)
+        body.parts.clear()
+        if (count := count_marks(whole)) > MAX_VALUES:
+            count = await asyncio.to_thread(count_values, whole)  # commas of texts do not count
         if count > MAX_VALUES:
             raise ApiError(f"the body has {count} values of JSON; expected {MAX_VALUES} at most")
-        return body
+        return whole
+
+    async def _receive(self, receive: Receive, body: Body) -> None:
+        """Read a body to its end, or to what nobody sends by mistake.
+
+        One that is too long, or that there is no room for, is read on: its sender reads no answer before it has sent
+        it.
+        """
+        more = True
+        while more and body.count <= self._limits.body_bytes + MORE_BYTES:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            part, more = message.get("body", b""), message.get("more_body", False)
+            body.count += len(part)
+            if not body.fits:
+                continue
+            if body.count <= self._limits.body_bytes and self._has_room(len(part), body):
+                body.parts.append(part)
+                body.held += len(part)
+                self._held += len(part)
+            else:
+                self._held -= body.drop()
+
+    def _has_room(self, count: int, body: Body) -> bool:
+        """Whether so many bytes more can be held. If not, the largest of the slow bodies gives way to one in time."""
+        late = time.monotonic() - self._limits.slow_s
+        while self._held + count > self._limits.all_bodies_bytes:
+            slow = [each for each in self._coming if each.began < late and each.held]
+            if body.began < late or not slow:
+                return False
+            self._held -= max(slow, key=lambda each: each.held).drop()
+        return True
 
 
 def _ending() -> ApiError:
@@ -206,34 +254,17 @@ def _ending() -> ApiError:
     return ApiError("the server is ending; it takes no further requests", status=503, headers=headers)
 
 
-async def read_body(receive: Receive, limit: int, hold: Callable[[int], bool]) -> bytes | int:
-    """A whole body; its length where that is over the limit, or ``hold`` refuses to hold a part.
-
-    It is read on then: its sender reads no answer before it has sent it.
-    """
-    parts: list[bytes] = []
-    count, more, held = 0, True, True
-    while more and count <= limit + MORE_BYTES:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        part, more = message.get("body", b""), message.get("more_body", False)
-        count += len(part)
-        if held and count <= limit and hold(len(part)):
-            parts.append(part)
-        else:
-            held = False
-            parts.clear()
-    return b"".join(parts) if held else count
-
-
-def _replaying(body: bytes, receive: Receive) -> Receive:
-    """The body that was read, and then what else comes: that the client has gone."""
+def _replaying(body: bytes, receive: Receive, state: Mapping[str, Any]) -> Receive:
+    """The body that was read, and then what else comes: that the client has gone, or may have."""
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def replay() -> Message:
-        message = next(messages, None)
-        return await receive() if message is None else message
+        message: Message | None = next(messages, None)
+        if message is None and not state.get(HALF_CLOSED):
+            message = await receive()
+            if state.get(HALF_CLOSED):
+                message = None
+        return {"type": "http.disconnect"} if message is None else message
 
     return replay
 

@@ -11,6 +11,7 @@ from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool
 from kvant.engine.batch_engine import BatchEngine, Deliver
 from kvant.engine.drafts import Drafts, ServedSource, drafts_of
+from kvant.engine.grammar_queue import GrammarQueue
 from kvant.engine.load import find_model
 from kvant.engine.model_drafts import PooledDrafts
 from kvant.engine.request import Request
@@ -55,6 +56,7 @@ class Service:
         self.tool_format = tool_format(tokenizer)  # of the model's tool calls; None: its template takes no tools
         self.system_place = system_place(tokenizer)  # where its template takes system messages
         self.grammars = Grammars(tokenizer, model.config.vocab_size)  # that answers can be held to
+        self.compiling = GrammarQueue()
         with suppress(GrammarError):  # whoever asks for a format is told
             self.grammars.prepare()  # a second of a large vocabulary, in which no thread goes on
         limit = context_limit(model, pool.max_seq_len)
@@ -74,7 +76,7 @@ class Service:
             stall_after=settings.limits.stall_s,
             observe=self.live.observe,
         )
-        self.metrics = Metrics(self.engine, pool)
+        self.metrics = Metrics(self.engine, pool, lambda: self.waiting)
 
     def drafts_of(self, asked: ServedSource | None) -> Drafts | None:
         """What a request's answers draft from; None: nothing. If it asks for nothing, the server's default holds."""
@@ -91,6 +93,11 @@ class Service:
         """Of a prompt: more of them do not fit, each token being the longest of the vocabulary."""
         longest = max(map(len, self.tokenizer.token_bytes() or [b" " * LONG_TOKEN]))
         return max(MIN_CHARACTERS, self.max_seq_len * longest)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a grammar, or for pages."""
+        return self.compiling.waiting + self.engine.counts.waiting
 
     @property
     def alive(self) -> bool:

@@ -19,7 +19,7 @@ async def health(request: Request) -> Response:
     service: Service = request.app.state.service
     status = "failed" if not service.alive else "ending" if service.draining else "ok"
     counts = service.engine.counts
-    said = {"status": status, "waiting": counts.waiting, "running": counts.running + counts.prefilling}
+    said = {"status": status, "waiting": service.waiting, "running": counts.running + counts.prefilling}
     return JSONResponse(said, 200 if status == "ok" else 503)
 
 

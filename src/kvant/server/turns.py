@@ -11,7 +11,7 @@ import mlx.core as mx
 import msgspec
 
 from kvant.errors import GrammarError
-from kvant.server.body import check_depth, typed
+from kvant.server.body import MAX_TOOLS, check_depth, typed
 from kvant.server.errors import ApiError
 from kvant.server.generation import Generation, Tool
 from kvant.server.left_out import LeftOut
@@ -24,7 +24,6 @@ from kvant.text.thinking import marks_of
 from kvant.text.tokenizer import Tokenizer
 
 NO_TOOLS = "the model's chat template takes no tools, or writes calls in a form that is not known here"
-MAX_TOOLS = 1024  # agents with many servers of tools have more than OpenAI's 128
 MAX_NAME = 256  # OpenAI's is 64, Anthropic's 128; servers of tools put their own names before it
 SWITCH = "enable_thinking"  # of Qwen3's template, and of others after it
 EFFORT = "reasoning_effort"  # of gpt-oss

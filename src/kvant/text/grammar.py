@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Grammar", "Grammars", "Matcher", "ToolGrammar", "build_tool_grammar"]
 
 TIME_LIMIT_S = 2.0  # of compiling; nearly all take milliseconds
+KEPT_BYTES = 256 << 10  # of documents whose grammars are kept; a compiled one takes some times as much
 
 
 class Grammars:
@@ -31,6 +32,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._prepared: _Prepared | None = None
+        self._kept: dict[tuple[bytes, str], Grammar] = {}  # by salt and document, the one used last at the end
 
     def prepare(self) -> "_Prepared":
         """Prepare the vocabulary now. Else the first grammar does, and no other thread goes on meanwhile."""
@@ -58,15 +60,37 @@ class Grammars:
         Raises:
             GrammarError: a source that is wrong, too large or takes too long; or a tokenizer that cannot be used.
         """
+        return self.compile_document(kind, self.document(kind, source, prompt))
+
+    def document(self, kind: Kind, source: Source | ToolGrammar = "", prompt: str | None = None) -> str:
+        """The JSON document of a source, as llguidance takes it; arguments and errors are those of :meth:`compile`."""
+        return document(kind, source, self.prepare().marked, prompt)
+
+    def kept(self, text: str, salt: bytes = b"") -> "Grammar | None":
+        """The grammar of a document that was compiled lately, with the same salt."""
+        with self._lock:
+            found = self._kept.pop((salt, text), None)
+            if found is not None:
+                self._kept[salt, text] = found
+            return found
+
+    def compile_document(self, kind: Kind, text: str, salt: bytes = b"") -> "Grammar":
+        """The grammar of a document of :meth:`document`. It is kept for those with the same salt."""
+        if (found := self.kept(text, salt)) is not None:
+            return found
         prepared = self.prepare()
-        text = document(kind, source, prepared.marked, prompt)
         try:
             prepared.process.ask({"do": "check_grammar", "document": text, "vocabulary": prepared.single_bytes})
             matcher = guidance.compiled(prepared.vocabulary, text)
             guidance.next_mask(matcher)
         except (TextError, GrammarError) as error:
             raise GrammarError(f"the {kind} cannot be used: {error}") from error
-        return Grammar(matcher, prepared.vocabulary.eos_tokens, self._vocab_size)
+        made = Grammar(matcher, prepared.vocabulary.eos_tokens, self._vocab_size)
+        with self._lock:
+            self._kept[salt, text] = made
+            while sum(len(document) for _, document in self._kept) > KEPT_BYTES:
+                del self._kept[next(iter(self._kept))]
+        return made
 
 
 class Grammar:
