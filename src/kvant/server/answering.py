@@ -18,6 +18,7 @@ from kvant.server.turns import as_shown, for_template, shown_tools, thinking_bud
 from kvant.text.answer_parts import AnswerParts, CallPart, Part
 from kvant.text.detokenizer import ByteDetokenizer
 from kvant.text.grammar import Grammar, build_tool_grammar
+from kvant.text.grammar_source import unknown_formats
 from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
 from kvant.text.stream import StopText, TextStream
 from kvant.text.tokenizer import Tokenizer
@@ -153,6 +154,15 @@ def _is_bound(generation: Generation) -> bool:
     tools, choice = generation.tools, generation.tool_choice
     calls = any(tool.strict for tool in tools) if choice == "auto" else bool(tools) and choice != "none"
     return generation.format is not None or calls
+
+
+def unheld_formats(generation: Generation) -> set[str]:
+    """The formats that the schemas of an answer name and no grammar holds it to."""
+    choice, form = generation.tool_choice, generation.format
+    tools = [choice] if isinstance(choice, Tool) else generation.tools if choice != "none" else ()
+    bound = [tool.parameters for tool in tools if tool.strict or choice != "auto" or form is not None]
+    text = [form.source] if form is not None and form.kind == "json_schema" else []
+    return unknown_formats([*bound, *text])
 
 
 def _compile(service: Service, generation: Generation, prompt: str) -> Grammar:

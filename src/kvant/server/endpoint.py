@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvant.server.answering import answer
+from kvant.server.answering import answer, unheld_formats
 from kvant.server.body import decode
 from kvant.server.errors import ApiError, described, log_cause, logger
 from kvant.server.generation import Begun, Call, End, Event, Generation, Text
@@ -88,6 +88,8 @@ class Dialect:
         body = decode(await request.body(), self.body, left_out)
         name = service.check_model(body.model)
         generations = [replace(each, salt=request.state.salt) for each in self.generations(body, service, left_out)]
+        for each in sorted(unheld_formats(generations[0])):
+            left_out.add("format", each)
         encoder = self.encoder(name, body, generations, service)
         events = together(
             [answer(service, each) for each in generations],
