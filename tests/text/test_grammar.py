@@ -128,6 +128,7 @@ def test_spaces_that_were_added_are_text(tmp_path: Path) -> None:
          ['{"a":1,"b":1}'], ['{"a":1}', '{"a":1,"a":1}']),
         ("json_schema", {"type": "object", "additionalProperties": {"const": 1}, "minProperties": 1},
          ['{"a":1}'], ["{}"]),
+        ("json_schema", {"const": 1, "default": 2**63, "examples": [2**64]}, ["1"], ["2"]),
         ("json_schema", {"enum": [2**62, 10**18]}, [str(2**62), str(10**18)], [str(2**62 + 1)]),
         # Formats hold where they are known; any other is an annotation, as the specification says.
         ("json_schema", {"type": "string", "format": "date"}, ['"2026-11-30"'], ['"2026-11-31"', '"x"']),

@@ -30,7 +30,8 @@ ALTERNATIVES = ("anyOf", "oneOf")
 OPEN = {"allOf", "if", "dependentSchemas", "unevaluatedProperties"}  # an object may have parts in several places
 LISTED = {"properties", "patternProperties", "required"}
 SAYS_OTHERS = {"additionalProperties", "patternProperties", "propertyNames", "minProperties", "$ref", *ALTERNATIVES}
-VALUES = ("const", "enum", "default", "examples")  # no schemas
+CONSTANTS = ("const", "enum")
+VALUES = (*CONSTANTS, "default", "examples")  # no schemas
 # What the library holds texts to. To JSON Schema a format is an annotation, so any other one is left out.
 FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
 MOST_EXACT = 2**63  # integers below it that a float64 has are written as they are
@@ -162,7 +163,7 @@ def _grammars(kind: Kind, source: Source | ToolGrammar, marked: Marked) -> list[
 def _json(name: str, schema: Mapping[str, Any], how: Mapping[str, Any]) -> dict[str, Any]:
     """A grammar of JSON by its schema, under a name."""
     exact = _exact(schema, closes=not OPEN & {key for part in _objects(schema) for key in part})
-    # Beside a listed "a" the library lets "\\u0061" through as another name. It is the same one, with another schema.
+    # Beside a listed "a" the library lets "\u0061" through as another name. It is the same one, with another schema.
     named = any(LISTED & set(part) and part.get("additionalProperties") is not False for part in _objects(exact))
     escapes = {"json_allowed_escapes": 'nrbtf\\"' if named else 'nrbtf\\"u'}
     return {"name": name, "json_schema": exact | {"x-guidance": {**how, **escapes}}}
@@ -229,11 +230,12 @@ def _exact(schema: Any, closes: bool) -> Any:
         if key in SCHEMAS and isinstance(value, Mapping):
             made[key] = {name: _exact(each, closes) for name, each in value.items()}
         elif key in VALUES:
-            _check_numbers(key, value)
+            if key in CONSTANTS:
+                _check_numbers(key, value)
             made[key] = value
-        elif (
-            key != "format" or not isinstance(value, str) or value in FORMATS
-        ):  # an alternative does not close the object that it is a part of
+        elif key == "format" and isinstance(value, str) and value not in FORMATS:
+            continue
+        else:  # an alternative does not close the object that it is a part of
             made[key] = _exact(value, closes and not (key in ALTERNATIVES and "properties" in schema))
     if made.get("type") != "integer":
         _move(made, "Minimum", NEXT, max)
