@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 FINE = ("NotStopped", "NoExtension", "NoExtensionBias", "EndOfSentence")  # endings of a matcher that are no failure
 SHOWN = re.compile(r"\^*|\d+ \|.*|<non-verbose/>")  # lines of an error that show the place in the source
 # The library's words: options that no client can set, a panic's backtrace, Rust's name of a number.
-HINT = re.compile(r"[.;] (?:Enable '|either increase limits).*|\s*<backtrace>.*", re.DOTALL)
+HINT = re.compile(r"[.;] (?:Enable '|either increase limits).*|<backtrace>.*", re.DOTALL)
 RENAMED = (("panic: ", "llguidance failed: "), ("Expected f64 for", "Expected a number for"))
 DEAD_END = "no text satisfies it, or none from here on"
 STOPPED = {  # what the library calls the end of a matcher, if it has no other message
