@@ -128,6 +128,8 @@ def test_spaces_that_were_added_are_text(tmp_path: Path) -> None:
          ['{"a":1,"b":1}'], ['{"a":1}', '{"a":1,"a":1}']),
         ("json_schema", {"type": "object", "additionalProperties": {"const": 1}, "minProperties": 1},
          ['{"a":1}'], ["{}"]),
+        ("json_schema", {"properties": {"a": {"enum": ["\x1b", "\x7f"]}}, "required": ["a"]},
+         [r'{"a":"\u001b"}', r'{"a":"\u007f"}'], ['{"a":"\x7f"}']),
         ("json_schema", {"const": 1, "default": 2**63, "examples": [2**64]}, ["1"], ["2"]),
         ("json_schema", {"enum": [2**62, 10**18]}, [str(2**62), str(10**18)], [str(2**62 + 1)]),
         # Formats hold where they are known; any other is an annotation, as the specification says.
@@ -169,6 +171,8 @@ def test_what_it_lets_through(
         ("json_schema", {"allOf": [{"minProperties": 2}, {"additionalProperties": {}}]}, "minProperties is 2"),
         ("json_schema", {"const": [{"a": 2**53 + 1}]}, "9007199254740993, which is not held exactly"),
         ("json_schema", {"enum": [10**400]}, "is not held exactly"),
+        ("json_schema", {"properties": {"a": {"const": "\x7f"}}, "additionalProperties": {}}, "control character"),
+        ("json_schema", {"required": ["a"], "additionalProperties": {"enum": [["\x1b"]]}}, "control character"),
         ("json_schema", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no text satisfies it"),
         ("json_schema", {"type": "object", "required": "é" * 80}, "llguidance failed: "),
         ("regex", r"[^\x00-\x{10FFFF}]", "no text satisfies it"),

@@ -34,6 +34,7 @@ CONSTANTS = ("const", "enum")
 VALUES = (*CONSTANTS, "default", "examples")  # no schemas
 # What the library holds texts to. To JSON Schema a format is an annotation, so any other one is left out.
 FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
+UNWRITTEN = re.compile(r"\\u00(?:[01]|7f)")  # control characters in JSON that have no short escape
 MOST_EXACT = 2**63  # integers below it that a float64 has are written as they are
 NEXT = 1e-12
 # Comments, texts and regular expressions of a grammar. Their ends may be missing, so that nothing is read twice.
@@ -165,6 +166,9 @@ def _json(name: str, schema: Mapping[str, Any], how: Mapping[str, Any]) -> dict[
     exact = _exact(schema, closes=not OPEN & {key for part in _objects(schema) for key in part})
     # Beside a listed "a" the library lets "\u0061" through as another name. It is the same one, with another schema.
     named = any(LISTED & set(part) and part.get("additionalProperties") is not False for part in _objects(exact))
+    constants = [part[key] for part in _objects(exact) for key in CONSTANTS if key in part]
+    if named and UNWRITTEN.search(json.dumps(constants)):
+        raise GrammarError("the json_schema's constants have a control character; expected none beside open names")
     escapes = {"json_allowed_escapes": 'nrbtf\\"' if named else 'nrbtf\\"u'}
     return {"name": name, "json_schema": exact | {"x-guidance": {**how, **escapes}}}
 
