@@ -84,8 +84,9 @@ def read_bytes(path: Path, limit: int, folder: Path | None = None, error: type[M
         return _content(file, path, limit, error)
 
 
-def read_given(path: str | Path, limit: int, error: type[KvantError] = KvantError) -> bytes:
-    """The content of a file that the user named, at most ``limit`` bytes. Links are followed, ``~`` is their home."""
+@contextmanager
+def open_given(path: str | Path, error: type[KvantError] = KvantError) -> Iterator[BufferedReader]:
+    """A regular file that the user named, open. Links are followed, ``~`` is their home, and a pipe does not block."""
     shown = Path(os.path.expanduser(path))
     try:
         real = shown.resolve(strict=True)
@@ -94,7 +95,13 @@ def read_given(path: str | Path, limit: int, error: type[KvantError] = KvantErro
     if not os.path.isfile(real):  # a device is not even opened
         raise error(f"{shown}: not a regular file")
     with open_regular(real, shown, error) as file:
-        return _content(file, shown, limit, error)
+        yield file
+
+
+def read_given(path: str | Path, limit: int, error: type[KvantError] = KvantError) -> bytes:
+    """The content of a file as :func:`open_given` opens it, at most ``limit`` bytes."""
+    with open_given(path, error) as file:
+        return _content(file, Path(os.path.expanduser(path)), limit, error)
 
 
 def _content(file: BufferedReader, shown: Path, limit: int, error: type[KvantError]) -> bytes:

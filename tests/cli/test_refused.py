@@ -238,7 +238,15 @@ def test_a_command_line(code: int, line: str, words: str, folder: Path, monkeypa
     assert {path.name: path.read_text() for path in folder.iterdir()} == FILES
 
 
-@pytest.mark.parametrize("flags", [["generate", "--prompts-file"], ["serve", "--port", "0", "--api-key-file"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["generate", "--prompts-file"],
+        ["serve", "--port", "0", "--api-key-file"],
+        ["evidence", "--check"],
+        ["report", "--reference"],
+    ],
+)
 @pytest.mark.parametrize("kind", ["device", "pipe", "large", "missing"])
 def test_what_is_no_file_is_refused(flags: list[str], kind: str, tmp_path: Path) -> None:
     path = tmp_path / "given"

@@ -1,6 +1,7 @@
 """mlx-lm's functions of a prompt cache on kvant's; a file is read by the first model that uses it."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,16 @@ def test_a_saved_cache_goes_on(pocket: Pocket, tmp_path: Path, options: dict[str
     assert kvant.trim_prompt_cache(loaded, 2) == kvant.trim_prompt_cache(cache, 2) == 2
     kvant.save_prompt_cache(path, loaded)  # as any other
     assert mx.array_equal(*(model(mx.array([[7, 8]]), cache=c) for c in (kvant.load_prompt_cache(str(path)), cache)))
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # whoever opened it would wait for ever
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for name in ("pipe", "device", "."):
+        with pytest.raises(SnapshotError, match="not a regular file"):
+            kvant.load_prompt_cache(tmp_path / name)
+    with pytest.raises(SnapshotError, match="No such file"):
+        kvant.load_prompt_cache(tmp_path / "missing")
 
 
 @pytest.mark.parametrize("name", ["decoder", "gemma3_text", "qwen3_next", "mimo_v2_flash"])

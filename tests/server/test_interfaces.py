@@ -2,12 +2,14 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
+from pydantic import BaseModel, SecretStr
 from support.interfaces import (
     CHAT,
     COMPLETIONS,
@@ -355,6 +357,37 @@ def test_formats_that_cannot_be_had(server: Running) -> None:
         assert part in error
     assert refused(server, structured_outputs={"regex": "("}).startswith("the regex cannot be used: ")
     assert "ignore_eos" in refused(server, response_format={"type": "json_object"}, ignore_eos=True)
+
+
+class Stored(BaseModel):
+    """Fields whose formats nobody holds a text to."""
+
+    path: Path
+    secret: SecretStr
+    content: bytes
+
+
+STORED = Stored.model_json_schema()
+PATHS = {"type": "function", "function": {"name": "store", "parameters": STORED, "strict": True}}
+
+
+@pytest.mark.parametrize(
+    ("to", "fields"),
+    [
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": STORED}}}),
+        (CHAT, {"tools": [PATHS]}),
+        (COMPLETIONS, {"structured_outputs": {"json": STORED}}),
+        (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": STORED}}}),
+        (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x", "schema": STORED}}}),
+    ],
+)
+def test_formats_that_are_annotations(server: Running, to: Interface, fields: dict[str, Any]) -> None:
+    for more in ({}, {"stream": True}):
+        answered = to.post(server, tokens=2, **fields, **more)
+        assert answered.status_code == 200, answered.text
+        assert answered.headers["x-kvant-ignored"] == "format binary, format password, format path"
+    unbound = {"tools": [{"type": "function", "function": {"name": "store", "parameters": STORED}}]}
+    assert "x-kvant-ignored" not in CHAT.post(server, tokens=2, **unbound).headers
 
 
 def calls_of(answer: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -1,5 +1,6 @@
 """mlx-lm's functions of a prompt cache, for kvant's models and mlx-lm's, and for their caches."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from kvant.cache.kv_format import KVFormat
 from kvant.cache.prompt_file import PlainCacheFile, PromptCacheFile
 from kvant.engine.request import cache_options, check_count
 from kvant.errors import SnapshotError, one_line
+from kvant.files import open_given
 from kvant.models.caches import DEFAULT_RESERVATION
 from kvant.tensor_header import read_header
 from kvant.threads import check_process
@@ -95,9 +97,9 @@ def load_prompt_cache(file_name: str | Path, return_metadata: bool = False, *, m
 def _plain_caches(path: Path) -> tuple[list[Any], dict[str, str]] | None:
     """The caches of mlx-lm's file, and its metadata; None: no file of mlx-lm's."""
     try:
-        with path.open("rb") as file:
-            names = read_header(path, file, path.stat().st_size, SnapshotError).metadata
-    except (OSError, ValueError):
+        with open_given(path, SnapshotError) as file:
+            names = read_header(path, file, os.fstat(file.fileno()).st_size, SnapshotError).metadata
+    except (SnapshotError, OSError, ValueError):
         return None  # which PromptCacheFile says
     if "1.0" not in names:  # the kind of its first cache
         return None

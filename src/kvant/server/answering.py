@@ -54,7 +54,7 @@ async def answer(service: Service, generation: Generation) -> AsyncGenerator[Eve
 
 
 def read_prompt(service: Service, generation: Generation) -> Prompt:
-    """The prompt of a request. It waits for the tokenizer, for 10 s at most."""
+    """The prompt of a request. It waits for the tokenizer."""
     try:
         if generation.messages is not None:
             variables = {**service.settings.template_variables, **generation.variables}

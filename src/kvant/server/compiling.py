@@ -8,7 +8,7 @@ from kvant.server.generation import Generation, Tool
 from kvant.server.service import Service
 from kvant.server.turns import as_shown
 from kvant.text.grammar import Grammar, build_tool_grammar
-from kvant.text.grammar_source import Kind
+from kvant.text.grammar_source import Kind, unknown_formats
 
 # Of its own, and one: grammars that take long must not take the threads that others' prompts are read in.
 COMPILING = ThreadPoolExecutor(1, "kvant-grammar")
@@ -35,6 +35,15 @@ def _is_bound(generation: Generation) -> bool:
     tools, choice = generation.tools, generation.tool_choice
     calls = any(tool.strict for tool in tools) if choice == "auto" else bool(tools) and choice != "none"
     return generation.format is not None or calls
+
+
+def unheld_formats(generation: Generation) -> set[str]:
+    """Return the formats that the schemas of an answer name and no grammar holds it to."""
+    choice, form = generation.tool_choice, generation.format
+    tools = [choice] if isinstance(choice, Tool) else generation.tools if choice != "none" else ()
+    bound = [tool.parameters for tool in tools if tool.strict or choice != "auto" or form is not None]
+    text = [form.source] if form is not None and form.kind == "json_schema" else []
+    return unknown_formats([*bound, *text])
 
 
 def _document(service: Service, generation: Generation, prompt: str) -> tuple[Kind, str]:

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvant.server.answering import answer
 from kvant.server.body import decode
+from kvant.server.compiling import unheld_formats
 from kvant.server.errors import ApiError, described, log_cause, logger
 from kvant.server.generation import Begun, Call, End, Event, Generation, Text
 from kvant.server.left_out import LeftOut
@@ -95,6 +96,8 @@ class Dialect:
             name = service.check_model(body.model)
             whose = {"salt": request.state.salt, "client": request.client.host if request.client else ""}
             asked = [replace(each, **whose) for each in self.generations(body, service, left_out)]
+            for each in sorted(unheld_formats(asked[0])):
+                left_out.add("format", each)
             return body, asked, self.encoder(name, body, asked, service)
 
         body, generations, encoder = await read_body(request, read)

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Grammar", "Grammars", "Matcher", "ToolGrammar", "build_tool_grammar"]
 
-TIME_LIMIT_S = 2.0  # of compiling; nearly all take milliseconds
+TIME_LIMIT_S = 2.0  # of processor time to compile; nearly all take milliseconds
 KEPT_BYTES = 256 << 10  # of documents whose grammars are kept; a compiled one takes some times as much
 
 
 class Grammars:
     """Compiles the grammars of one tokenizer, for threads of this process.
 
-    A grammar is compiled in a process of its own first, which is ended after 2 seconds: some take minutes, and the
+    A grammar is compiled in a process of its own first, with 2 seconds of processor time: some take minutes, and the
     library cannot be interrupted. Here it takes about as long again.
     """
 

@@ -28,8 +28,14 @@ SPACED = {**COMPACT, "item_separator": ", ", "key_separator": ": "}  # as chat t
 SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
 ALTERNATIVES = ("anyOf", "oneOf")
 OPEN = {"allOf", "if", "dependentSchemas", "unevaluatedProperties"}  # an object may have parts in several places
+LISTED = {"properties", "patternProperties", "required"}
 SAYS_OTHERS = {"additionalProperties", "patternProperties", "propertyNames", "minProperties", "$ref", *ALTERNATIVES}
-VALUES = ("const", "enum", "default", "examples")  # no schemas
+CONSTANTS = ("const", "enum")
+VALUES = (*CONSTANTS, "default", "examples")  # no schemas
+# What the library holds texts to. To JSON Schema a format is an annotation, so any other one is left out.
+FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
+UNWRITTEN = re.compile(r"\\u00(?:[01]|7f)")  # control characters in JSON that have no short escape
+MOST_EXACT = 2**63  # integers below it that a float64 has are written as they are
 NEXT = 1e-12
 # Comments, texts and regular expressions of a grammar. Their ends may be missing, so that nothing is read twice.
 QUOTED = re.compile(r'(?://|#)[^\n]*|"(?:\\.|[^"\\])*"?|/(?:\\.|[^/\\])*/?', re.DOTALL)
@@ -157,8 +163,14 @@ def _grammars(kind: Kind, source: Source | ToolGrammar, marked: Marked) -> list[
 
 def _json(name: str, schema: Mapping[str, Any], how: Mapping[str, Any]) -> dict[str, Any]:
     """A grammar of JSON by its schema, under a name."""
-    exact = _exact(schema, closes=not OPEN & set(_keywords(schema)))
-    return {"name": name, "json_schema": exact | {"x-guidance": how}}
+    exact = _exact(schema, closes=not OPEN & {key for part in _objects(schema) for key in part})
+    # Beside a listed "a" the library lets "\u0061" through as another name. It is the same one, with another schema.
+    named = any(LISTED & set(part) and part.get("additionalProperties") is not False for part in _objects(exact))
+    constants = [part[key] for part in _objects(exact) for key in CONSTANTS if key in part]
+    if named and UNWRITTEN.search(json.dumps(constants)):
+        raise GrammarError("the json_schema's constants have a control character; expected none beside open names")
+    escapes = {"json_allowed_escapes": 'nrbtf\\"' if named else 'nrbtf\\"u'}
+    return {"name": name, "json_schema": exact | {"x-guidance": {**how, **escapes}}}
 
 
 def _without_temperature(source: str) -> str:
@@ -186,16 +198,26 @@ def _schema(source: object) -> Mapping[str, Any]:
     return schema
 
 
-def _keywords(schema: Any) -> Iterator[str]:
-    """The keywords of a schema and all its parts, and the names in it."""
-    for part in schema if isinstance(schema, list) else schema.values() if isinstance(schema, Mapping) else ():
-        yield from _keywords(part)
-    if isinstance(schema, Mapping):
-        yield from schema
+def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Every JSON object inside a value: of a schema its parts, and those that name them."""
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, Mapping):
+            yield part
+            left += part.values()
+        elif isinstance(part, list | tuple):
+            left += part
+
+
+def unknown_formats(schema: object) -> set[str]:
+    """The formats in a schema that answers are not held to."""
+    found = (part.get("format") for part in _objects(schema))
+    return {name for name in found if isinstance(name, str) and name not in FORMATS}
 
 
 def _exact(schema: Any, closes: bool) -> Any:
-    """A schema as answers are held to it: stricter than it is in two ways.
+    """A schema as answers are held to it: without unknown formats, and stricter than it is in two ways.
 
     The library allows 9 where a number must be above 9 and at most 9.5. So an exclusive bound becomes the next number,
     nearly: one that is a billionth of a thousandth further.
@@ -212,13 +234,18 @@ def _exact(schema: Any, closes: bool) -> Any:
         if key in SCHEMAS and isinstance(value, Mapping):
             made[key] = {name: _exact(each, closes) for name, each in value.items()}
         elif key in VALUES:
+            if key in CONSTANTS:
+                _check_numbers(key, value)
             made[key] = value
+        elif key == "format" and isinstance(value, str) and value not in FORMATS:
+            continue
         else:  # an alternative does not close the object that it is a part of
             made[key] = _exact(value, closes and not (key in ALTERNATIVES and "properties" in schema))
     if made.get("type") != "integer":
         _move(made, "Minimum", NEXT, max)
         _move(made, "Maximum", -NEXT, min)
     listed, required = made.get("properties"), made.get("required", ())
+    _check_least(made)
     if (
         closes
         and isinstance(listed, Mapping)
@@ -228,6 +255,29 @@ def _exact(schema: Any, closes: bool) -> Any:
     ):
         made["additionalProperties"] = False
     return made
+
+
+def _check_least(schema: Mapping[str, Any]) -> None:
+    """Refuse an object that needs several properties with names of the model's choice: it may write one name twice."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    free = schema.get("patternProperties") or schema.get("additionalProperties") is not False
+    most = 1 + (len({*map(str, required)}) if isinstance(required, list | tuple) else 0)
+    if free and isinstance(least, int) and least > most:
+        raise GrammarError(
+            f"the json_schema's minProperties is {least}; expected at most {most}, one more than are required: "
+            "a name that is not required could come twice"
+        )
+
+
+def _check_numbers(key: str, value: Any) -> None:
+    """Refuse integers in a constant that the library would write as others: it has float64 alone."""
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, int) and (abs(part) >= MOST_EXACT or float(part) != part):
+            raise GrammarError(f"the json_schema's {key} has the integer {part!s:.40}, which is not held exactly")
+        if isinstance(part, Mapping | list | tuple):
+            left += part.values() if isinstance(part, Mapping) else part
 
 
 def _move(schema: dict[str, Any], bound_name: str, by: float, strictest: Callable[[Any, Any], Any]) -> None:

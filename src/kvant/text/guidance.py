@@ -16,6 +16,19 @@ if TYPE_CHECKING:
 
 FINE = ("NotStopped", "NoExtension", "NoExtensionBias", "EndOfSentence")  # endings of a matcher that are no failure
 SHOWN = re.compile(r"\^*|\d+ \|.*|<non-verbose/>")  # lines of an error that show the place in the source
+# The library's words: options that no client can set, a panic's backtrace, Rust's name of a number.
+HINT = re.compile(r"[.;] (?:Enable '|either increase limits).*|<backtrace>.*", re.DOTALL)
+RENAMED = (("panic: ", "llguidance failed: "), ("Expected f64 for", "Expected a number for"))
+DEAD_END = "no text satisfies it, or none from here on"
+STOPPED = {  # what the library calls the end of a matcher, if it has no other message
+    "NoExtension": DEAD_END,
+    "NoExtensionBias": DEAD_END,
+    "LexerTooComplex": "its texts have too many states",
+    "ParserTooComplex": "it can be read in too many ways",
+    "MaxTokensTotal": "it allows no more tokens",
+    "MaxTokensParser": "it allows no more tokens",
+    "InternalError": "llguidance failed on it",
+}
 MAX_STATES = 50_000  # of a grammar's automaton, 2 kB each; they are made as answers need them
 
 
@@ -107,6 +120,8 @@ def fail_if_failed(matcher: "LLMatcher") -> None:
 
 def reason(matcher: "LLMatcher") -> str:
     """Why a matcher has failed, in one line: without the lines that show where."""
-    lines = [line.strip() for line in matcher.get_error().splitlines()]
-    said = [line for line in lines if not SHOWN.fullmatch(line)]
-    return " ".join(said) or matcher.stop_reason()
+    lines = [line.strip() for line in HINT.sub("", matcher.get_error()).splitlines()]
+    said = " ".join(line for line in lines if not SHOWN.fullmatch(line)) or matcher.stop_reason()
+    for theirs, ours in RENAMED:
+        said = said.replace(theirs, ours)
+    return STOPPED.get(said, said)

@@ -20,8 +20,9 @@ from typing import Any
 
 from kvant.errors import EngineError, ModelError
 
-TIME_LIMIT_S = 5.0  # a text; templates and tokenizers take milliseconds
-START_LIMIT_S = 60.0  # a tenth of a second where nothing else runs
+TIME_LIMIT_S = 5.0  # of processor time, a text; templates and tokenizers take milliseconds
+# For a process that is stopped, or never starts. A request of a busy machine is far from it.
+WALL_LIMIT_S = 60.0
 MEMORY_LIMIT = 512 * 1024 * 1024  # beside the loaded tokenizer
 MAX_ANSWER = 160 * 1024 * 1024  # bytes: the longest text there can be
 LOOK_S = 0.1
@@ -49,7 +50,10 @@ class TextProcess:
     def __init__(
         self, tokenizer: tuple[dict[str, Any], bytes] | None = None, time_limit_s: float | None = None
     ) -> None:
-        """``tokenizer``: the request that loads one, as in :meth:`load`. ``time_limit_s``: of a request."""
+        """Start it. ``tokenizer``: the request that loads one, as in :meth:`load`.
+
+        ``time_limit_s``: of processor time for a request; None: 5.
+        """
         self._given_limit_s = time_limit_s
         self._lock = threading.RLock()  # a thread that was interrupted while it gave the lock back may go on
         self._tokenizer = tokenizer
@@ -60,7 +64,7 @@ class TextProcess:
 
         The function that is returned waits for the answer and raises as :meth:`ask`, which may not be called before it.
         """
-        line = _encoded(request, payload)
+        line = self._encoded(request, payload)
         with self._lock, self._ended_on_error():
             self._send(line, payload)
 
@@ -76,7 +80,7 @@ class TextProcess:
 
     def ask(self, request: dict[str, Any]) -> Any:
         """The worker's result for a request of JSON."""
-        line = _encoded(request)
+        line = self._encoded(request)
         with self._lock:
             try:
                 try:
@@ -99,11 +103,10 @@ class TextProcess:
         return self._given_limit_s or TIME_LIMIT_S
 
     def _start(self) -> None:
-        limits = [str(self._time_limit_s), str(ADDRESS_LIMIT)]
         try:
             self._process = subprocess.Popen(
                 # -P: modules are not looked for beside the program. A session of its own: Ctrl-C is not for it.
-                [sys.executable, "-P", str(PROGRAM), *limits],
+                [sys.executable, "-P", str(PROGRAM), str(ADDRESS_LIMIT)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -131,9 +134,16 @@ class TextProcess:
     def _answer(self) -> dict[str, Any]:
         """The next answer. A process that was started says first that it is ready."""
         if not self._ready:
-            self._read(START_LIMIT_S)
+            self._read()
             self._ready = True
-        return dict(json.loads(self._read(self._time_limit_s)))
+        return dict(json.loads(self._read()))
+
+    def _encoded(self, request: dict[str, Any], payload: bytes = b"") -> bytes:
+        try:
+            added = {"payload": len(payload), "seconds": self._time_limit_s}
+            return json.dumps({**request, **added}, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TextError(f"it cannot be given this: {error}") from error
 
     @contextmanager
     def _ended_on_error(self) -> Iterator[None]:
@@ -155,11 +165,11 @@ class TextProcess:
             while view:
                 view = view[stdin.write(view) :]
 
-    def _read(self, limit_s: float) -> bytes:
-        """One line, within the time, while the process stays within the memory."""
+    def _read(self) -> bytes:
+        """One line, while the process stays within the memory. Its own timer ends it when its time is used up."""
         stdout = self._process.stdout
         assert stdout is not None
-        end = time.monotonic() + limit_s
+        end = time.monotonic() + WALL_LIMIT_S
         line, self._unread = self._unread, bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(stdout, selectors.EVENT_READ)
@@ -172,7 +182,7 @@ class TextProcess:
                     if len(line) > MAX_ANSWER:
                         raise TextError("it writes too much")
                 elif time.monotonic() > end:
-                    raise TextError(f"it takes longer than {limit_s:g} s")
+                    raise TextError(f"its process has not answered within {WALL_LIMIT_S:g} s")
                 elif not ADDRESS_LIMIT and resident_bytes(self._process.pid) > self._resting + MEMORY_LIMIT:
                     raise TextError("it needs too much memory")
         found, _, rest = line.partition(b"\n")
@@ -184,19 +194,11 @@ class TextProcess:
         self._end()
         if code == -signal.SIGABRT:  # an allocation that failed in Rust
             return TextError("it needs too much memory")
-        if code == -signal.SIGXCPU:
+        if code == -signal.SIGPROF:
             return TextError(f"it takes longer than {self._time_limit_s:g} s")
         if code in (-signal.SIGSEGV, -signal.SIGBUS):  # macOS may say either of a stack's end
             return TextError("it is nested too deeply")
         return _GoneError(f"its exit code is {code}")
-
-
-def _encoded(request: dict[str, Any], payload: bytes = b"") -> bytes:
-    try:
-        text = json.dumps({**request, "payload": len(payload)}, ensure_ascii=False)
-        return text.encode("utf-8", "surrogatepass") + b"\n"
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TextError(f"it cannot be given this: {error}") from error
 
 
 def _result(answer: dict[str, Any]) -> Any:

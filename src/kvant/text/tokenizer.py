@@ -24,7 +24,7 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
     """The tokenizer of a model folder; nothing in the folder is executed.
 
     Raises:
-        ModelError: no tokenizer, or one that cannot be loaded within 5 seconds and 512 MiB.
+        ModelError: no tokenizer, or one that cannot be loaded within 5 seconds of processor time and 512 MiB.
     """
     return begin_loading(folder, TextProcess())()
 
@@ -44,7 +44,9 @@ def begin_loading(folder: Path, process: TextProcess) -> Callable[[], "Tokenizer
 
 
 class Tokenizer:
-    """Text to token ids and back, and messages to text, in a process of its own within 5 seconds and 512 MiB a text.
+    """Text to token ids and back, and messages to text, in a process of its own.
+
+    A text has 5 seconds of processor time and 512 MiB.
 
     Attributes:
         chat_template: Jinja source; several by name; None.

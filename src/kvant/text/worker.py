@@ -1,15 +1,16 @@
 """The program that renders chat templates and runs the tokenizer; kvant.text.process starts it by its path.
 
-A request is a line of JSON and the bytes it announces as ``payload``. ``do`` says what is done: "load" a tokenizer,
+A request is a line of JSON and the bytes it announces as ``payload``. It may take ``seconds`` of processor time: then a
+signal ends this process, also if nobody waits for it any more. ``do`` says what is done: "load" a tokenizer,
 "render" a template, "check_grammar", or a method of encoding.Encoder; the rest are its arguments. The answer is a line
 of JSON, {"result": ...} or {"error": a line}, after a first line that says the process is ready. It ends when its
 standard input does.
 """
 
 import json
-import math
 import os
 import resource
+import signal
 import sys
 import types
 from pathlib import Path
@@ -64,8 +65,9 @@ def limit(what: int, value: int) -> None:
     resource.setrlimit(what, (value if most == resource.RLIM_INFINITY else min(value, most), most))
 
 
-def main(time_limit_s: float, memory_limit: int) -> None:
-    """Serve standard input. The limit on processor time ends a process whose parent died."""
+def main(memory_limit: int) -> None:
+    """Serve standard input."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends it; whoever started this may ignore the signal
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a library that prints does not answer
     limit(resource.RLIMIT_CORE, 0)
@@ -82,17 +84,18 @@ def main(time_limit_s: float, memory_limit: int) -> None:
     answers.write(b"{}\n")
     answers.flush()
     for line in requests:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + time_limit_s) + 1)
         request = json.loads(line.decode("utf-8", "surrogatepass"))
+        signal.setitimer(signal.ITIMER_PROF, request.pop("seconds"))
         payload = requests.read(request.pop("payload"))
         loads = request["do"] == "load"
         answer = worker.answer(request, payload)
-        answers.write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+        encoded = json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(encoded)
         answers.flush()
         if loads:
             bound()  # a text's memory counts beside the tokenizer's
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]))

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import evidence_page
 import pytest
 from support.command import call, refusal
+from support.counts import count
 from support.recordings import InThisProcess
 
 from kvant.tools.bench import runner
@@ -155,6 +157,75 @@ def test_what_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     file.write_text('{"format": "kvant evidence 2"}')
     assert "expected its format to be 'kvant evidence 1'" in refusal(1, "evidence", "--check", str(file))
     assert not (tmp_path / "new.json").exists()
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, Any]:
+    first = sorted((evidence_page.RESULTS / "evidence").glob("*.json"))[0]
+    record: dict[str, Any] = json.loads(first.read_text("utf-8"))
+    del record["sha256"]
+    return record
+
+
+def _checked(file: Path, record: dict[str, Any]) -> list[str]:
+    """The lines that a check says of a record with a digest that fits: its output, or one line of error."""
+    file.write_text(json.dumps(check.sealed(record)), "utf-8")
+    done = call("evidence", "--check", str(file))
+    lines = (done.stdout or done.stderr).splitlines()
+    assert done.returncode in (0, 1), done.stderr
+    assert all(line.isprintable() and len(line) <= 1000 for line in lines), lines
+    assert done.stdout or (len(lines) == 1 and lines[0].startswith("kvant: error: ")), done.stderr
+    passed = lines[-1].startswith("it is as it was written")
+    assert passed is (done.returncode == 0), lines
+    return lines
+
+
+FORGED = "x\nit is as it was written\x1b[2J"
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"left_out": 3}, "left_out is 3; expected a list of texts"),
+        ({"left_out": None}, "left_out is None; expected a list of texts"),
+        ({"left_out": [FORGED]}, r"left out: x\nit is as it was written\x1b[2J"),
+        ({"unchecked": 3}, "unchecked is 3; expected a list of texts"),
+        ({"parts": [FORGED, "the whole command"]}, r"wrong: not consistent: x\nit is as it"),
+        ({"command_ms": []}, "the whole command is neither there nor left out"),
+        ({"command_ms": [], "parts": []}, "no part is 'the whole command'"),
+        ({"command_ms": [5.0]}, "the whole command, one token of pocket: 5 ms"),
+        ({"command_ms": "fast"}, "command_ms is 'fast'; expected a list of numbers"),
+        ({"command_ms": [10**400, 1]}, "not consistent: OverflowError"),
+        ({"command_ms": [True]}, "command_ms is [True]; expected a list of numbers"),
+        ({"models": [[]]}, "models is [[]]; expected a list of objects"),
+        ({"models": [{"model": "pocket", "runs": [0] * 101}]}, "101 runs; expected at most 100"),
+        ({"report": {"model": "pocket", "formats": [3]}}, "not consistent: TypeError"),
+    ],
+)
+def test_a_file_of_a_stranger(tmp_path: Path, recorded: dict[str, Any], change: dict[str, Any], line: str) -> None:
+    lines = _checked(tmp_path / "file.json", recorded | change)
+    assert any(line in each for each in lines), lines
+
+
+def test_any_value_may_be_any_other(tmp_path: Path, recorded: dict[str, Any]) -> None:
+    others = [None, True, -3, 0, 1e308, 10**400, "", FORGED, [], [None], [["a"]], {}, {"a": 1}]
+    for seed in range(count(80, 4000)):
+        rng = random.Random(seed)
+        changed = copy.deepcopy(recorded)
+        at: Any = changed
+        while True:
+            key = rng.choice(list(at) if isinstance(at, dict) else range(len(at)))
+            if not at[key] or not isinstance(at[key], dict | list) or rng.random() < 0.3:
+                break
+            at = at[key]
+        at[key] = rng.choice(others)
+        _checked(tmp_path / "file.json", changed)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": 1, "a": 2}', '{"a": ' + "9" * 5000 + "}", "\ud800", "\0"])
+def test_what_is_no_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / "file.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    assert "file.json: " in refusal(1, "evidence", "--check", str(tmp_path / "file.json"))
 
 
 def test_drift_is_the_exact_share_of_orders() -> None:

@@ -3,20 +3,39 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import KvantError, one_line
+from kvant.fields import shown
+from kvant.files import read_given, unique_keys
 from kvant.machine import Environment
 from kvant.tools.bench.figures import summarize
 from kvant.tools.bench.recording import Engine, Header, Recording, Run
-from kvant.tools.evidence.measure import Record, drifts, file_digests
+from kvant.tools.evidence.measure import Record, drifts, figures, file_digests
+
+
+def _is_list(value: Any, of: type | UnionType) -> bool:
+    return isinstance(value, list) and all(isinstance(each, of) and not isinstance(each, bool) for each in value)
+
 
 FORMAT = "kvant evidence 1"
 DIGEST = "sha256"
+MAX_BYTES = 4 * 1024 * 1024  # a file has a tenth of a megabyte
+MAX_RUNS = 100  # of all models: a file has half as many, and the drift of many takes long
+PARTS = ("the whole command", "a token of ", "the quality of ", "attention to ")  # how the parts of a record begin
+# Fields that a check reads first: whether a value is right, and what is expected.
+KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("left_out", "unchecked", "parts"), (partial(_is_list, of=str), "a list of texts")),
+    **dict.fromkeys(("attention", "models"), (partial(_is_list, of=dict), "a list of objects")),
+    "command_ms": (partial(_is_list, of=float | int), "a list of numbers"),
+    "report": (lambda value: isinstance(value, dict | None), "an object or null"),
+}
 
 
 def sealed(record: Mapping[str, Any]) -> Record:
@@ -27,12 +46,16 @@ def sealed(record: Mapping[str, Any]) -> Record:
 
 def read(path: Path) -> Record:
     """The record of a file; a KvantError if it is none."""
+    data = read_given(path, MAX_BYTES)
     try:
-        record = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        record = json.loads(data.decode(), object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
         raise KvantError(f"{path}: {one_line(error)}") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise KvantError(f"{path}: no file of kvant evidence; expected its format to be {FORMAT!r}")
+    for name, (is_right, expected) in KINDS.items():
+        if name in record and not is_right(record[name]):
+            raise KvantError(f"{path}: {name} is {shown(record[name])}; expected {expected}")
     return record
 
 
@@ -43,7 +66,8 @@ def problems(record: Mapping[str, Any]) -> list[str]:
         found.append("altered: its digest is another")
     try:
         found += [f"not consistent: {text}" for text in _inconsistent(record)]
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        figures(record)  # a record of which none can be said is none
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         found.append(f"not consistent: {type(error).__name__}: {one_line(error)}")
     return found
 
@@ -64,6 +88,12 @@ def _inconsistent(record: Mapping[str, Any]) -> Iterator[str]:
         **{f"attention to {each['context']:,} tokens": each["ms"] for each in record["attention"]},
         **({f"the quality of {record['report']['model']}": True} if record["report"] else {}),
     }
+    for stem in PARTS:
+        if not any(part.startswith(stem) for part in record["parts"]):
+            yield f"no part is {stem.strip()!r}"
+    if (count := sum(len(model["runs"]) for model in record["models"])) > MAX_RUNS:
+        yield f"{count} runs; expected at most {MAX_RUNS}"
+        return
     for part in record["parts"]:
         if part not in without and not measured.get(part):
             yield f"{part} is neither there nor left out"

@@ -126,7 +126,8 @@ def figures(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         found.append((f"start of the kernel, {start['use']}", ", ".join(kinds)))
     if record["command_ms"]:
         first, *later = record["command_ms"]
-        found.append(("the whole command, one token of pocket", f"{first:.0f} ms, then {median(later):.0f} ms"))
+        then = f", then {median(later):.0f} ms" if later else ""
+        found.append(("the whole command, one token of pocket", f"{first:.0f} ms{then}"))
     return found
 
 

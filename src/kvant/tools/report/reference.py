@@ -12,6 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from kvant.errors import KvantError, one_line
+from kvant.files import open_given
 from kvant.tools.report.divergence import log_probabilities
 from kvant.tools.report.texts import Text
 
@@ -32,7 +33,7 @@ class Reference:
         """(N, vocabulary) float32 log-probabilities after the last tokens of a piece but its very last, N of them."""
         length = len(self.text.pieces[0])
         count, width = _predictions(length), _row_bytes(self.vocabulary)
-        with self.path.open("rb") as file:
+        with open_given(self.path) as file:
             file.seek(self.start + piece * count * width)
             data = bytearray(file.read(count * width))
         rows = mx.array(memoryview(data)).reshape(count, width)  # type: ignore[arg-type]
@@ -51,7 +52,7 @@ def read_reference(path: Path, vocab_size: int, bos: int | None) -> Reference:
     the text's own there.
     """
     try:
-        with path.open("rb") as file:
+        with open_given(path) as file:
             head = file.read(HEADER)
             if len(head) < HEADER or not head.startswith(MAGIC):
                 raise KvantError(f"{path}: not a file of llama-perplexity --kl-divergence-base")
