@@ -362,6 +362,38 @@ def test_a_namespaces_functions_are_tools() -> None:
     assert [*left_out.names.values()] == ["tools[0].tools[1] mcp"]
 
 
+def test_tools_in_the_input_are_tools() -> None:
+    """Codex sends these to models it knows as new, and no others. The same tools in ``tools`` are the reference."""
+    custom = {"type": "custom", "name": "exec", "description": "Runs JavaScript."}
+    given = [{"type": "namespace", "name": "functions", "description": "", "tools": [custom, FUNCTION]}, FUNCTION]
+    item = {"type": "additional_tools", "id": "at_1", "role": "developer", "tools": [*given, {"type": "web_search"}]}
+    answer = {"type": "custom_tool_call_output", "call_id": "a", "output": "1"}
+    call = {"type": "custom_tool_call", "call_id": "a", "namespace": "functions", "name": "exec", "input": "text(1)"}
+    left_out = LeftOut()
+    made = _made(RESPONSES, left_out=left_out, input=[item, HI, call, answer])
+    usual = _made(RESPONSES, tools=given, input=[HI, call, answer])
+    assert [tool.name for tool in made.tools] == ["functions__exec", "functions__weather", "weather"]
+    assert (made.tools, made.messages) == (usual.tools, usual.messages)
+    assert [*left_out.names.values()] == ["input[0].tools[2] web_search"]
+    named = {"type": "function", "name": "weather"}
+    assert _made(RESPONSES, input=[item | {"tools": given}, HI], tool_choice=named).tool_choice == made.tools[2]
+
+
+def test_a_tool_in_the_input_replaces_an_earlier_one_of_its_name() -> None:
+    """It keeps its place: what is fed before it stays the same."""
+    item = {"type": "additional_tools", "role": "developer"}
+    other, newer = {**FUNCTION, "name": "other"}, {**FUNCTION, "description": "The newer one."}
+    given = {"tools": [FUNCTION, other], "input": [HI, {**item, "tools": [newer]}, {**item, "tools": [newer]}, HI]}
+    first, second = _made(RESPONSES, **given).tools
+    assert (first.name, first.description, second.name) == ("weather", "The newer one.", "other")
+    twice = {"input": [HI, {**item, "tools": [other, other]}]}
+    assert _refused(RESPONSES, **twice).param == "input[1].tools[1].name"
+    assert _refused(RESPONSES, input=[HI, {**item, "role": "user", "tools": []}]).param == "input[1].role"
+    many = [{**FUNCTION, "name": f"f{at}"} for at in range(600)]
+    more = [{**FUNCTION, "name": f"g{at}"} for at in range(600)]
+    assert _refused(RESPONSES, tools=many, input=[HI, {**item, "tools": more}]).param == "tools"
+
+
 def test_results_that_are_no_text_become_notes() -> None:
     picture = {"type": "base64", "media_type": "image/png", "data": "AA=="}
     plain = {"type": "text", "media_type": "text/plain", "data": "Rain."}

@@ -153,7 +153,16 @@ class ReferenceItem(Fields, frozen=True, kw_only=True):
     id: Any = None
 
 
-Item = MessageItem | CallItem | CustomCallItem | ResultItem | ReasoningItem | ReferenceItem
+class ToolsItem(Fields, frozen=True, kw_only=True):
+    """Tools that a conversation has from there on, as Codex gives all of its own to newer models."""
+
+    type: Literal["additional_tools"]
+    role: Literal["developer"]
+    tools: list[Any]
+    id: str | None = None
+
+
+Item = MessageItem | CallItem | CustomCallItem | ResultItem | ReasoningItem | ReferenceItem | ToolsItem
 ITEMS: Mapping[str, type[Item]] = {
     "message": MessageItem,
     "function_call": CallItem,
@@ -162,6 +171,7 @@ ITEMS: Mapping[str, type[Item]] = {
     "custom_tool_call_output": ResultItem,
     "reasoning": ReasoningItem,
     "item_reference": ReferenceItem,
+    "additional_tools": ToolsItem,
 }
 
 
@@ -268,10 +278,11 @@ def responses_generation(body: ResponsesBody, service: Service, left_out: LeftOu
             left_out.add(f"include[{at}]", name)
     top_logprobs = body.top_logprobs or 0
     check_range("top_logprobs", top_logprobs, 0, MAX_TOP_LOGPROBS)
-    tools, choice = _tools(body, service, left_out)
+    items = _items(body, left_out)
+    tools, choice = _tools(body, items, service, left_out)
     reasoning = body.reasoning or Reasoning()
     return Generation(
-        messages=_messages(body, left_out),
+        messages=_messages(body, items, left_out),
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -286,15 +297,25 @@ def responses_generation(body: ResponsesBody, service: Service, left_out: LeftOu
     )
 
 
-def _tools(body: ResponsesBody, service: Service, left_out: LeftOut) -> tuple[Sequence[Tool], ToolChoice | Tool]:
-    """The tools, and which of them is to be called. Of a namespace they carry its name before their own."""
-    made: dict[str, Tool] = {}
-    for place, tool in known_of(body.tools, {**TOOLS, "namespace": NamespaceBody}, "tools", left_out):
-        space = tool.name if isinstance(tool, NamespaceBody) else None
-        inner = [(place, tool)] if space is None else known_of(tool.tools, TOOLS, f"{place}.tools", left_out)
-        for at, each in inner:
-            found = _custom(each, at, service, left_out) if isinstance(each, CustomBody) else tool_of(each)
-            made[f"{at}.name"] = replace(found, name=_named(each.name, space), namespace=space)
+def _items(body: ResponsesBody, left_out: LeftOut) -> list[tuple[str, Item]]:
+    """The items of the input, and where each is. A text is one of the user's."""
+    if isinstance(body.input, str):
+        return [("input", MessageItem(role="user", content=body.input))]
+    if not body.input:
+        raise ApiError("input is empty; expected text or at least one item", param="input")
+    return known_of(body.input, ITEMS, "input", left_out, "message")
+
+
+def _tools(
+    body: ResponsesBody, items: Sequence[tuple[str, Item]], service: Service, left_out: LeftOut
+) -> tuple[Sequence[Tool], ToolChoice | Tool]:
+    """The tools, and which of them is to be called. One of an item replaces an earlier one of its name."""
+    made = dict(_tools_of(body.tools or (), "tools", service, left_out))
+    for at, item in items:
+        if isinstance(item, ToolsItem):
+            earlier = {tool.name: place for place, tool in made.items()}
+            for place, tool in _tools_of(item.tools, f"{at}.tools", service, left_out):
+                made[earlier.get(tool.name, place)] = tool
     tools: Sequence[Tool] = checked_tools(made)
     choice = body.tool_choice
     if isinstance(choice, FunctionChoice | CustomChoice):
@@ -305,6 +326,16 @@ def _tools(body: ResponsesBody, service: Service, left_out: LeftOut) -> tuple[Se
     if choice == "required" and not tools:
         raise ApiError("tool_choice is 'required'; expected tools with it", param="tool_choice")
     return tools, choice or "auto"
+
+
+def _tools_of(given: Sequence[Any], place: str, service: Service, left_out: LeftOut) -> Iterator[tuple[str, Tool]]:
+    """The tools of a list, by the fields of their names. Those of a namespace carry its name before their own."""
+    for outer, tool in known_of(given, {**TOOLS, "namespace": NamespaceBody}, place, left_out):
+        space = tool.name if isinstance(tool, NamespaceBody) else None
+        inner = [(outer, tool)] if space is None else known_of(tool.tools, TOOLS, f"{outer}.tools", left_out)
+        for at, each in inner:
+            found = _custom(each, at, service, left_out) if isinstance(each, CustomBody) else tool_of(each)
+            yield f"{at}.name", replace(found, name=_named(each.name, space), namespace=space)
 
 
 def _custom(tool: CustomBody, place: str, service: Service, left_out: LeftOut) -> Tool:
@@ -324,16 +355,10 @@ def _named(name: str, namespace: str | None) -> str:
     return name if namespace is None else f"{namespace}{NAMESPACE}{name}"
 
 
-def _messages(body: ResponsesBody, left_out: LeftOut) -> list[dict[str, Any]]:
+def _messages(body: ResponsesBody, items: Sequence[tuple[str, Item]], left_out: LeftOut) -> list[dict[str, Any]]:
     turns = Turns()
     if body.instructions:
         turns.add_text("system", body.instructions)
-    if isinstance(body.input, str):
-        turns.add_text("user", body.input)
-        return turns.messages()
-    if not body.input:
-        raise ApiError("input is empty; expected text or at least one item", param="input")
-    items = known_of(body.input, ITEMS, "input", left_out, "message")
     check_arguments([item.arguments for _, item in items if isinstance(item, CallItem)])
     for place, item in items:
         _add(turns, item, place, left_out)
