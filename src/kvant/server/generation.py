@@ -71,6 +71,8 @@ class TokenLogprob:
     logprob: float | None
     bytes: bytes
     top: Sequence["TokenLogprob"] = ()
+    # Characters before it in the text that the tokens make; bytes of one character have the same number.
+    place: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
