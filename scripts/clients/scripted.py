@@ -20,6 +20,7 @@ CALLS = {  # the shell's tool of each client, and its arguments
     "Bash": {"command": COMMAND, "description": "say ok"},  # Claude Code
     "bash": {"command": COMMAND, "description": "say ok"},  # opencode
     "exec_command": {"cmd": COMMAND},  # Codex
+    "functions__exec": {"input": f'text((await tools.exec_command({{cmd: "{COMMAND}"}})).output);'},  # newer models'
     "run_shell_command": {"command": COMMAND, "description": "say ok", "is_background": False},  # Qwen Code
     "apply_patch": {"input": f'*** Begin Patch\n*** Add File: {PATCHED}\n+one "two"\n*** End Patch\n'},  # Codex
 }

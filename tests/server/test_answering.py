@@ -19,13 +19,14 @@ from support.tokenizers_made import write_tokenizer
 from kvant.engine.request import Request, Token
 from kvant.models import Decoder
 from kvant.server.answering import AnswerText, Prompt, read_prompt
+from kvant.server.anthropic import MessagesBody, messages_generation
 from kvant.server.body import decode
 from kvant.server.errors import ApiError
 from kvant.server.generation import Call, Generation, Text
 from kvant.server.left_out import LeftOut
 from kvant.server.openai import ChatBody, CompletionsAnswers, CompletionsBody, chat_generation
 from kvant.server.settings import Settings
-from kvant.server.turns import ThinkingBudget
+from kvant.server.turns import ThinkingBudget, shown_tools
 from kvant.text.answer_parts import AnswerParts, TextPart
 from kvant.text.detokenizer import BYTES, ByteDetokenizer, WindowDetokenizer
 from kvant.text.prompt import system_place
@@ -71,6 +72,31 @@ def test_messages_reach_the_template_whole(pocket: Pocket) -> None:
     assert result == {"role": "tool", "name": "look", "tool_call_id": "call_1", "content": "a\nb"}
     shown = {"name": "look", "description": "d", "parameters": {"type": "object", "properties": {}}}
     assert tool == {"type": "function", "function": shown}
+
+
+def test_tools_that_a_search_found_do_not_change_the_beginning_of_a_prompt(pocket: Pocket) -> None:
+    """So what was read of the conversation is shared. Their calls are calls all the same."""
+    template = "{{ tools | tojson }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    service = service_of(pocket, template, tool_format(pocket[1]))
+    schema: Any = {"type": "object", "properties": {}}
+    first, later = ({"name": name, "input_schema": schema} for name in ("first", "later"))
+    use = {"type": "tool_use", "id": "a", "name": "first", "input": {}}
+    found = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "tool_reference", "tool_name": "later"}]}
+    searched = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [found]}]
+    prompts = []
+    for tools, messages in (([first], ASKED), ([{**later, "defer_loading": True}, first], [*ASKED, *searched])):
+        body = json.dumps({"model": "m", "max_tokens": 9, "tools": tools, "messages": messages}).encode()
+        generation = messages_generation(decode(body, MessagesBody), service, LeftOut())
+        prompts.append(read_prompt(service, generation).text)
+    assert prompts[1].startswith(prompts[0])
+    assert prompts[1].count('"later"') == 1
+    _, events = read(
+        pocket[1],
+        pocket[1].encode('<tool_call>\n{"name": "later", "arguments": {}}\n</tool_call>', add_special_tokens=False),
+        tools=shown_tools(service, generation),
+        format=service.tool_format,
+    )
+    assert events == [Call(0, 0, "later", "{}")]
 
 
 def test_ids_of_calls_are_as_the_template_wants_them(pocket: Pocket) -> None:

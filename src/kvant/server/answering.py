@@ -62,7 +62,7 @@ def read_prompt(service: Service, generation: Generation) -> Prompt:
     try:
         if generation.messages is not None:
             variables = {**service.settings.template_variables, **generation.variables}
-            variables["tools"] = shown_tools(service, generation) or None
+            variables["tools"] = shown_tools(service, generation, deferred=False) or None
             messages = with_system(for_template(generation.messages, service.tool_format), service.system_place)
             text = render_chat(service.tokenizer, messages, variables)
             service.check_length(text)
