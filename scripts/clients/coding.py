@@ -25,9 +25,8 @@ from run import figures, serving
 
 NAMESPACE = "KVANT_AGENTS_NAMESPACE"
 MODEL = "scripted"
-PATCHER, PATCH = "gpt-5.5", "use the patch"  # Codex gives models that it knows a tool that takes a patch
-# Codex sends the tools of newer models as an item of the input; one of them runs JavaScript, which calls the others.
-NEWER, SCRIPT = "gpt-5.6-sol", "use the tool of a newer model"
+# Codex gives models that it knows other tools: one that takes a patch; all of them in an item of the input.
+KNOWN = {"use the patch": "gpt-5.5", "use the tool of a newer model": "gpt-5.6-sol"}
 STEP_S = 180
 SHARED = 0.8  # of a second session's prompt, at least
 COUNTERS = ("kvant_prompt_tokens_total", "kvant_cached_tokens_total", "kvant_answers_total")
@@ -115,10 +114,9 @@ def run(name: str, agent: Agent, command: Path) -> int:
                 ("begins another session with what it has read", agent.start, "another"),
             ]
             if name == "Codex":
-                patcher, newer = (
-                    tuple(known if option == MODEL else option for option in agent.start) for known in (PATCHER, NEWER)
-                )
-                steps += [("edits a file", patcher, PATCH), (f"runs a tool as {NEWER}", newer, SCRIPT)]
+                for prompt, known in KNOWN.items():
+                    options = tuple(known if option == MODEL else option for option in agent.start)
+                    steps.append((f"does as {known}: {prompt}", options, prompt))
             for step, options, prompt in steps:
                 before = _counters(url)
                 arguments = [option.format(url) if option == CODEX else option for option in options]
@@ -128,18 +126,15 @@ def run(name: str, agent: Agent, command: Path) -> int:
                 wrong = [key for key in after if 'status="4' in key or 'status="5' in key]
                 right = done.returncode == 0 and scripted.SAID in done.stdout and not wrong
                 right &= requests >= (2 if "use the" in prompt else 1)
-                right &= prompt in ("hello", PATCH, SCRIPT) or cached >= SHARED * fed
+                right &= prompt in ("hello", *KNOWN) or cached >= SHARED * fed
                 patched = [path.read_text() for path in home.glob(scripted.PATCHED)]
-                right &= prompt != PATCH or patched == ['one "two"\n']
+                right &= prompt != "use the patch" or patched == ['one "two"\n']
                 mark = "ok    " if right else "FAILED"
                 print(f"{mark} {said} {step}: {cached:.0f} of {fed:.0f} tokens from the cache")
                 failed += not right
                 if not right:
                     ended = {"wrong": wrong, "out": done.stdout[-1500:], "err": done.stderr[-1500:]}
                     print(json.dumps(ended, indent=1))
-        lines = (Path(scratch) / "log").read_text(errors="replace").splitlines()
-        left_out = [line.rpartition(": ")[2] for line in lines if line.startswith("left out")]
-        print(f"       left out: {', '.join(left_out) or 'nothing'}")
     return failed
 
 

@@ -79,8 +79,7 @@ def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     scripts = {"say": SAID}
     for name, arguments in CALLS.items():
-        call = json.dumps({"name": name, "arguments": arguments})
-        scripts[name] = f"<tool_call>\n{call}\n</tool_call>"
+        scripts[name] = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
     tokenizer = _tokenizer(scripts)
     tokenizer.save(str(folder / "tokenizer.json"))
     follows = {}
@@ -101,8 +100,6 @@ def write(folder: Path) -> None:
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "max_position_embeddings": CONTEXT,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
         "eos_token_id": tokenizer.token_to_id(END),
         "torch_dtype": "float32",
     }
