@@ -25,7 +25,8 @@ from run import figures, serving
 
 NAMESPACE = "KVANT_AGENTS_NAMESPACE"
 MODEL = "scripted"
-PATCHER, PATCH = "gpt-5.5", "use the patch"  # Codex gives models that it knows a tool that takes a patch
+# Codex gives models that it knows other tools: one that takes a patch; all of them in an item of the input.
+KNOWN = {"use the patch": "gpt-5.5", "use the tool of a newer model": "gpt-5.6-sol"}
 STEP_S = 180
 SHARED = 0.8  # of a second session's prompt, at least
 COUNTERS = ("kvant_prompt_tokens_total", "kvant_cached_tokens_total", "kvant_answers_total")
@@ -100,7 +101,7 @@ def run(name: str, agent: Agent, command: Path) -> int:
         home, model = Path(scratch) / "home", Path(scratch) / "model"
         home.mkdir()
         scripted.write(model)
-        with serving(Path(scratch) / "log", "--model", str(model), "--alias", MODEL, "--alias", PATCHER) as url:
+        with serving(Path(scratch) / "log", "--model", str(model), "--alias", MODEL, "--alias", "gpt-*") as url:
             kept = {key: os.environ[key] for key in ("PATH", "LANG", "TERM") if key in os.environ}
             given = dict(each.format(url).split("=", 1) for each in agent.environ)
             environ = kept | given | {"HOME": str(home), "NO_PROXY": "127.0.0.1"}
@@ -113,8 +114,9 @@ def run(name: str, agent: Agent, command: Path) -> int:
                 ("begins another session with what it has read", agent.start, "another"),
             ]
             if name == "Codex":
-                patcher = tuple(PATCHER if option == MODEL else option for option in agent.start)
-                steps.append(("edits a file", patcher, PATCH))
+                for prompt, known in KNOWN.items():
+                    options = tuple(known if option == MODEL else option for option in agent.start)
+                    steps.append((f"does as {known}: {prompt}", options, prompt))
             for step, options, prompt in steps:
                 before = _counters(url)
                 arguments = [option.format(url) if option == CODEX else option for option in options]
@@ -124,9 +126,9 @@ def run(name: str, agent: Agent, command: Path) -> int:
                 wrong = [key for key in after if 'status="4' in key or 'status="5' in key]
                 right = done.returncode == 0 and scripted.SAID in done.stdout and not wrong
                 right &= requests >= (2 if "use the" in prompt else 1)
-                right &= prompt in ("hello", PATCH) or cached >= SHARED * fed
+                right &= prompt in ("hello", *KNOWN) or cached >= SHARED * fed
                 patched = [path.read_text() for path in home.glob(scripted.PATCHED)]
-                right &= prompt != PATCH or patched == ['one "two"\n']
+                right &= prompt != "use the patch" or patched == ['one "two"\n']
                 mark = "ok    " if right else "FAILED"
                 print(f"{mark} {said} {step}: {cached:.0f} of {fed:.0f} tokens from the cache")
                 failed += not right

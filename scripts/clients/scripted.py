@@ -20,6 +20,7 @@ CALLS = {  # the shell's tool of each client, and its arguments
     "Bash": {"command": COMMAND, "description": "say ok"},  # Claude Code
     "bash": {"command": COMMAND, "description": "say ok"},  # opencode
     "exec_command": {"cmd": COMMAND},  # Codex
+    "functions__exec": {"input": f'text((await tools.exec_command({{cmd: "{COMMAND}"}})).output);'},  # newer models'
     "run_shell_command": {"command": COMMAND, "description": "say ok", "is_background": False},  # Qwen Code
     "apply_patch": {"input": f'*** Begin Patch\n*** Add File: {PATCHED}\n+one "two"\n*** End Patch\n'},  # Codex
 }
@@ -78,8 +79,7 @@ def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     scripts = {"say": SAID}
     for name, arguments in CALLS.items():
-        call = json.dumps({"name": name, "arguments": arguments})
-        scripts[name] = f"<tool_call>\n{call}\n</tool_call>"
+        scripts[name] = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
     tokenizer = _tokenizer(scripts)
     tokenizer.save(str(folder / "tokenizer.json"))
     follows = {}
@@ -100,8 +100,6 @@ def write(folder: Path) -> None:
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "max_position_embeddings": CONTEXT,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
         "eos_token_id": tokenizer.token_to_id(END),
         "torch_dtype": "float32",
     }

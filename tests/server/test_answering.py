@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,17 +20,18 @@ from support.tokenizers_made import write_tokenizer
 
 from kvant.engine.request import Request, Token
 from kvant.models import Decoder
-from kvant.server.answering import AnswerText, read_prompt
+from kvant.server.answering import AnswerText, Prompt, read_prompt
+from kvant.server.anthropic import MessagesBody, messages_generation
 from kvant.server.body import decode
 from kvant.server.errors import ApiError
-from kvant.server.generation import Call, Text
+from kvant.server.generation import Call, Generation, Text
 from kvant.server.left_out import LeftOut
-from kvant.server.openai import ChatBody, chat_generation
+from kvant.server.openai import ChatBody, CompletionsAnswers, CompletionsBody, chat_generation
 from kvant.server.settings import Settings
-from kvant.server.turns import ThinkingBudget
+from kvant.server.turns import ThinkingBudget, shown_tools
 from kvant.text import guidance
 from kvant.text.answer_parts import AnswerParts, TextPart
-from kvant.text.detokenizer import WindowDetokenizer
+from kvant.text.detokenizer import BYTES, ByteDetokenizer, WindowDetokenizer
 from kvant.text.prompt import system_place
 from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_forms import Kimi, Mistral, tool_format
@@ -73,6 +75,31 @@ def test_messages_reach_the_template_whole(pocket: Pocket) -> None:
     assert result == {"role": "tool", "name": "look", "tool_call_id": "call_1", "content": "a\nb"}
     shown = {"name": "look", "description": "d", "parameters": {"type": "object", "properties": {}}}
     assert tool == {"type": "function", "function": shown}
+
+
+def test_tools_that_a_search_found_do_not_change_the_beginning_of_a_prompt(pocket: Pocket) -> None:
+    """So what was read of the conversation is shared. Their calls are calls all the same."""
+    template = "{{ tools | tojson }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    service = service_of(pocket, template, tool_format(pocket[1]))
+    schema: Any = {"type": "object", "properties": {}}
+    first, later = ({"name": name, "input_schema": schema} for name in ("first", "later"))
+    use = {"type": "tool_use", "id": "a", "name": "first", "input": {}}
+    found = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "tool_reference", "tool_name": "later"}]}
+    searched = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [found]}]
+    prompts = []
+    for tools, messages in (([first], ASKED), ([{**later, "defer_loading": True}, first], [*ASKED, *searched])):
+        body = json.dumps({"model": "m", "max_tokens": 9, "tools": tools, "messages": messages}).encode()
+        generation = messages_generation(decode(body, MessagesBody), service, LeftOut())
+        prompts.append(read_prompt(service, generation).text)
+    assert prompts[1].startswith(prompts[0])
+    assert prompts[1].count('"later"') == 1
+    _, events = read(
+        pocket[1],
+        pocket[1].encode('<tool_call>\n{"name": "later", "arguments": {}}\n</tool_call>', add_special_tokens=False),
+        tools=shown_tools(service, generation),
+        format=service.tool_format,
+    )
+    assert events == [Call(0, 0, "later", "{}")]
 
 
 def test_ids_of_calls_are_as_the_template_wants_them(pocket: Pocket) -> None:
@@ -211,6 +238,85 @@ def test_stop_texts_by_chance(pocket: Pocket) -> None:
         lengths = [len(tokenizer.detokenizer.token_bytes(token)) for token in ids]
         whole = len(written[:end].encode())
         assert sum(lengths[: len(told)]) <= whole < sum(lengths[: len(told) + 1])
+
+
+class Lettered(Tokenizer):
+    """A tokenizer of these pieces; of bytes, or of text with byte fallback, whose first space goes."""
+
+    pieces: Sequence[str]
+    byte_level = True
+
+    @property
+    def detokenizer(self) -> ByteDetokenizer:
+        return ByteDetokenizer(self.pieces, byte_level=self.byte_level, strips=not self.byte_level)
+
+
+def lettered(tokenizer: Tokenizer, pieces: Sequence[str], *, byte_level: bool = True) -> Tokenizer:
+    made = copy.copy(tokenizer)
+    made.__class__ = Lettered
+    made.pieces, made.byte_level = pieces, byte_level  # type: ignore[attr-defined]
+    return made
+
+
+def completed(tokenizer: Tokenizer, prompt: str, ids: Sequence[int], read: int, *stop: str) -> list[dict[str, Any]]:
+    """The choice of /v1/completions: whole, and of its stream's chunks put together; ``read`` ids are the prompt's."""
+    fields = {"model": "m", "prompt": "a", "logprobs": 1, "echo": True}
+    body = decode(json.dumps(fields).encode(), CompletionsBody)
+    encoder = CompletionsAnswers("m", body, [Generation(logprobs=True)], SimpleNamespace())  # type: ignore[arg-type]
+    text = AnswerText(0, tokenizer, AnswerParts(tokenizer, None), stop, logprobs=True)
+    events: list[Any] = []
+    if read:
+        others = [(token, -0.5, [(token, -0.5)]) for token in ids[1:read]]
+        events.append(Text(0, prompt, logprobs=text.read(Prompt(prompt, [*ids[:read]]), others)))
+    for token in ids[read:]:
+        if text.stop is None:
+            events += text.take(Token(REQUEST, 0, token, -0.5, [(token, -0.5)]))
+    if text.stop is None:
+        events += text.take(Token(REQUEST, 0, 0, -0.5, finish_reason="stop"))
+    global events_
+    events_ = events
+    chunks = [told["choices"][0] for event in events for told in encoder.add(event)]
+    joined = {
+        "text": "".join(chunk["text"] for chunk in chunks),
+        "logprobs": {
+            name: [each for chunk in chunks for each in chunk["logprobs"][name]]
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        },
+    }
+    (whole,) = encoder.whole()["choices"]
+    return [{name: whole[name] for name in joined}, joined]
+
+
+def test_where_the_text_of_each_token_begins(pocket: Pocket) -> None:
+    """Tokens that cut characters anywhere, as byte-level vocabularies have them; the bytes before each are counted."""
+    letters = {byte: letter for letter, byte in BYTES.items()}
+    random_ = random.Random(0)
+    for _ in range(200):
+        written = "".join(random_.choice(["日", "本", "é", "🎉", "fox ", "a", "\n"]) for _ in range(12))
+        given = written.encode()
+        cuts = sorted({0, len(given), *random_.sample(range(1, len(given)), random_.randrange(len(given)))})
+        tokens = [given[start:end] for start, end in pairwise(cuts)]
+        tokenizer = lettered(pocket[1], ["".join(letters[byte] for byte in token) for token in tokens])
+        whole = [place for place, cut in enumerate(cuts) if given[:cut].decode(errors="ignore").encode() == given[:cut]]
+        read = random_.choice(whole[:-1])
+        stop = random_.choice([(), (written[-3:-1],)])
+        expected = [len(given[:cut].decode(errors="ignore")) for cut in cuts]
+        for choice in completed(tokenizer, given[: cuts[read]].decode(), range(len(tokens)), read, *stop):
+            offsets = choice["logprobs"]["text_offset"]
+            assert written.startswith(choice["text"])
+            assert stop or len(offsets) == len(tokens)
+            assert offsets == expected[: len(offsets)]
+
+
+def test_tokens_that_are_no_part_of_the_text_have_its_place(pocket: Pocket) -> None:
+    """A first token and a first space are not in the text; a character that breaks off is one in it."""
+    pieces = ["<s>", "▁Go", "▁", "<0xE6>", "<0x97>", "<0xA5>", "▁on", "<0xE6>", "<0x97>"]
+    tokenizer = lettered(pocket[1], pieces, byte_level=False)
+    for choice in completed(tokenizer, "Go 日 on", range(9), 7):
+        assert choice["logprobs"]["text_offset"] == [0, 0, 2, 3, 3, 3, 4, 7, 7]
+        assert choice["text"].startswith("Go 日 on\ufffd")
+    for choice in completed(tokenizer, "", range(1, 9), 0):
+        assert choice["logprobs"]["text_offset"] == [0, 2, 3, 3, 3, 4, 7, 7]
 
 
 @pytest.mark.parametrize("stop", [(), ("hm",), ("</think>",), ("es",)])

@@ -311,6 +311,45 @@ def test_log_probabilities_of_a_prompt(exact: Running, pocket_mlx_lm: nn.Module,
     assert choice["text"] == exact.service.tokenizer.decode(ids) + (plain if tokens else "")
 
 
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("length", [1, 2, 33])
+def test_a_prompt_whose_last_token_is_fed_alone(
+    exact: Running, pocket_mlx_lm: nn.Module, length: int, tokens: int
+) -> None:
+    """A prompt of one token has nothing that follows in it; of 33 the last is behind a chunk of 32."""
+    ids = exact.service.tokenizer.encode("The fox and the bear went to the river, and there they saw a red boat. " * 3)
+    ids = ids[:length]
+    assert len(ids) == length
+    logits = np.array(pocket_mlx_lm(mx.array([ids]))[0].astype(mx.float32), np.float64)
+    logits -= np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) + logits.max(
+        -1, keepdims=True
+    )
+    own = [logits[place, token] for place, token in enumerate(ids[1:])]
+    for prompt in (ids, [ids], exact.service.tokenizer.decode(ids)):
+        (choice,) = complete(exact, prompt, tokens, echo=True, logprobs=1)["choices"]
+        told = choice["logprobs"]["token_logprobs"]
+        assert (len(told), told[0]) == (length + tokens, None)
+        assert told[1:length] == pytest.approx(own, abs=1e-4)
+
+
+def test_text_offsets_count_characters(server: Running) -> None:
+    """The pieces of one character have its place, whole and streamed; the bytes before each are the reference."""
+    prompt = "日本 🎉 x"
+    fields: dict[str, Any] = {"echo": True, "logprobs": 1}
+    (whole,) = complete(server, prompt, 3, **fields)["choices"]
+    events = sse_events(server, COMPLETIONS.path, COMPLETIONS.body(prompt, 3, **fields))
+    chunks = [event["choices"][0]["logprobs"] for event in events]
+    tokenizer = server.service.tokenizer
+    ids = tokenizer.encode(prompt)
+    written = [tokenizer.detokenizer.token_bytes(token) for token in ids]
+    assert b"".join(written).decode() == prompt
+    expected = [len(b"".join(written[:place]).decode(errors="ignore")) for place in range(len(ids) + 1)]
+    offsets = whole["logprobs"]["text_offset"]
+    assert offsets[: len(ids) + 1] == expected
+    assert offsets == sorted(offsets)
+    assert [at for chunk in chunks for at in chunk["text_offset"]] == offsets
+
+
 def test_log_probabilities_are_those_of_chat(server: Running) -> None:
     messages = [{"role": "user", "content": "Tell me a story."}]
     prompt = server.service.tokenizer.apply_chat_template(messages, add_generation_prompt=True)

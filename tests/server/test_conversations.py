@@ -1,6 +1,7 @@
 """Anthropic's messages and OpenAI's items: what the chat template is given, and what is refused by name."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -327,7 +328,7 @@ LEFT_OUT: list[tuple[Interface, dict[str, Any], list[str]]] = [
      ["context_management.edits[0] clear_tool_uses_20250919"]),
     (MESSAGES, {"tools": [TOOL, SEARCH, SEARCH]}, ["tools[1] web_search_20250305"]),
     (MESSAGES, {"tools": [{**TOOL, "defer_loading": True, "input_examples": [{}]}]},
-     ["tools[0].defer_loading", "tools[0].input_examples"]),
+     ["tools[0].input_examples", "tools[0].defer_loading"]),
     (MESSAGES, {"messages": [{**HI, "id": "m"}, {**HI, "id": "n"}]}, ["messages[0].id"]),
     (MESSAGES, {"messages": [HI, {"role": "assistant", "content": [FOREIGN, SEARCHED]}, HI]},
      ["messages[1].content[0].signature", "messages[1].content[1] server_tool_use"]),
@@ -365,6 +366,115 @@ def test_a_namespaces_functions_are_tools() -> None:
     assert made.messages is not None
     assert made.messages[1]["tool_calls"][0]["function"]["name"] == made.messages[2]["name"] == "agents__weather"
     assert [*left_out.names.values()] == ["tools[0].tools[1] mcp"]
+
+
+def test_tools_in_the_input_are_tools() -> None:
+    """Codex sends these to models it knows as new, and no others. The same tools in ``tools`` are the reference."""
+    custom = {"type": "custom", "name": "exec", "description": "Runs JavaScript."}
+    given = [{"type": "namespace", "name": "functions", "description": "", "tools": [custom, FUNCTION]}, FUNCTION]
+    item = {"type": "additional_tools", "id": "at_1", "role": "developer", "tools": [*given, {"type": "web_search"}]}
+    answer = {"type": "custom_tool_call_output", "call_id": "a", "output": "1"}
+    call = {"type": "custom_tool_call", "call_id": "a", "namespace": "functions", "name": "exec", "input": "text(1)"}
+    left_out = LeftOut()
+    made = _made(RESPONSES, left_out=left_out, input=[item, HI, call, answer])
+    usual = _made(RESPONSES, tools=given, input=[HI, call, answer])
+    assert [tool.name for tool in made.tools] == ["functions__exec", "functions__weather", "weather"]
+    assert (made.tools, made.messages) == (usual.tools, usual.messages)
+    assert [*left_out.names.values()] == ["input[0].tools[2] web_search"]
+    named = {"type": "function", "name": "weather"}
+    assert _made(RESPONSES, input=[item | {"tools": given}, HI], tool_choice=named).tool_choice == made.tools[2]
+
+
+def test_a_tool_in_the_input_replaces_an_earlier_one_of_its_name() -> None:
+    """It keeps its place: what is fed before it stays the same."""
+    item = {"type": "additional_tools", "role": "developer"}
+    other, newer = {**FUNCTION, "name": "other"}, {**FUNCTION, "description": "The newer one."}
+    given = {"tools": [FUNCTION, other], "input": [HI, {**item, "tools": [newer]}, {**item, "tools": [newer]}, HI]}
+    first, second = _made(RESPONSES, **given).tools
+    assert (first.name, first.description, second.name) == ("weather", "The newer one.", "other")
+    twice = {"input": [HI, {**item, "tools": [other, other]}]}
+    assert _refused(RESPONSES, **twice).param == "input[1].tools[1].name"
+    assert _refused(RESPONSES, input=[HI, {**item, "role": "user", "tools": []}]).param == "input[1].role"
+    many = [{**FUNCTION, "name": f"f{at}"} for at in range(600)]
+    more = [{**FUNCTION, "name": f"g{at}"} for at in range(600)]
+    assert _refused(RESPONSES, tools=many, input=[HI, {**item, "tools": more}]).param == "tools"
+
+
+SEARCH_TOOL = {"type": "tool_search", "execution": "client", "description": "Finds tools.", "parameters": {"a": 1}}
+SEARCHES = {"type": "tool_search_call", "call_id": "s", "execution": "client", "arguments": {"query": "sky"}}
+FOUND = {"type": "tool_search_output", "call_id": "s", "execution": "client"}
+LATER = {**FUNCTION, "name": "later", "defer_loading": True}
+
+
+def test_a_search_for_tools_that_the_client_does() -> None:
+    """The model knows it as a function. What it found can be called, and its result shows it."""
+    space = {"type": "namespace", "name": "x", "description": "", "tools": [LATER]}
+    left_out = LeftOut()
+    made = _made(RESPONSES, left_out=left_out, tools=[FUNCTION, SEARCH_TOOL], input=[
+        HI, SEARCHES, {**FOUND, "tools": [space, {"type": "mcp"}]}, {**CALL, "name": "later", "namespace": "x"},
+    ])  # fmt: skip
+    search = Tool("tool_search", "Finds tools.", {"a": 1}, search=True)
+    later = replace(made.tools[0], name="x__later", namespace="x", deferred=True)
+    assert made.tools[1:] == (search, later)
+    assert [*left_out.names.values()] == ["input[2].tools[1] mcp"]
+    assert made.messages is not None
+    call, result = made.messages[1]["tool_calls"][0]["function"], made.messages[2]
+    assert (call, result["name"]) == ({"name": "tool_search", "arguments": {"query": "sky"}}, "tool_search")
+    shown = json.loads(result["content"].removeprefix("<function>").removesuffix("</function>"))
+    assert (shown["name"], shown["parameters"]) == ("x__later", FUNCTION["parameters"])
+    none = _made(RESPONSES, input=[HI, SEARCHES, {**FOUND, "tools": []}]).messages
+    assert none is not None
+    assert "No tools" in none[2]["content"]
+
+
+def test_searches_that_openais_server_does_are_left_out() -> None:
+    """What one found in an earlier turn can be called all the same."""
+    hosted = {"type": "tool_search"}
+    earlier = [{**SEARCHES, "call_id": None}, {**FOUND, "call_id": None, "tools": [FUNCTION]}]
+    left_out = LeftOut()
+    made = _made(RESPONSES, left_out=left_out, tools=[LATER, hosted], input=[HI, *earlier])
+    assert [(tool.name, tool.deferred) for tool in made.tools] == [("later", False), ("weather", False)]
+    assert [*left_out.names.values()] == [
+        "tools[0].defer_loading", "tools[1] tool_search", "input[1] tool_search_call",
+    ]  # fmt: skip
+    assert made.messages == [HI]
+
+
+def test_a_tool_that_was_found_is_shown_where_it_was_found() -> None:
+    """Twice found, or sent from the beginning, it keeps its first place: what was read of a prompt can be shared."""
+    again = [HI, SEARCHES, {**FOUND, "tools": [LATER]}, {**SEARCHES, "call_id": "t"}]
+    again.append({**FOUND, "call_id": "t", "tools": [LATER, FUNCTION]})
+    made = _made(RESPONSES, tools=[FUNCTION, SEARCH_TOOL], input=again)
+    assert [(tool.name, tool.deferred) for tool in made.tools] == [
+        ("weather", False), ("tool_search", False), ("later", True),
+    ]  # fmt: skip
+    assert made.messages is not None
+    assert made.messages[-1]["content"].count("<function>") == 2
+
+
+def test_a_reference_to_a_tool_shows_it() -> None:
+    """As Claude Code's ToolSearch answers. A text of many references does not show a tool as often."""
+    reference = {"type": "tool_reference", "tool_name": "later"}
+    tools = [TOOL, {**TOOL, "name": "later", "defer_loading": True}, {**TOOL, "name": "other", "defer_loading": True}]
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "b",
+        "content": [reference, reference, {"type": "text", "text": "x"}],
+    }
+    left_out = LeftOut()
+    made = _made(MESSAGES, left_out=left_out, tools=tools, messages=[
+        HI, {"role": "assistant", "content": [OSLO]}, {"role": "user", "content": [result]},
+    ])  # fmt: skip
+    assert [(tool.name, tool.deferred) for tool in made.tools] == [
+        ("weather", False), ("later", True), ("other", False),
+    ]  # fmt: skip
+    assert [*left_out.names.values()] == ["tools[2].defer_loading"]
+    assert made.messages is not None
+    shown, again, text = made.messages[-1]["content"].split("\n")
+    told = json.loads(shown.removeprefix("<function>").removesuffix("</function>"))
+    assert (told["name"], told["parameters"]) == ("later", TOOL["input_schema"])
+    assert "later" in again
+    assert text == "x"
 
 
 def test_results_that_are_no_text_become_notes() -> None:

@@ -157,6 +157,22 @@ def test_calls_of_tools_in_a_namespace_and_of_tools_that_take_text() -> None:
     ]
 
 
+def test_a_search_for_tools_is_an_item_of_its_own() -> None:
+    """Its arguments are an object; there are no events of them."""
+    stream = _stream(tools=[{"type": "tool_search", "execution": "client", "parameters": {}}])
+    called = Call(0, 0, "tool_search", '{"query":"sky"}')
+    told = streamed(stream, [Begun(3), Text(0, "So"), called, End(0, "tool_calls", 9)])
+    item = stream.whole()["output"][1]
+    assert {name: value for name, value in item.items() if "id" not in name} == {
+        "type": "tool_search_call", "execution": "client", "status": "completed", "arguments": {"query": "sky"},
+    }  # fmt: skip
+    kinds = [event["type"] for event in told if event.get("output_index") == 1]
+    assert kinds == ["response.output_item.added", "response.output_item.done"]
+    assert [event["item"]["status"] for event in told if event.get("output_index") == 1] == ["in_progress", "completed"]
+    assert item["call_id"]
+    assert stream.whole()["tools"][0]["type"] == "tool_search"
+
+
 def test_log_probabilities() -> None:
     byte = TokenLogprob("\ufffd", -0.5, b"\xc3", (TokenLogprob("a", -0.25, b"a"),))
     events = [Begun(3), Text(0, "", logprobs=[byte]), Text(0, "é", logprobs=[byte]), End(0, "stop", 2)]

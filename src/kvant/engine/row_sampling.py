@@ -90,6 +90,8 @@ def pick_rows(logits: mx.array, rows: Sequence[Row]) -> Sampled:
 
 def read_tokens(logits: mx.array, tokens: Sequence[int], top: int) -> list[Picked]:
     """Tokens of a text, each with its log-probability and the ``top`` most probable ones by its logits (T, vocab)."""
+    if not tokens:  # nothing follows a prompt's last token, which may be fed alone
+        return []
     logits = logits[: len(tokens)].astype(mx.float32)
     logprobs = logits - logsumexp(logits)
     ids = mx.array(list(tokens))

@@ -58,7 +58,7 @@ def read_prompt(service: Service, generation: Generation) -> Prompt:
     try:
         if generation.messages is not None:
             variables = {**service.settings.template_variables, **generation.variables}
-            variables["tools"] = shown_tools(service, generation) or None
+            variables["tools"] = shown_tools(service, generation, deferred=False) or None
             messages = with_system(for_template(generation.messages, service.tool_format), service.system_place)
             text = render_chat(service.tokenizer, messages, variables)
             service.check_length(text)
@@ -126,7 +126,8 @@ async def _events(
         if not has_begun:
             has_begun = True
             for number, each in texts.items() if generation.echo and prompt.text else ():
-                yield Text(number, prompt.text, logprobs=each.read(prompt.ids[:1], token.prompt_logprobs))
+                logprobs = await asyncio.to_thread(each.read, prompt, token.prompt_logprobs)
+                yield Text(number, prompt.text, logprobs=logprobs)
         if generation.only_prompt:
             service.engine.cancel(request, token.answer)
             del texts[token.answer]
@@ -190,12 +191,15 @@ class AnswerText:
         self.tokens = self.calls = 0  # so far
         self.thinking_tokens = 0  # those before the answer itself, where the model thought
         self._number = number
+        self._prompt = 0  # characters of the prompt, if the text begins with it
+        self._tokenizer = tokenizer
         self._text = TextStream(tokenizer)
         self._parts = parts
         self._stop = StopText(stop)
         self._logprobs = logprobs
         # Tokens whose text is not out yet. Marks, and what is held back, come between a token and its text.
         self._pending: list[TokenLogprob] = []
+        self._written = 0  # bytes of the first of them whose text is out: it may end one character and begin the next
         self._thought = self._said = False
 
     @property
@@ -211,7 +215,8 @@ class AnswerText:
         if token.finish_reason != "stop":  # an end of text is no part of it
             if self._logprobs:
                 assert token.logprob is not None
-                self._pending.append(self._told(token.token, token.logprob, token.top_logprobs))
+                told = self._told(token.token, token.logprob, token.top_logprobs)
+                self._pending.append(replace(told, place=self._prompt + self._text.length))
             parts += self._parts.add(self._text.add(token.token))
         if token.finish_reason is not None:
             parts += self._parts.add(self._text.finish())
@@ -223,11 +228,23 @@ class AnswerText:
             self.thinking_tokens = self.tokens
         return events
 
-    def read(self, first: Sequence[int], others: Sequence[tuple[int, float, Any]]) -> list[TokenLogprob]:
-        """The prompt's tokens, where its log-probabilities are wanted: its first, and the others with theirs."""
+    def read(self, prompt: Prompt, others: Sequence[tuple[int, float, Any]]) -> list[TokenLogprob]:
+        """The tokens of a prompt that the text begins with, if log-probabilities are wanted. The first has none."""
+        self._prompt = len(prompt.text)
         if not self._logprobs:
             return []
-        return [self._told(token, None) for token in first] + [self._told(*other) for other in others]
+        stream, places = TextStream(self._tokenizer), []
+        said = ""
+        for token in prompt.ids:
+            places.append(stream.length)
+            said += stream.add(token)
+        # The tokens may have what is not in the text: a mark of the beginning, a space before the first word.
+        before = max(0, (said + stream.finish()).find(prompt.text))
+        told = [self._told(prompt.ids[0], None), *(self._told(*other) for other in others)]
+        return [
+            replace(each, place=min(max(0, place - before), self._prompt))
+            for each, place in zip(told, places, strict=True)
+        ]
 
     def _events(self, parts: Sequence[Part]) -> list[Text | Call]:
         events: list[Text | Call] = []
@@ -238,7 +255,7 @@ class AnswerText:
                 if held := self._stop.finish():
                     events.append(self._piece(held, False))
                 events.append(Call(self._number, self.calls, part.name, part.arguments))
-                self._pending = []
+                self._pending, self._written = [], 0
                 self.calls += 1
                 self._said = True
             elif part.thinking:
@@ -258,12 +275,16 @@ class AnswerText:
         tokens, self._pending = self._pending, []
         content, written = text.encode("utf-8", "replace"), b"".join(token.bytes for token in tokens)
         places = [*accumulate((len(token.bytes) for token in tokens), initial=0)]
-        at = next((place for place in places if written.startswith(content, place)), written.find(content))
+        first, self._written = self._written, 0
+        begins = [first, *(place for place in places if place > first)]
+        at = next((place for place in begins if written.startswith(content, place)), written.find(content, first))
         if at < 0:  # not the tokens' own bytes, such as marks of what is no character
             return tokens
         last = at + len(content)
         spans = list(zip(tokens, places, places[1:], strict=False))
-        self._pending = [token for token, _, end in spans if end > last]
+        rest = [(token, start) for token, start, end in spans if end > last]
+        self._pending = [token for token, _ in rest]
+        self._written = max(0, last - rest[0][1]) if rest else 0
         return [token for token, start, end in spans if start < last and at < end <= last]
 
     def _told(self, token: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()) -> TokenLogprob:

@@ -5,7 +5,7 @@ Fields that are not here are left out, and said.
 
 import asyncio
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from kvant.server.service import Service
 from kvant.server.turns import (
     Turns,
     checked_tools,
+    described,
     from_opaque,
     opaque,
     switched,
@@ -48,6 +49,7 @@ CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "any": "required", "none": 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 BILLING = "x-anthropic-billing-header:"
 KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
+REFERENCE = "tool_reference"  # a part of a result: a tool that a search has found
 EXPECTED = "text, a document of plain text, thinking, tool_use or tool_result"
 CacheControl = dict[str, Any] | None  # changes nothing: every prompt's beginning is shared with those that follow
 
@@ -122,6 +124,7 @@ class ToolBody(Fields, frozen=True, kw_only=True):
     description: str = ""
     input_schema: dict[str, Any]
     strict: bool = False
+    defer_loading: bool = False  # heeded if a result refers to it
     cache_control: CacheControl = None
     eager_input_streaming: bool | None = None  # in which pieces a call comes
 
@@ -232,10 +235,7 @@ def conversation(body: Conversation, service: Service, left_out: LeftOut) -> Gen
     for at, edit in enumerate(management.edits or ()):
         if edit != KEEP_THINKING:
             left_out.add(f"context_management.edits[{at}]", edit.get("type", ""))
-    given = known_of(body.tools, {"custom": ToolBody}, "tools", left_out, "custom")
-    tools = checked_tools(
-        {f"{at}.name": Tool(each.name, each.description, each.input_schema, each.strict) for at, each in given}
-    )
+    tools = _tools(body, left_out)
     choice = body.tool_choice or ToolChoiceBody("auto")
     if (choice.type == "tool") is not (choice.name is not None):
         raise ApiError('tool_choice.name goes with the type "tool", and only there', param="tool_choice.name")
@@ -243,13 +243,28 @@ def conversation(body: Conversation, service: Service, left_out: LeftOut) -> Gen
         raise ApiError(f"tool_choice is {choice.type!r}; expected tools with it", param="tool_choice")
     named = None if choice.name is None else tool_named(tools, choice.name, "tool_choice.name")
     return Generation(
-        messages=_messages(body, left_out),
+        messages=_messages(body, tools, left_out),
         tools=tools,
         tool_choice=named or CHOICES[choice.type],
         parallel_tool_calls=not choice.disable_parallel_tool_use,
         format=_format(body),
         variables=_variables(body, service.tokenizer, left_out),
     )
+
+
+def _tools(body: Conversation, left_out: LeftOut) -> tuple[Tool, ...]:
+    """The tools. A deferred one that a search has found is shown by the search's result; another is not deferred."""
+    blocks = [block for message in body.messages if isinstance(message.content, list) for block in message.content]
+    results = [block.get("content") for block in blocks if isinstance(block, dict)]
+    parts = [part for result in results if isinstance(result, list) for part in result if isinstance(part, dict)]
+    found = {str(part.get("tool_name")) for part in parts if part.get("type") == REFERENCE}
+    made: dict[str, Tool] = {}
+    for at, each in known_of(body.tools, {"custom": ToolBody}, "tools", left_out, "custom"):
+        deferred = each.defer_loading and each.name in found
+        if each.defer_loading and not deferred:
+            left_out.add(f"{at}.defer_loading")
+        made[f"{at}.name"] = Tool(each.name, each.description, each.input_schema, each.strict, deferred=deferred)
+    return checked_tools(made)
 
 
 def shows_thinking(body: MessagesBody) -> bool:
@@ -273,7 +288,7 @@ def _variables(body: Conversation, tokenizer: Tokenizer, left_out: LeftOut) -> M
     return found | with_effort(tokenizer, effort, "output_config.effort", left_out)
 
 
-def _messages(body: Conversation, left_out: LeftOut) -> list[dict[str, Any]]:
+def _messages(body: Conversation, tools: Sequence[Tool], left_out: LeftOut) -> list[dict[str, Any]]:
     """The system prompt and the turns. Messages of one role that follow one another are one turn, as at Anthropic."""
     if not body.messages:
         raise ApiError("messages is empty; expected at least one", param="messages")
@@ -282,7 +297,7 @@ def _messages(body: Conversation, left_out: LeftOut) -> list[dict[str, Any]]:
             "messages ends with one of the assistant; expected the user's: an answer cannot be begun by the client",
             param="messages",
         )
-    turns = Turns()
+    turns, unseen = Turns(), {tool.name: tool for tool in tools}
     if body.system:
         for at, text in enumerate([body.system] if isinstance(body.system, str) else [b.text for b in body.system]):
             if text.startswith(BILLING):  # it differs between sessions: they would share no beginning
@@ -299,11 +314,11 @@ def _messages(body: Conversation, left_out: LeftOut) -> list[dict[str, Any]]:
             elif isinstance(block, str):
                 raise ApiError(f"{place}.type is {block[:80]!r}; expected {EXPECTED}", param=f"{place}.type")
             else:
-                _add(turns, message.role, block, place, left_out)
+                _add(turns, message.role, block, place, unseen, left_out)
     return turns.messages()
 
 
-def _add(turns: Turns, role: str, block: Block, place: str, left_out: LeftOut) -> None:
+def _add(turns: Turns, role: str, block: Block, place: str, unseen: dict[str, Tool], left_out: LeftOut) -> None:
     match block, role:
         case DocumentBlock(text=None), _:
             kind = str(block.source.get("media_type") or block.source.get("type"))
@@ -318,15 +333,28 @@ def _add(turns: Turns, role: str, block: Block, place: str, left_out: LeftOut) -
         case ToolUseBlock(), "assistant":
             turns.add_call(block.id, block.name, block.input, place)
         case ToolResultBlock(), "user":
-            turns.add_result(block.tool_use_id, _result(block, place, left_out), f"{place}.tool_use_id")
+            turns.add_result(block.tool_use_id, _result(block, place, unseen, left_out), f"{place}.tool_use_id")
         case _:
             raise ApiError(f"{place} is of the type {block.type!r}; it is no block of the {role}", param=place)
 
 
-def _result(block: ToolResultBlock, place: str, left_out: LeftOut) -> str:
+def _result(block: ToolResultBlock, place: str, unseen: dict[str, Tool], left_out: LeftOut) -> str:
     """The text of a tool's result. That it is an error has to be said in the text: templates know no mark of it."""
-    text = text_of(block.content, TEXTS, f"{place}.content", left_out, notes=True)
+    content = block.content
+    if isinstance(content, list):
+        content = [_referred(part, unseen) for part in content]
+    text = text_of(content, TEXTS, f"{place}.content", left_out, notes=True)
     return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text
+
+
+def _referred(part: Any, unseen: dict[str, Tool]) -> Any:
+    """A part of a result; if it refers to a tool, the tool in words, which is shown once."""
+    if not isinstance(part, dict) or part.get("type") != REFERENCE:
+        return part
+    name = str(part.get("tool_name"))
+    tool = unseen.pop(name, None)
+    said = described([tool]) if tool else f"[the tool {name[:80]} was shown before, or is none of this request]"
+    return {"type": "text", "text": said}
 
 
 class MessageStream(Encoder):

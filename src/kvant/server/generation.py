@@ -22,6 +22,8 @@ class Tool:
     custom: bool = False  # it takes text, which is its one argument, ``input``, for the model
     grammar: str = ""  # of the text, in llguidance's form of Lark's language; "": any, or there is no text
     namespace: str | None = None  # that the client knows it in; its name begins with it
+    search: bool = False  # the client searches for further tools with what it is given
+    deferred: bool = False  # the result of a search shows it to the model, not the beginning of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class TokenLogprob:
     logprob: float | None
     bytes: bytes
     top: Sequence["TokenLogprob"] = ()
+    # Characters before it in the text that the tokens make; bytes of one character have the same number.
+    place: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -529,36 +529,27 @@ class CompletionsAnswers(_Answers):
     def __init__(self, name: str, body: CompletionsBody, generations: Sequence[Generation], service: Service) -> None:
         super().__init__(name, "cmpl-", body, generations)
         self._texts: list[list[Text]] = [[] for _ in range(self._count)]
-        self._offsets = [0] * self._count  # characters so far
         self._reasons: list[str | None] = [None] * self._count
 
     def text(self, event: Text) -> Iterator[dict[str, Any]]:
         self._texts[event.answer].append(event)
         self._tokens[event.answer] = event.tokens
-        yield self._chunk("text_completion", self._choice(event.answer, [event], self._offsets[event.answer], None))
-        self._offsets[event.answer] += len(event.text)
+        yield self._chunk("text_completion", self._choice(event.answer, [event], None))
 
     def end(self, event: End) -> Iterator[dict[str, Any]]:
         self._reasons[event.answer] = event.reason
-        yield self._chunk("text_completion", self._choice(event.answer, [], 0, event.reason))
+        yield self._chunk("text_completion", self._choice(event.answer, [], event.reason))
         yield from self._ended(event, "text_completion")
 
     def whole(self) -> dict[str, Any]:
         given = enumerate(zip(self._texts, self._reasons, strict=True))
-        choices = [self._choice(number, texts, 0, reason) for number, (texts, reason) in given]
+        choices = [self._choice(number, texts, reason) for number, (texts, reason) in given]
         return self._object("text_completion", choices, usage=self._usage())
 
-    def _choice(self, number: int, texts: Sequence[Text], offset: int, reason: str | None) -> dict[str, Any]:
-        """Pieces of an answer, which follow so many characters of it."""
-        told = []
-        text = ""
-        for piece in texts:
-            at = offset + len(text)
-            for each in piece.logprobs:
-                told.append((at, each))
-                at += len(each.text)
-            text += piece.text
-        logprobs = _legacy(told) if self._logprobs else None
+    def _choice(self, number: int, texts: Sequence[Text], reason: str | None) -> dict[str, Any]:
+        """Pieces of an answer."""
+        logprobs = _legacy([each for piece in texts for each in piece.logprobs]) if self._logprobs else None
+        text = "".join(piece.text for piece in texts)
         return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
@@ -571,15 +562,15 @@ def _token(token: TokenLogprob) -> dict[str, Any]:
     return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
 
 
-def _legacy(logprobs: Sequence[tuple[int, TokenLogprob]]) -> dict[str, Any]:
+def _legacy(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
     """Log-probabilities in the older shape: lists side by side; ``text_offset`` counts characters."""
     # OpenAI's have the token itself among the most probable ones, and nothing where none of these are wanted.
-    tops = [{_name(other): other.logprob for other in (each, *each.top)} if each.top else None for _, each in logprobs]
+    tops = [{_name(other): other.logprob for other in (each, *each.top)} if each.top else None for each in logprobs]
     return {
-        "tokens": [_name(each) for _, each in logprobs],
-        "token_logprobs": [each.logprob for _, each in logprobs],
+        "tokens": [_name(each) for each in logprobs],
+        "token_logprobs": [each.logprob for each in logprobs],
         "top_logprobs": tops,
-        "text_offset": [at for at, _ in logprobs],
+        "text_offset": [each.place for each in logprobs],
     }
 
 

@@ -45,6 +45,7 @@ from kvant.server.turns import (
     Turns,
     check_arguments,
     checked_tools,
+    described,
     from_opaque,
     joined,
     opaque,
@@ -153,7 +154,30 @@ class ReferenceItem(Fields, frozen=True, kw_only=True):
     id: Any = None
 
 
-Item = MessageItem | CallItem | CustomCallItem | ResultItem | ReasoningItem | ReferenceItem
+class SearchCallItem(Fields, frozen=True, kw_only=True):
+    """A search for tools. One that OpenAI's server did has no ``call_id``."""
+
+    type: Literal["tool_search_call"]
+    call_id: str | None = None
+    arguments: str | dict[str, Any] | None = None
+    execution: Any = None
+    id: str | None = None
+    status: Any = None
+
+
+class ToolsItem(Fields, frozen=True, kw_only=True):
+    """Tools that a conversation has from there on: Codex sends all of a newer model's so; or what a search found."""
+
+    type: Literal["additional_tools", "tool_search_output"]
+    tools: list[Any]
+    role: Literal["developer"] = "developer"
+    call_id: str | None = None  # of the client's search
+    execution: Any = None
+    id: str | None = None
+    status: Any = None
+
+
+Item = MessageItem | CallItem | CustomCallItem | ResultItem | ReasoningItem | ReferenceItem | SearchCallItem | ToolsItem
 ITEMS: Mapping[str, type[Item]] = {
     "message": MessageItem,
     "function_call": CallItem,
@@ -162,11 +186,15 @@ ITEMS: Mapping[str, type[Item]] = {
     "custom_tool_call_output": ResultItem,
     "reasoning": ReasoningItem,
     "item_reference": ReferenceItem,
+    "additional_tools": ToolsItem,
+    "tool_search_call": SearchCallItem,
+    "tool_search_output": ToolsItem,
 }
 
 
 class FunctionBody(Function, frozen=True, kw_only=True):
     type: Literal["function"]
+    defer_loading: bool = False  # heeded if a search has found it
 
 
 class GrammarFormat(Fields, frozen=True, tag="grammar"):
@@ -181,6 +209,7 @@ class CustomBody(Fields, frozen=True, kw_only=True):
     name: str
     description: str | None = None
     format: TextFormat | GrammarFormat | None = None
+    defer_loading: bool = False
 
 
 class NamespaceBody(Fields, frozen=True, kw_only=True):
@@ -192,7 +221,18 @@ class NamespaceBody(Fields, frozen=True, kw_only=True):
     tools: list[Any]
 
 
+class SearchBody(Fields, frozen=True, kw_only=True):
+    """A search for tools that the client has and does not send; the server's own is left out."""
+
+    type: Literal["tool_search"]
+    execution: Literal["server", "client"] = "server"
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
 TOOLS: Mapping[str, Any] = {"function": FunctionBody, "custom": CustomBody}
+OUTER_TOOLS: Mapping[str, Any] = {**TOOLS, "namespace": NamespaceBody, "tool_search": SearchBody}
+SEARCH = "tool_search"  # what the model knows a search as
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of custom tools
 
 
@@ -268,10 +308,16 @@ def responses_generation(body: ResponsesBody, service: Service, left_out: LeftOu
             left_out.add(f"include[{at}]", name)
     top_logprobs = body.top_logprobs or 0
     check_range("top_logprobs", top_logprobs, 0, MAX_TOP_LOGPROBS)
-    tools, choice = _tools(body, service, left_out)
+    items = _items(body, left_out)
+    found = {
+        place: dict(_tools_of(item.tools, f"{place}.tools", service, left_out, found=item.call_id is not None))
+        for place, item in items
+        if isinstance(item, ToolsItem)
+    }
+    tools, choice = _tools(body, found, service, left_out)
     reasoning = body.reasoning or Reasoning()
     return Generation(
-        messages=_messages(body, left_out),
+        messages=_messages(body, items, found, left_out),
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -286,15 +332,30 @@ def responses_generation(body: ResponsesBody, service: Service, left_out: LeftOu
     )
 
 
-def _tools(body: ResponsesBody, service: Service, left_out: LeftOut) -> tuple[Sequence[Tool], ToolChoice | Tool]:
-    """The tools, and which of them is to be called. Of a namespace they carry its name before their own."""
-    made: dict[str, Tool] = {}
-    for place, tool in known_of(body.tools, {**TOOLS, "namespace": NamespaceBody}, "tools", left_out):
-        space = tool.name if isinstance(tool, NamespaceBody) else None
-        inner = [(place, tool)] if space is None else known_of(tool.tools, TOOLS, f"{place}.tools", left_out)
-        for at, each in inner:
-            found = _custom(each, at, service, left_out) if isinstance(each, CustomBody) else tool_of(each)
-            made[f"{at}.name"] = replace(found, name=_named(each.name, space), namespace=space)
+def _items(body: ResponsesBody, left_out: LeftOut) -> list[tuple[str, Item]]:
+    """The items of the input, and where each is. A text is one of the user's."""
+    if isinstance(body.input, str):
+        return [("input", MessageItem(role="user", content=body.input))]
+    if not body.input:
+        raise ApiError("input is empty; expected text or at least one item", param="input")
+    return known_of(body.input, ITEMS, "input", left_out, "message")
+
+
+def _tools(
+    body: ResponsesBody, found: Mapping[str, Mapping[str, Tool]], service: Service, left_out: LeftOut
+) -> tuple[Sequence[Tool], ToolChoice | Tool]:
+    """The tools, and which of them is to be called. ``found``: those of items, by the items' places.
+
+    One of an item replaces an earlier one of its name. One that a search has found does not: it may be the same.
+    """
+    made = dict(_tools_of(body.tools or (), "tools", service, left_out))
+    places = {tool.name: place for place, tool in made.items()}
+    for tools_of_item in found.values():
+        for place, tool in tools_of_item.items():
+            if not (tool.deferred and tool.name in places):
+                made[places.get(tool.name, place)] = tool
+        for place, tool in tools_of_item.items():
+            places.setdefault(tool.name, place)
     tools: Sequence[Tool] = checked_tools(made)
     choice = body.tool_choice
     if isinstance(choice, FunctionChoice | CustomChoice):
@@ -305,6 +366,30 @@ def _tools(body: ResponsesBody, service: Service, left_out: LeftOut) -> tuple[Se
     if choice == "required" and not tools:
         raise ApiError("tool_choice is 'required'; expected tools with it", param="tool_choice")
     return tools, choice or "auto"
+
+
+def _tools_of(
+    given: Sequence[Any], place: str, service: Service, left_out: LeftOut, *, found: bool = False
+) -> Iterator[tuple[str, Tool]]:
+    """The tools of a list, by the fields of their names. Those of a namespace carry its name before their own.
+
+    ``found``: they are the result of a search.
+    """
+    for outer, tool in known_of(given, OUTER_TOOLS, place, left_out):
+        if isinstance(tool, SearchBody):
+            made = Tool(SEARCH, tool.description or "", tool.parameters or {"type": "object"}, search=True)
+            if tool.execution == "client":
+                yield f"{outer}.type", made
+            else:
+                left_out.add(outer, tool.type)
+            continue
+        space = tool.name if isinstance(tool, NamespaceBody) else None
+        inner = [(outer, tool)] if space is None else known_of(tool.tools, TOOLS, f"{outer}.tools", left_out)
+        for at, each in inner:
+            if each.defer_loading and not found:
+                left_out.add(f"{at}.defer_loading")
+            made = _custom(each, at, service, left_out) if isinstance(each, CustomBody) else tool_of(each)
+            yield f"{at}.name", replace(made, name=_named(each.name, space), namespace=space, deferred=found)
 
 
 def _custom(tool: CustomBody, place: str, service: Service, left_out: LeftOut) -> Tool:
@@ -324,19 +409,22 @@ def _named(name: str, namespace: str | None) -> str:
     return name if namespace is None else f"{namespace}{NAMESPACE}{name}"
 
 
-def _messages(body: ResponsesBody, left_out: LeftOut) -> list[dict[str, Any]]:
+def _messages(
+    body: ResponsesBody,
+    items: Sequence[tuple[str, Item]],
+    found: Mapping[str, Mapping[str, Tool]],
+    left_out: LeftOut,
+) -> list[dict[str, Any]]:
     turns = Turns()
     if body.instructions:
         turns.add_text("system", body.instructions)
-    if isinstance(body.input, str):
-        turns.add_text("user", body.input)
-        return turns.messages()
-    if not body.input:
-        raise ApiError("input is empty; expected text or at least one item", param="input")
-    items = known_of(body.input, ITEMS, "input", left_out, "message")
-    check_arguments([item.arguments for _, item in items if isinstance(item, CallItem)])
+    calls = [item.arguments for _, item in items if isinstance(item, CallItem | SearchCallItem)]
+    check_arguments([arguments for arguments in calls if isinstance(arguments, str)])
     for place, item in items:
-        _add(turns, item, place, left_out)
+        if isinstance(item, ToolsItem) and item.call_id is not None:
+            turns.add_result(item.call_id, described(found[place].values()), f"{place}.call_id")
+        else:
+            _add(turns, item, place, left_out)
     return turns.messages()
 
 
@@ -354,6 +442,10 @@ def _add(turns: Turns, item: Item, place: str, left_out: LeftOut) -> None:
             turns.add_call(item.call_id, name, item.arguments, f"{place}.arguments")
         case CustomCallItem():
             turns.add_call(item.call_id, _named(item.name, item.namespace), {"input": item.input}, place)
+        case SearchCallItem(call_id=None):
+            left_out.add(place, item.type)
+        case SearchCallItem(call_id=str() as call_id):
+            turns.add_call(call_id, SEARCH, item.arguments or {}, f"{place}.arguments")
         case ResultItem():
             text = text_of(item.output, PARTS, f"{place}.output", left_out, notes=True)
             turns.add_result(item.call_id, text, f"{place}.call_id")
@@ -454,6 +546,12 @@ class ResponseStream(Encoder):
     def call(self, event: Call) -> Iterator[dict[str, Any]]:
         yield from self._close("completed")
         tool = self._tools.get(event.name, Tool(event.name))
+        if tool.search:
+            search = {"type": "tool_search_call", "id": _id("tsc"), "call_id": _id("call"), "execution": "client"}
+            search["arguments"] = json.loads(event.arguments)
+            yield self._added({**search, "status": "in_progress"})
+            yield self._done({**search, "status": "completed"})
+            return
         named = {"name": tool.name}
         if tool.namespace is not None:
             named = {"name": tool.name.removeprefix(_named("", tool.namespace)), "namespace": tool.namespace}
@@ -551,6 +649,8 @@ def _response(model: str, body: ResponsesBody, generation: Generation, sampling:
 def _told(tool: Tool) -> dict[str, Any]:
     """A tool as a response says it."""
     said = {"name": tool.name, "description": tool.description}
+    if tool.search:
+        return {"type": SEARCH, "execution": "client", **said, "parameters": tool.parameters}
     if not tool.custom:
         return {"type": "function", **said, "parameters": tool.parameters, "strict": tool.strict}
     grammar = {"type": "grammar", "syntax": "lark", "definition": tool.grammar}

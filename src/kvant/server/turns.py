@@ -3,7 +3,7 @@
 import base64
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,13 +169,22 @@ def tool_named(tools: Sequence[Tool], name: str, field: str = "tool_choice") -> 
     raise ApiError(f"{field} names {name[:80]!r}; expected one of tools: {names[:200]}", param=field)
 
 
-def shown_tools(service: Service, generation: Generation) -> list[dict[str, Any]]:
-    """The tools that the model is told of, in OpenAI's form; none where it must not call one."""
+def shown_tools(service: Service, generation: Generation, *, deferred: bool = True) -> list[dict[str, Any]]:
+    """The tools that the model is told of, in OpenAI's form; none where it must not call one.
+
+    ``deferred``: those among them that results of searches show.
+    """
     if generation.tool_choice == "none" or not generation.tools:
         return []
     if service.tool_format is None:
         raise ApiError(f"tools: {NO_TOOLS}", param="tools")
-    return [as_shown(tool) for tool in generation.tools]
+    return [as_shown(tool) for tool in generation.tools if deferred or not tool.deferred]
+
+
+def described(tools: Iterable[Tool]) -> str:
+    """Tools that a search found, as its result shows them to the model."""
+    lines = [f"<function>{to_json(as_shown(tool)['function'])}</function>" for tool in tools]
+    return "\n".join(lines) or "No tools were found."
 
 
 def as_shown(tool: Tool) -> dict[str, Any]:

@@ -21,6 +21,11 @@ class TextStream:
         """Whether a stop string ended the text."""
         return self._stop.found is not None
 
+    @property
+    def length(self) -> int:
+        """Whole characters of the tokens so far, what is held back for a stop string among them."""
+        return len(self._detokenizer.text)
+
     def add(self, token: int) -> str:
         """Take a token; return the text that is now certain. It may be empty."""
         self._detokenizer.add_token(token)
