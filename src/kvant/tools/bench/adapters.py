@@ -27,7 +27,7 @@ from kvant.files import read_json
 from kvant.models.checkpoint import check_folder
 from kvant.models.identity import identify
 from kvant.models.tensors import TensorFiles
-from kvant.tools.bench.engines import KVANT_GROUP, EngineSpec
+from kvant.tools.bench.engines import EngineSpec
 
 Tokens = Generator[int, None, None]
 StreamTokens = Generator[tuple[int, int], None, None]
@@ -53,7 +53,7 @@ class Kvant:
         self._spec, self._prefill_step_size = spec, prefill_step_size
         self._cache_options: dict[str, Any] = {
             "kv_bits": spec.kv_bits or 0,
-            "kv_group_size": spec.kv_group_size or KVANT_GROUP,
+            "kv_group_size": spec.kv_group_size,
             "kernels": spec.kernels,
         }
         if spec.kv_format is not None:
