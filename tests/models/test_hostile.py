@@ -136,6 +136,7 @@ def test_no_size_is_allocated_by_asking_a_class() -> None:
 JUNK: list[Any] = [None, True, 0, -1, 3, 2**24, 2**70, 0.5, float("nan"), float("inf"), "x", "", [], [0], {}, {"a": 1}]
 
 
+@pytest.mark.filterwarnings("ignore:config.json ties the output head")
 def test_any_settings_of_a_bridged_config(tmp_path: Path) -> None:
     rng = random.Random(0)
     folders = [copy_folder("gpt-oss", tmp_path), write_mlx_lm(tmp_path / "quantized", "qwen3_next", 4)]
