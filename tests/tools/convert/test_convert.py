@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.utils
 import pytest
+from mlx_lm.convert import configure_parser
 from support.checkpoints import (
     CONFIGS,
     change_tensors,
@@ -140,6 +141,19 @@ def test_a_head_that_config_json_ties(tmp_path: Path, alone: bool) -> None:
     assert _settings(tmp_path / "dest")["tie_word_embeddings"] == alone
     nn.quantize(model, 32, 4)
     assert relative_error(_check_loads(tmp_path / "dest"), reference_logits(model, IDS)) < TOLERANCE
+
+
+def test_the_flags_of_mlx_lm_mean_what_they_mean_there(make_source: Make, tmp_path: Path) -> None:
+    """Those of its documentation, which its own parser takes; -q is no --quiet."""
+    source, flags = str(make_source()), ["-q", "--q-bits", "8", "--q-group-size", "32"]
+    folders = [tmp_path / name for name in ("ours", "theirs")]
+    theirs = configure_parser().parse_args(["--hf-path", source, "--mlx-path", str(folders[1]), *flags])
+    mlx_lm.convert(**vars(theirs) | {"trust_remote_code": False})
+    done = call("convert", "--hf-path", source, "--mlx-path", str(folders[0]), *flags)
+    assert (done.returncode, "bits a weight" in done.stderr) == (0, True), done.stderr
+    ours, expected = (_settings(folder)["quantization"] for folder in folders)
+    assert ours == {key: value for key, value in expected.items() if key in ours}
+    assert (ours["bits"], ours["group_size"]) == (8, 32)
 
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128, "rope_theta": 1e6}
