@@ -18,7 +18,7 @@ BUDGET = {
     "engine": 4200,
     "ranks": 1210,
     "bridge": 2420,
-    "models": 3480,
+    "models": 3640,
     "text": 3520,
     "cache": 3820,
     "operators": 3460,

@@ -9,6 +9,22 @@ from kvant.errors import ModelError
 MAX_SIZE = 2**24
 
 
+# More than any published config.json has; those of layers are far fewer.
+MAX_LIST, MAX_OBJECT = 4096, 2**15
+
+
+def check_lengths(raw: Mapping[str, Any], *, lists: int = MAX_LIST, objects: int = MAX_OBJECT) -> None:
+    """Refuse a list or an object in a config.json that is longer than that, before anything walks it."""
+    left: list[tuple[str, Any]] = [("the object", raw)]
+    while left:
+        key, value = left.pop()
+        most = lists if isinstance(value, list) else objects
+        if len(value) > most:
+            raise ModelError(f"config.json: {key} has a length of {len(value)}; expected at most {most}")
+        items = ((key, item) for item in value) if isinstance(value, list) else value.items()
+        left += [(name, item) for name, item in items if isinstance(item, dict | list)]
+
+
 def size(raw: Mapping[str, Any], key: str, *, default: int | None = None, limit: int = MAX_SIZE) -> int:
     """An int from 1 to ``limit``; None as the default: required."""
     value = raw.get(key)

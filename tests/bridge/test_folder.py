@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model as load_mlx_lm
-from support.bridged import IDS, NAMES, copy_folder, write_mlx_lm
+from support.bridged import IDS, NAMES, copy_folder, write_config, write_mlx_lm
+from support.checkpoints import change_tensors
 from support.command import call
 from support.counts import count
 from support.runs import Run
@@ -199,3 +200,53 @@ def test_the_engines_of_bench(tmp_path: Path) -> None:
     assert ours.weight_bytes[1] < ours.weight_bytes[0]  # half of the experts are not read
     assert ours.cache_size()[1] == theirs.cache_size()[1] == len(prompt) + 10
     assert ours.dtype == theirs.dtype == "float32"
+
+
+def _say_tied(folder: Path, said: bool | None) -> None:
+    """Let config.json, and its part for text, say whether the head is tied, or nothing of it."""
+    raw = json.loads((folder / "config.json").read_text())
+    for holder in (raw, raw.get("text_config")):
+        if isinstance(holder, dict):
+            holder.pop("tie_word_embeddings", None)
+            holder |= {} if said is None else {"tie_word_embeddings": said}
+    write_config(folder, raw)
+
+
+# Classes that tie by default and do not, that sanitize in several ways, and with a part for text.
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        *((name, 0) for name in ("granite", "qwen3_next", "mixtral", "bailing_moe", "gemma3_text", "qwen3_5", "jamba")),
+        *((name, 4) for name in ("qwen3_next", "qwen3_5", "gemma3_text")),
+    ],
+)
+def test_a_head_that_differs_is_used_though_config_json_ties_it(tmp_path: Path, name: str, bits: int) -> None:
+    folder = write_mlx_lm(tmp_path / "model", name, bits)
+    _say_tied(folder, False)
+    expected = load_model(folder)(mx.array([IDS]))
+    _say_tied(folder, None)
+    assert mx.array_equal(load_model(folder)(mx.array([IDS])), expected)
+    _say_tied(folder, True)
+    with pytest.warns(UserWarning, match=r"lm_head\.weight is stored too and differs"):
+        model = load_model(folder)
+    with pytest.warns(UserWarning, match=r"lm_head\.weight is stored too and differs"):
+        planned = plan(read_folder(folder), max_kv_size=8, device="cpu")
+    assert mx.array_equal(model(mx.array([IDS])), expected)
+    assert planned.weights == model.nbytes
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "granite"])
+def test_a_copy_of_the_embedding_and_a_head_alone(tmp_path: Path, name: str) -> None:
+    folder = write_mlx_lm(tmp_path / "model", name)
+    weights = folder / "model.safetensors"
+    embedding = mx.array(mx.load(str(weights))["model.embed_tokens.weight"])
+    mx.eval(embedding)
+    _say_tied(folder, True)
+    change_tensors(weights, {"lm_head.weight": None})
+    tied = load_model(folder)
+    expected = tied(mx.array([IDS]))
+    for changes in ({"lm_head.weight": embedding}, {"model.embed_tokens.weight": None}):
+        change_tensors(weights, changes)
+        model = load_model(folder)
+        assert mx.array_equal(model(mx.array([IDS])), expected)
+        assert model.nbytes == tied.nbytes

@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from support.checkpoints import change_tensors
 from support.command import COMMAND, QUESTION, call, refusal, run
 from support.golden import CASES, GOLDEN
 from support.terminal import Terminal
@@ -29,6 +31,16 @@ def test_version() -> None:
     installed = subprocess.run([Path(sys.executable).with_name("kvant"), "--version"], capture_output=True, text=True)
     for done in (run("--version"), installed):
         assert (done.returncode, done.stdout, done.stderr) == (0, f"kvant {kvant.__version__}\n", "")
+
+
+def test_a_warning_is_a_line(tmp_path: Path, pocket_folder: Path) -> None:
+    """Of a head that differs from the embedding that config.json ties it to."""
+    folder = Path(shutil.copytree(pocket_folder, tmp_path / "pocket"))
+    change_tensors(folder / "model.safetensors", {"lm_head.weight": mx.zeros((1280, 256), mx.float16)})
+    done = run("generate", "Hello", "--model", str(folder), "-m", "1", "-q")
+    assert done.returncode == 0
+    assert done.stderr.startswith("kvant: warning: config.json ties the output head")
+    assert "warn_of_head" not in done.stderr
 
 
 def test_text_to_standard_output_and_statistics_to_standard_error() -> None:

@@ -96,15 +96,16 @@ def test_a_plan_that_fails_names_flags_that_fit(tmp_path: Path, memory: str, cou
         assert call(*run, "--weight-bits", "4", "--kv-bits", "4", "--max-kv-size", "4096").returncode == 0
 
 
-def test_a_format_that_the_model_cannot_have_is_left_out(tmp_path: Path) -> None:
-    """Groups of 32 do not divide heads of 80."""
+def test_heads_that_32_does_not_divide_have_every_format(tmp_path: Path) -> None:
+    """In groups of 16, of heads of 80."""
     (tmp_path / "config.json").write_text(json.dumps(qwen3_config(head_dim=80)))
     for memory, expected in (("8GB", 0), ("100MB", 1)):
         done = call("plan", str(tmp_path), "--kv-bits", "0", "--device", "cpu", "--memory", memory)
         assert done.returncode == expected
         assert " 32 bits " in done.stdout
-        assert " 8 bits " not in done.stdout
-    assert call("plan", str(tmp_path)).returncode == 2
+        assert " 8 bits " in done.stdout
+    assert call("plan", str(tmp_path)).returncode == 0
+    assert call("plan", str(tmp_path), "--kv-group-size", "32").returncode == 2
 
 
 def test_experts_that_are_held_and_read(tmp_path: Path) -> None:

@@ -6,23 +6,26 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from support.bridged import copy_folder, write_config, write_mlx_lm
+from support.checkpoints import CONFIGS as NATIVE
+from support.checkpoints import qwen3_moe_config
 from support.command import call
 from support.counts import count
 from support.hostile import MESSAGES, change, one_line, refused, sparse
 from support.tiny_models import CONFIGS
 
 import kvant
+from kvant.bridge.config import check
 from kvant.bridge.folder import build
 from kvant.engine.load import load_model
 from kvant.errors import CheckpointError, KvantError, ModelError, PromptError
-from kvant.models import load_decoder
+from kvant.models import ModelConfig, load_decoder
 from kvant.text.tokenizer import load_tokenizer
 from kvant.tools.bench.adapters import MLXLM, Kvant
 from kvant.tools.bench.engines import EngineSpec
@@ -112,14 +115,57 @@ BOMBS: dict[str, tuple[str, dict[str, Any]]] = {
     "altup_num_inputs": ("gemma3n", {"altup_num_inputs": 46_000}),
     "num_attention_heads": ("bailing_moe_linear", {"num_attention_heads": 2**24}),
     "num_loops": ("nanbeige", {"num_loops": 2**24}),
+    "block_types": ("recurrent_gemma", {"block_types": [[]] * 300_000}),
+    "mlp_only_layers": ("qwen3_moe", {"mlp_only_layers": [0] * 300_000}),
 }
+
+
+class Unwalked(list[Any]):
+    """A list that nobody may walk."""
+
+    def __iter__(self) -> Iterator[Any]:
+        pytest.fail("it was walked")
+
+
+class UnwalkedObject(dict[str, Any]):
+    def __iter__(self) -> Iterator[str]:
+        pytest.fail("it was walked")
+
+    def items(self) -> Any:
+        pytest.fail("it was walked")
+
+
+LONG_LIST, LONG_OBJECT = Unwalked([0] * 300_000), UnwalkedObject({str(key): 0 for key in range(60_000)})
+NATIVE_KEYS = [
+    "layer_types",
+    "eos_token_id",
+    "mlp_only_layers",
+    "rope_parameters",
+    "quantization",
+    "model_type",
+    "auto_map",
+]
+BRIDGED_KEYS = ["block_types", "emb_neighbor_num", "layer_types", "eos_token_id", "text_config", "auto_map"]
+
+
+@pytest.mark.parametrize("long", [LONG_LIST, LONG_OBJECT], ids=["list", "object"])
+def test_what_is_too_long_is_refused_before_it_is_walked(long: Any) -> None:
+    refusing: list[tuple[Callable[[dict[str, Any]], object], dict[str, Any], list[str]]] = [
+        (ModelConfig.from_dict, qwen3_moe_config(), NATIVE_KEYS),
+        (check, {"model_type": "gemma3", **CONFIGS["gemma3"]}, BRIDGED_KEYS),
+    ]
+    for refuse, config, keys in refusing:
+        for key in keys:
+            for raw in (config | {key: long}, config | {"text_config": {key: long}}, config | {key: [{"a": long}]}):
+                with one_line(ModelError, rf"\b({key}|a) has a length of {len(long)}; expected at most"):
+                    refuse(raw)
 
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_configs_that_would_take_all_memory(tmp_path: Path, name: str) -> None:
     """Small files whose classes would make objects without end, before a tensor is looked at."""
     kind, changes = BOMBS[name]
-    raw = {"model_type": kind, **CONFIGS[kind]}
+    raw = {"model_type": kind, **(NATIVE.get(kind) or CONFIGS[kind])}
     write_config(tmp_path, raw | ({"text_config": raw["text_config"] | changes} if "text_config" in raw else changes))
     refused(tmp_path, ModelError, rf"config\.json: {name} (is|has)")
     with one_line(ModelError, name):
@@ -136,6 +182,7 @@ def test_no_size_is_allocated_by_asking_a_class() -> None:
 JUNK: list[Any] = [None, True, 0, -1, 3, 2**24, 2**70, 0.5, float("nan"), float("inf"), "x", "", [], [0], {}, {"a": 1}]
 
 
+@pytest.mark.filterwarnings("ignore:config.json ties the output head")
 def test_any_settings_of_a_bridged_config(tmp_path: Path) -> None:
     rng = random.Random(0)
     folders = [copy_folder("gpt-oss", tmp_path), write_mlx_lm(tmp_path / "quantized", "qwen3_next", 4)]

@@ -183,6 +183,12 @@ def _pickles(path: Path) -> None:
         path.with_name(name).write_bytes(pickle.dumps(Marker(path.parents[1] / "executed")))
 
 
+def _pickles_for_shards(path: Path) -> None:
+    for shard in path.parent.glob("*.safetensors"):
+        shard.unlink()
+    _pickles(path)
+
+
 CODE: list[Harm] = [
     ("config.json", {"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "auto_map names code"),
     ("config.json", {"model_file": "evil.py"}, "model_file names code"),
@@ -205,7 +211,7 @@ SECOND = "model-00002-of-00002.safetensors"
 SHARDS: list[Harm] = [
     (SECOND, lambda path: shutil.copy(path.with_name("model-00001-of-00002.safetensors"), path), "is also in"),
     (SECOND, Path.unlink, f"{SECOND}: no such file"),
-    (INDEX, Path.unlink, r"neither model\.safetensors nor model\.s"),
+    (INDEX, _pickles_for_shards, r"neither model\.safetensors nor model\.s"),
     ("config.json", Path.unlink, r"config\.json: no such file"),
     *((INDEX, *harm) for harm in (*MAPS, *NO_JSON, DEEP)),
     (INDEX, lambda path: os.truncate(path, 10**12), "1000000000000 bytes; expected at most"),

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import ModelError
-from kvant.fields import MAX_SIZE, shown, size, token_ids
+from kvant.fields import MAX_SIZE, check_lengths, shown, size, token_ids
 from kvant.files import read_json, refuse_code
 from kvant.models.architectures import ARCHITECTURES
 
 # mlx-lm's class makes its layers, and some classes an object for each expert or a number for each head, before a tensor
 # is looked at. A loop over them ends soon, and no published model has a quarter of these.
 MAX_LAYERS, MAX_EXPERTS, MAX_HEADS, MAX_OF_ALL_LAYERS = 1024, 4096, 4096, 2**17
+MAX_KEYS = 4096  # of an object: mlx-lm's classes look at them one by one
 MAX_COUNT = 64  # of what else classes loop over
 COUNTS = ("altup_num_inputs", "emb_neighbor_num", "emb_split_num", "num_loops", "loop_num")
 LONG = ("quantization", "quantization_config", "chat_template")  # no class reads these
@@ -56,10 +57,12 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
 def check(raw: Mapping[str, Any]) -> None:
     """Refuse a config.json that names code, or whose values would have mlx-lm's class loop or allocate without end."""
+    read = {key: value for key, value in raw.items() if key not in LONG}
+    check_lengths(read, lists=MAX_LAYERS, objects=MAX_KEYS)
     refuse_code(raw, "config.json")
     most = {"layer": ("", 1), "expert": ("", 1), "head": ("", 1)}
-    for key, value in _values({key: value for key, value in raw.items() if key not in LONG}):
-        if isinstance(value, list | str):  # a list of layers, or a letter for each
+    for key, value in _values(read):
+        if isinstance(value, str):  # a letter for each layer
             if len(value) > MAX_LAYERS:
                 raise ModelError(f"config.json: {key} has a length of {len(value)}; expected at most {MAX_LAYERS}")
             continue
@@ -116,14 +119,14 @@ def _text(holder: Mapping[str, Any]) -> Mapping[str, Any]:
     return part if isinstance(part, dict) else vars(part) if hasattr(part, "__dict__") else {}
 
 
-def _values(raw: Mapping[str, Any]) -> Iterator[tuple[str, int | str | list[Any]]]:
-    """Each integer, text and list of a JSON object with its key, or that of the list it is in."""
+def _values(raw: Mapping[str, Any]) -> Iterator[tuple[str, int | str]]:
+    """Each integer and text of a JSON object with its key, or that of the list it is in."""
     left: list[tuple[str, Any]] = list(raw.items())
     while left:
         key, value = left.pop()
         if isinstance(value, dict):
             left += value.items()
-        elif type(value) is int or isinstance(value, str | list):
+        elif type(value) is int or isinstance(value, str):
             yield key, value
         if isinstance(value, list):
             # Numbers of layers in a list count as numbers, not as a number of layers.

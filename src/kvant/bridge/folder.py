@@ -21,8 +21,9 @@ from kvant.bridge.rope import rotate_by_matrices
 from kvant.bridge.translation import translated
 from kvant.errors import CheckpointError, ModelError, library_errors
 from kvant.fields import shown
+from kvant.models.as_stored import PARTS, stored_parts, warn_of_head
 from kvant.models.matrix import check_device
-from kvant.models.quantization import FLOAT_MODES, Quantization, read_quantization
+from kvant.models.quantization import FLOAT_MODES, Quantization, format_of_shapes, read_quantization
 from kvant.models.tensors import TensorFiles
 from kvant.tensor_header import BITS
 from kvant.threads import check_process
@@ -30,6 +31,10 @@ from kvant.threads import check_process
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # some exporters leave them behind; mlx-lm computes them
 # Quantizations that other libraries wrote and mlx-lm's classes unpack: MLX's own formats, and float8 in blocks.
 FOREIGN_METHODS = ("mxfp4", "mxfp8", "fp8")
+
+TIED = "tie_word_embeddings"
+# Last names of the modules that embed tokens, in checkpoints whose classes may tie the head to them.
+EMBEDDINGS = ("embed_tokens", "word_embeddings", "wte", "embedding", "embeddings", "tok_embeddings")
 
 Progress = Callable[[int, int], None]
 Weights = dict[str, mx.array]
@@ -59,10 +64,14 @@ def check_bridged(folder: Path, *, in_float32: bool = False, whole: bool = True)
     """
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such model folder")
-    raw = read_folder(folder)
+    raw: Mapping[str, Any] = read_folder(folder)
     try:
         model, config = build(raw)
         tensors = TensorFiles(folder)
+        settled = settle_head(raw, tensors)
+        if settled is not raw:
+            raw = settled
+            model, config = build(raw)
         if whole:
             tensors.check_memory(tensors.nbytes)
         _take_weights(model, raw, tensors, in_float32)
@@ -72,6 +81,41 @@ def check_bridged(folder: Path, *, in_float32: bool = False, whole: bool = True)
         named = str(error).startswith(str(folder))
         raise type(error)(str(error) if named else f"{folder}: {error}") from error
     return model, config
+
+
+def settle_head(raw: Mapping[str, Any], tensors: TensorFiles) -> Mapping[str, Any]:
+    """Return config.json as the stored tensors say it: a head that differs from the embedding is not tied.
+
+    mlx-lm's classes drop it where config.json, or their own default, ties it. A head without an embedding is renamed
+    to be the embedding. Where a head is no other than the embedding, config.json stays as it is.
+    """
+    head, embedding = _ends(tensors)
+    text = raw.get("text_config")
+    holders = [raw, *([text] if isinstance(text, dict) else [])]
+    said = [holder[TIED] for holder in holders if holder.get(TIED) is not None]
+    if head is None or (said and not any(said)) or _is_copy(head, tensors):
+        return raw
+    if embedding is None:
+        for part in stored_parts(head, tensors):
+            tensors.rename(f"{head}.{part}", f"{head.removesuffix('lm_head')}model.embed_tokens.{part}")
+    elif said:
+        warn_of_head(f"{head}.weight")
+    tied = {TIED: embedding is None}
+    return {**raw, **tied, **({"text_config": text | tied} if isinstance(text, dict) else {})}
+
+
+def _ends(tensors: TensorFiles) -> tuple[str | None, str | None]:
+    """The paths of the stored head and embedding; that of a part for text is the shortest of several."""
+    paths = sorted((name.removesuffix(".weight") for name in tensors.names if name.endswith(".weight")), key=len)
+    heads = (path for path in paths if path.rpartition(".")[2] == "lm_head")
+    embeddings = (path for path in paths if path.rpartition(".")[2] in EMBEDDINGS)
+    return next(heads, None), next(embeddings, None)
+
+
+def _is_copy(head: str, tensors: TensorFiles) -> bool:
+    """Whether a head of floats is the embedding once more."""
+    _, embedding = _ends(tensors)
+    return stored_parts(head, tensors) == PARTS[:1] and tensors.are_same(f"{head}.weight", f"{embedding}.weight")
 
 
 def build(raw: Mapping[str, Any]) -> tuple[Module, BridgedConfig]:
@@ -106,8 +150,7 @@ def describe_formats(raw: Mapping[str, Any]) -> str:
     default, _ = _formats(raw)
     if default is None:
         return ""
-    kind = "" if default.mode == "affine" else f" ({default.mode})"
-    return f"{default.bits} bits, groups of {default.group_size}{kind}"
+    return default.text
 
 
 def quantize_modules(model: Module, raw: Mapping[str, Any], weights: Weights | None = None) -> None:
@@ -143,6 +186,9 @@ def _take_weights(model: Module, raw: Mapping[str, Any], tensors: TensorFiles, i
         if sanitize is not None:
             weights = dict(sanitize(weights))
         quantize_modules(model, raw, weights)
+    head, _ = _ends(tensors)
+    if head is not None and f"{head}.weight" not in parameters(model) and _is_copy(head, tensors):
+        weights.pop(f"{head}.weight", None)  # some classes leave it
     _check(model, weights)
     model.load_weights(list(weights.items()))
 
@@ -167,15 +213,12 @@ def _format_of(path: str, module: Module, weights: Weights) -> Quantization:
     width, scales, words = module.weight.shape[-1], weights[f"{path}.scales"], weights.get(f"{path}.weight")
     if words is None or not scales.ndim or not scales.shape[-1] or not words.ndim:
         raise CheckpointError(f"tensor {path}.weight is missing; {path}.scales is there")
-    bits, group_size = words.shape[-1] * 32 // width, width // scales.shape[-1]
-    if scales.dtype != mx.uint8:
-        return Quantization(bits, group_size)
-    modes = {own: mode for mode, own in FLOAT_MODES.items()}
-    if (bits, group_size) not in modes:
+    found = format_of_shapes(width, words.shape[-1], scales.shape[-1], in_bytes=scales.dtype == mx.uint8)
+    if found is None:
         raise CheckpointError(
-            f"{path}: {bits} bits in groups of {group_size} with scales of a byte; MLX has no such format"
+            f"{path}: {words.shape[-1]} words and {scales.shape[-1]} scales for {width} values; MLX has no such format"
         )
-    return Quantization(bits, group_size, modes[bits, group_size])
+    return found
 
 
 def _check(model: Module, weights: Weights) -> None:

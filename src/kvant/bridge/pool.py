@@ -189,7 +189,7 @@ def make_model_cache(
     dtype = next((leaf.dtype for leaf in leaves_of(found, Attention)), "F32")
     make_cache = partial(make_model_cache, model, options=options, found=found, absent=absent)
     pool = reserve(found, sizes_alone(max_seq_len), options, dtype=DTYPES[dtype], make_cache=make_cache, absent=absent)
-    return BridgedCache(pool, options.kv_group_size, absent)
+    return BridgedCache(pool, options.wanted_group, absent)
 
 
 def reserve(
@@ -284,7 +284,7 @@ def formats_of(
     whose layers another process computes; they have no heads here.
     """
     formats: list[LayerFormat] = []
-    if options.kv_group_size % 8:
+    if options.wanted_group % 8:
         raise ValueError(f"kv_group_size is {options.kv_group_size}; expected a multiple of 8")
     if options.kv_format is not None:
         options.kv_format.check_layers(len(leaves_of(found, Attention)))

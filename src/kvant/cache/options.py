@@ -1,5 +1,6 @@
 """How a model's caches store their tokens, as a user chooses it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ class CacheOptions:
     Attributes:
         kv_bits: of a key or value: 8, 4, or 0 for the compute dtype. Of a format the fewest of quantized ones.
         kv_group_size: elements of a head that share one scale; without meaning at 0 bits. Of a format the smallest.
+            None: 32, or the greatest common divisor of 32 and the heads' width.
         bias_split: the projections' biases stay out of the cache, and attention adds them exactly.
         kernels: "fused" or "unfused"; None: KVANT_KERNELS, else fused on a GPU that it works on.
         checkpoints: places in texts that can be gone back to, where windows and states move on: so many at once.
@@ -41,7 +43,7 @@ class CacheOptions:
     """
 
     kv_bits: int = DEFAULT_KV_BITS
-    kv_group_size: int = DEFAULT_KV_GROUP_SIZE
+    kv_group_size: int | None = None
     bias_split: bool = True
     kernels: str | None = None
     checkpoints: int = 0
@@ -54,7 +56,8 @@ class CacheOptions:
             object.__setattr__(self, "kv_group_size", min(layer.kv_group_size for layer in quantized))
         if type(self.kv_bits) is not int or self.kv_bits not in QUANT_BITS:
             raise ArgumentError("kv_bits", f"is {self.kv_bits!r:.80}; expected 8, 4, or 0 for no quantization")
-        if type(self.kv_group_size) is not int or self.kv_group_size < 1:
+        group = DEFAULT_KV_GROUP_SIZE if self.kv_group_size is None else self.kv_group_size
+        if type(group) is not int or group < 1:
             raise ArgumentError("kv_group_size", f"is {self.kv_group_size!r:.80}; expected a positive int")
         if self.kernels not in (None, *KERNELS):
             raise ArgumentError("kernels", f"is {self.kernels!r:.80}; expected {' or '.join(map(repr, KERNELS))}")
@@ -81,7 +84,7 @@ class CacheOptions:
     def layer(self, number: int) -> LayerChoice:
         """How a layer stores its tokens, of those that keep keys and values."""
         if self.kv_format is None:
-            return LayerChoice(self.kv_bits, self.kv_group_size)
+            return LayerChoice(self.kv_bits, self.wanted_group)
         return self.kv_format.layers[number]
 
     def of_layer(self, number: int) -> "CacheOptions":
@@ -91,8 +94,19 @@ class CacheOptions:
 
     def at(self, kv_bits: int) -> "CacheOptions":
         """The same with so many bits in every layer, and no format."""
-        group = self.kv_group_size if self.kv_format is None else DEFAULT_KV_GROUP_SIZE
+        group = self.kv_group_size if self.kv_format is None else None
         return replace(self, kv_bits=kv_bits, kv_group_size=group, kv_format=None)
+
+    @property
+    def wanted_group(self) -> int:
+        """The group size before it is fitted to the widths of heads."""
+        return self.kv_group_size or DEFAULT_KV_GROUP_SIZE
+
+    def fitted(self, width: int) -> "CacheOptions":
+        """Return the options for heads of this width: without a group size, it becomes one that divides them."""
+        if self.kv_group_size is not None:
+            return self
+        return replace(self, kv_group_size=math.gcd(DEFAULT_KV_GROUP_SIZE, width))
 
     def check_head(self, width: int) -> None:
         """Raise a ValueError unless heads of this width can be stored so."""

@@ -1,11 +1,13 @@
 """A preallocated key/value cache of one layer, quantized in groups: PMX cache_layout 1 with one layer."""
 
+import math
 from typing import Any
 
 import mlx.core as mx
 
 from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat
 from kvant.cache.model import KVCache, ModelCache
+from kvant.cache.options import DEFAULT_KV_GROUP_SIZE
 from kvant.cache.pool import Pool, check_sizes, sizes_alone
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.front import Front
@@ -28,7 +30,7 @@ class QuantizedKVCache(KVCache):
         *,
         window: int | None = None,
         kv_bits: int = 8,
-        kv_group_size: int = 32,
+        kv_group_size: int | None = None,
         dtype: mx.Dtype = mx.float16,
         scale_dtype: mx.Dtype = mx.float16,
         bias_split: BiasSplit | None = None,
@@ -43,7 +45,7 @@ class QuantizedKVCache(KVCache):
             head_dim: D.
             window: the last tokens that a query sees, its own included; None: all. The others are forgotten.
             kv_bits: 8, 4, or 0 for no quantization.
-            kv_group_size: elements of D that share one scale.
+            kv_group_size: elements of D that share one scale; None: the greatest common divisor of 32 and D.
             dtype: of queries, and of keys and values at 0 bits.
             scale_dtype: float16 or float32.
             bias_split: the biases that keys and values come without; its table is as long as the cache.
@@ -59,6 +61,8 @@ class QuantizedKVCache(KVCache):
         """
         seen = 1 if window is None else window
         check_sizes(max_seq_len=max_seq_len, num_kv_heads=num_kv_heads, head_dim=head_dim, window=seen)
+        if kv_group_size is None:
+            kv_group_size = math.gcd(DEFAULT_KV_GROUP_SIZE, head_dim)
         check_quantization(kv_bits, kv_group_size, head_dim, names=("kv_bits", "kv_group_size"))
         if dtype not in FLOAT_DTYPES or scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"dtype is {dtype}, scale_dtype {scale_dtype}; expected floats, the scale's not bfloat16")

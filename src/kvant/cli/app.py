@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import sys
+import warnings
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Annotated, NoReturn
@@ -89,6 +90,7 @@ def main(early: interrupts.Handler | None = None) -> NoReturn:
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
+    warnings.formatwarning = lambda message, *_: f"kvant: warning: {message}\n"  # without a line of source
     with escaping_standard_error():
         code = _run(early)
     ranks.end(code, _said)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvant.cache.options import DEFAULT_KV_GROUP_SIZE
 from kvant.cli import bench_options, options, terminal
 from kvant.cli.options import BadValueError
 from kvant.engine.drafts import Source
@@ -166,6 +167,9 @@ def bench(
         signal.signal(signal.SIGHUP, signal.default_int_handler)
 
     progress = partial(terminal.say, quiet=quiet)
+    for group in {spec.kv_group_size for spec in specs if spec.name == "kvant" and not spec.kv_format}:
+        if group not in (None, kv_group_size, DEFAULT_KV_GROUP_SIZE):
+            progress(f"kvant: groups of {group}; {DEFAULT_KV_GROUP_SIZE} does not divide the head dimension")
     with ExitStack() as stack:
         if random is not None:
             progress(f"{source.name}: writing")

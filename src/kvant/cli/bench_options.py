@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from kvant.engine.load import POCKET, find_model
 from kvant.fields import MAX_SIZE
 from kvant.models.config import ModelConfig
 from kvant.operators.quantization import QUANT_BITS
-from kvant.tools.bench.engines import OPENBLAS, EngineSpec, engine_specs
+from kvant.tools.bench.engines import OPENBLAS, EngineSpec, engine_specs, mlx_lm_groups
 from kvant.tools.bench.shapes import SHAPES, Shape, random_model, shape_bytes
 from kvant.tools.drawing import check_plot_path
 from kvant.tools.plan import read_folder
@@ -110,15 +111,17 @@ def specs(
     if not any(bits):
         refuse("--kv-bits 0 does not quantize", kv_group_size=kv_group_size)
     head_dim = getattr(sizes, "head_dim", None)  # a bridged model's layers may differ
+    # mlx-lm's quantized cache raises for windows and some other layers, and takes few widths of heads.
+    unfit = engines is None and kv_bits is None and (head_dim is None or not mlx_lm_groups(head_dim))
     if kv_format is not None:
         KVFormat.of(kv_format)  # one that is wrong is refused with its own flag
     with named("--engine"):
-        names = engines or ("kvant", theirs)
-        found = engine_specs(names, bits, kv_group_size, head_dim, kv_format=kv_format, streams=streams)
+        made = partial(
+            engine_specs, kv_group_size=kv_group_size, head_dim=head_dim, kv_format=kv_format, streams=streams
+        )
+        found = [*made(["kvant"], bits), *made([theirs], [0])] if unfit else made(engines or ("kvant", theirs), bits)
     if kv_format is not None and not any(spec.kv_format for spec in found):
         raise BadValueError(f"--kv-format is {kv_format}, but no --engine is kvant")
-    if engines is None and kv_bits is None and head_dim is None:  # it raises for windows and some other layers
-        found = [spec for spec in found if spec.name != "mlx-lm" or not spec.kv_bits]
     for spec in found:
         if spec.kernels is not None:
             check_kernels(spec.kernels, "--engine kvant's setting")

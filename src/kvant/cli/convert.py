@@ -19,8 +19,9 @@ from kvant.tools.convert.weight_format import WeightFormat
 
 def convert(
     source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="The model to convert.", autocompletion=options.complete_models)
-    ],
+        str | None,
+        typer.Argument(metavar="SOURCE", help="The model to convert.", autocompletion=options.complete_models),
+    ] = None,
     dest: Annotated[
         str | None, typer.Argument(metavar="DEST", help="The folder to write: a new one, or an empty one.")
     ] = None,
@@ -29,29 +30,46 @@ def convert(
         str | None,
         typer.Option(help=f"{options.MODEL_HELP}; instead of SOURCE.", autocompletion=options.complete_models),
     ] = None,
+    hf_path: Annotated[str | None, typer.Option(help="SOURCE, as mlx_lm.convert names it; wants -q beside it.")] = None,
+    mlx_path: Annotated[str | None, typer.Option(help="DEST, as mlx_lm.convert names it; wants -q beside it.")] = None,
+    quantize: Annotated[
+        bool, typer.Option("--quantize", "-q", help="Quantize, as in mlx_lm.convert; here the default.")
+    ] = False,
     bits: Annotated[
-        int | None, typer.Option(help="Bits of a weight: 2, 3, 4, 5, 6 or 8; 0 only changes --dtype; default: 4.")
+        int | None,
+        typer.Option(
+            "--bits", "--q-bits", help="Bits of a weight: 2, 3, 4, 5, 6 or 8; 0 only changes --dtype; default: 4."
+        ),
     ] = None,
     group_size: Annotated[
-        int | None, typer.Option(help="Weights that share one scale: 32, 64 or 128; default: 64.")
+        int | None,
+        typer.Option(
+            "--group-size", "--q-group-size", help="Weights that share one scale: 32, 64 or 128; default: 64."
+        ),
     ] = None,
     mode: Annotated[
         str | None,
-        typer.Option(help="affine, mxfp4, mxfp8 or nvfp4; all but affine fix bits and group size; default: affine."),
+        typer.Option(
+            "--mode",
+            "--q-mode",
+            help="affine, mxfp4, mxfp8 or nvfp4; all but affine fix bits and group size; default: affine.",
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="float16, bfloat16 or float32 for all that stays in floating point; default: as stored."),
     ] = None,
-    quiet: options.Quiet = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no statistics and no progress.")] = False,
 ) -> None:
     """Quantize a model folder, or change its dtype."""
-    if model is not None:
-        if dest is not None:
-            raise BadValueError(f"the model is given twice, as the argument {source!r} and with --model {model}")
-        source, dest = model, source
-    if dest is None:
-        raise BadValueError("no DEST; expected SOURCE and DEST, or --model SOURCE and DEST")
+    source, dest = _folders(source, dest, model=model, hf_path=hf_path, mlx_path=mlx_path)
+    if (hf_path or mlx_path) and not quantize and bits is None:
+        given = "--hf-path" if hf_path else "--mlx-path"
+        raise BadValueError(
+            f"{given} is mlx_lm.convert's, which does not quantize without -q; expected -q, or --bits 0 and --dtype"
+        )
+    if quantize and bits == 0:
+        raise BadValueError("--bits is 0, which does not quantize, but --quantize (-q) is given")
     options.check_text(source=source, dest=dest)
     chosen = WeightFormat.choose(bits, group_size, mode or "affine", dtype)
     if not dest:
@@ -67,3 +85,26 @@ def convert(
     if done.unquantized:
         which = done.unquantized[0] + (f" and {len(done.unquantized) - 1} more" if len(done.unquantized) > 1 else "")
         say(f"not quantized, groups of {chosen.group_size} do not divide the width: {which}", quiet)
+
+
+def _folders(
+    source: str | None, dest: str | None, *, model: str | None, hf_path: str | None, mlx_path: str | None
+) -> tuple[str, str]:
+    """The model and the folder to write: each as an argument, or by a flag."""
+    if model is not None and hf_path is not None:
+        raise BadValueError(f"the model is given twice, with --model {model} and with --hf-path {hf_path}")
+    found = [value for value in (source, dest) if value is not None]
+    named = model if hf_path is None else hf_path
+    if named is not None:
+        if len(found) + (mlx_path is not None) > 1:
+            flag = "--model" if hf_path is None else "--hf-path"
+            raise BadValueError(f"the model is given twice, as the argument {found[0]!r} and with {flag} {named}")
+        found.insert(0, named)
+    if mlx_path is not None:
+        if len(found) > 1:
+            raise BadValueError(f"DEST is given twice, as the argument {found[1]!r} and with --mlx-path {mlx_path}")
+        found.append(mlx_path)
+    if len(found) < 2:
+        missing = "DEST" if mlx_path is None else "SOURCE"
+        raise BadValueError(f"no {missing}; expected SOURCE and DEST, or --model SOURCE and DEST")
+    return found[0], found[1]

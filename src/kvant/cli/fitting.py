@@ -124,7 +124,8 @@ def named_format(settings: Settings) -> AbstractContextManager[None]:
     """A ValueError in the block is of the cache's format: it becomes a BadValueError that begins with its flags."""
     own = settings.cache
     tuned = None if own.kv_format is None else f"--kv-format {own.kv_format.path}"
-    return named(tuned or f"--kv-bits {own.kv_bits} --kv-group-size {own.kv_group_size}")
+    group = "" if own.kv_group_size is None else f" --kv-group-size {own.kv_group_size}"
+    return named(tuned or f"--kv-bits {own.kv_bits}{group}")
 
 
 def describe(made: MemoryPlan, machine: Machine, on: str = "") -> str:

@@ -144,7 +144,10 @@ class RunOptions:
         int | None, typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization; default: 8.")
     ] = None
     kv_group_size: Annotated[
-        int | None, typer.Option(help="Cached values that share one scale; divides the head dimension; default: 32.")
+        int | None,
+        typer.Option(
+            help="Cached values that share one scale; divides the head dimension; default: 32, or one that does."
+        ),
     ] = None
     kv_bias_split: Annotated[
         bool,

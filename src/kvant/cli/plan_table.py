@@ -183,7 +183,11 @@ def _describe_experts(checkpoint: AnyCheckpoint, made: MemoryPlan) -> str:
 
 
 def _describe_cache(made: MemoryPlan, bits: int) -> str:
-    kept = f" and {places} checkpoints" if (places := made.settings.cache.checkpoints) else ""
+    cache = made.settings.cache
+    kept = (
+        f" in groups of {cache.kv_group_size}" if cache.kv_bits and cache.kv_group_size and not cache.kv_format else ""
+    )
+    kept += f" and {cache.checkpoints} checkpoints" if cache.checkpoints else ""
     if (count := made.settings.sequences) is None:
         return f"{made.max_kv_size} tokens at {bits} bits{kept}"
     one = format_bytes(made.sequence)

@@ -85,6 +85,7 @@ def pool_format(
     At 0 bits they keep ``dtype``. ``pairs``: the rotary pairs of its bias split; None: there is none. ``balanced``: its
     norms of queries and keys are :func:`kvant.models.key_norms.balance_norms`'.
     """
+    options = options.fitted(config.head_dim)
     options.check_head(config.head_dim)
     choice = options.layer(layer)
     return LayerFormat.of_rows(

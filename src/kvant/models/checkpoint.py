@@ -8,6 +8,7 @@ import mlx.core as mx
 from kvant.errors import CheckpointError
 from kvant.models.adapter import Adapter
 from kvant.models.architectures.table import ExpertSettings, Parameter
+from kvant.models.as_stored import PARTS, open_folder
 from kvant.models.bias import divide_bias
 from kvant.models.config import ModelConfig
 from kvant.models.decoder import Attention, Block, Decoder, DecoderParts
@@ -35,7 +36,7 @@ Progress = Callable[[int, int], None]
 
 
 def load_decoder(folder: Path, progress: Progress | None = None, adapter: Path | None = None) -> Decoder:
-    """Load a model folder: config.json and model.safetensors, or shards named by model.safetensors.index.json.
+    """Load a model folder: config.json and model.safetensors, or shards, which an index names or their own names.
 
     On a GPU activations have the checkpoint's dtype. On a CPU they have float32: it multiplies half precision many
     times slower. Quantized weights keep their bits; their scales and biases get the dtype of the activations.
@@ -74,7 +75,7 @@ def load_part(
     wanted = Wanted(
         share=whole.share if share is None else share,
         layers=whole.layers if layers is None else layers,
-        embedding=embedding or (head and is_tied(config, tensors)),
+        embedding=embedding or (head and config.tie_word_embeddings is True),
         head=head,
         all_sum=all_sum,
     )
@@ -93,30 +94,20 @@ def check_folder(folder: Path, *, whole: bool = True) -> tuple[ModelConfig, Tens
 
     ``whole``: this machine is to have memory for all of it.
     """
-    config, tensors = ModelConfig.from_folder(folder), TensorFiles(folder)
+    config, tensors = open_folder(folder)
     tensors.check(expected_tensors(config, tensors))
     if whole:
         tensors.check_memory(tensors.nbytes)
     return config, tensors
 
 
-def is_tied(config: ModelConfig, tensors: TensorFiles) -> bool:
-    """Whether the embedding is the output head too.
-
-    Exporters leave this out of config.json if it is their default, and defaults differ. Then the head is tied if
-    none is stored.
-    """
-    tied = config.tie_word_embeddings
-    return f"{config.architecture.head.path}.weight" not in tensors if tied is None else tied
-
-
 def expected_tensors(config: ModelConfig, tensors: TensorFiles) -> Expected:
-    """The shape and dtypes of every tensor that loading reads, before any is read."""
+    """The shape and dtypes of every tensor that loading reads, of a config that as the tensors show it."""
     expected: dict[str, tuple[tuple[int, ...], Sequence[str]]] = {}
     for _, _, own in _stored_parameters(config, tensors):
         expected |= own
     head = config.architecture.head.path
-    tied = {f"{head}.{part}" for part in ("weight", "scales", "biases")} if is_tied(config, tensors) else set()
+    tied = {f"{head}.{part}" for part in PARTS} if config.tie_word_embeddings else set()
     extra = sorted(name for name in tensors.names - expected.keys() - tied if not name.endswith(IGNORED_SUFFIXES))
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
@@ -149,7 +140,7 @@ def adds_bias(row: Parameter, share: Share) -> bool:
 
 def _stored_parameters(config: ModelConfig, tensors: TensorFiles) -> Iterator[tuple[Parameter, int | None, Expected]]:
     """Each parameter's row of the table, its layer (None: it is in none), and its tensors as they are to be stored."""
-    tied, head = is_tied(config, tensors), config.architecture.head
+    tied, head = config.tie_word_embeddings, config.architecture.head
     for path, layer, row in config.parameters():
         if len(row.shape) == 1:
             yield row, layer, {f"{path}.weight": (config.shape(row), FLOATS)}
@@ -188,7 +179,7 @@ class _Builder:
 
     def parts(self, progress: Progress) -> DecoderParts:
         table, wanted = self.config.architecture, self.wanted
-        has_own_head = wanted.head and not is_tied(self.config, self.tensors)
+        has_own_head = wanted.head and not self.config.tie_word_embeddings
         embed_tokens = self._matrices("", [table.embedding])[0] if wanted.embedding else None
         lm_head = self._matrices("", [table.head])[0] if has_own_head else None
         norm = self._norm("", table.final_norm) if wanted.head else None

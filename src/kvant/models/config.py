@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import ModelError
-from kvant.fields import flag, number, shown, size, strings, token_ids
+from kvant.fields import check_lengths, flag, number, shown, size, strings, token_ids
 from kvant.files import read_json, read_optional, refuse_code
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.architectures.table import Architecture, ExpertSettings, Parameter
@@ -56,6 +56,7 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
         """Validate a config.json already parsed."""
+        check_lengths(raw)
         architecture = _architecture(raw)
         _refuse_unsupported(raw, architecture)
         heads = size(raw, "num_attention_heads")

@@ -47,9 +47,31 @@ class Quantization:
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
     @property
+    def text(self) -> str:
+        """The format in a few words."""
+        kind = "" if self.mode == "affine" else f" ({self.mode})"
+        return f"{self.bits} bits, groups of {self.group_size}{kind}"
+
+    @property
     def has_biases(self) -> bool:
         """Whether groups have a bias beside their scale."""
         return self.mode == "affine"
+
+
+def format_of_shapes(width: int, words: int, groups: int, *, in_bytes: bool) -> Quantization | None:
+    """Return the format of a row, which its stored shapes tell; None: MLX has no such format.
+
+    Args:
+        width: values of the row.
+        words, groups: the 32-bit words and the scales that it has.
+        in_bytes: a scale is one byte, as in the formats of :data:`FLOAT_MODES`.
+    """
+    if groups < 1 or width % groups or words * 32 % width:
+        return None
+    form = words * 32 // width, width // groups
+    if in_bytes:
+        return next((Quantization(*form, mode) for mode, own in FLOAT_MODES.items() if own == form), None)
+    return Quantization(*form) if form[0] in AFFINE_BITS and form[1] in AFFINE_GROUPS else None
 
 
 def read_quantization(raw: Mapping[str, Any]) -> tuple[Quantization | None, dict[str, Quantization | None]]:

@@ -2,8 +2,10 @@
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from io import FileIO
 from pathlib import Path
 
@@ -17,10 +19,15 @@ from kvant.tensor_header import BITS, Tensor, read_header
 FLOATS = ("F32", "F16", "BF16")
 DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "U32": mx.uint32, "U8": mx.uint8}
 MAX_INDEX_BYTES = 64 * 1024 * 1024
+SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+COMPARED_BYTES = (
+    2**17
+)  # of two tensors at a time: a larger buffer is new memory every time, and takes five times as long
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 Expected = Mapping[str, tuple[tuple[int, ...], Sequence[str]]]  # a tensor's name to its shape and dtypes
 Identity = tuple[int, int, int, int]  # of a file: device, inode, bytes, time of change in ns
+Place = tuple[Path, Identity, int]  # a file, as it was when its header was read, and where a tensor's bytes begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,7 @@ class TensorFiles:
         self._data_of: dict[Path, int] = {}  # where a file's tensors begin
         self._opened: dict[Path, Identity] = {}
         self._loaded: dict[Path, dict[str, mx.array]] = {}
+        self._stored_names: dict[str, str] = {}  # of tensors that have another name here
         self.files, owners = _shards(folder) if files is None else (list(files), {})
         for path in self.files:
             self._read_header(path)
@@ -92,6 +100,23 @@ class TensorFiles:
         """The dtype as safetensors writes it, such as BF16."""
         return self._tensor(name).dtype
 
+    def rename(self, name: str, new: str) -> None:
+        """Give a tensor another name."""
+        self._tensors[new] = self._tensors.pop(name)
+        self._stored_names[new] = name
+
+    def are_same(self, name: str, other: str) -> bool:
+        """Whether two tensors are there with the same dtype, shape and bytes; these are read as far as they agree."""
+        if name not in self or other not in self:
+            return False
+        one, two = self._tensor(name), self._tensor(other)
+        alike = (one.dtype, one.shape) == (two.dtype, two.shape)
+        return alike and _same_bytes(self._place(name), self._place(other), one.last - one.first)
+
+    def _place(self, name: str) -> Place:
+        path, tensor = self._tensors[name]
+        return path, self._opened[path], self._data_of[path] + tensor.first
+
     def part_bytes(self, name: str, part: Part | None) -> int:
         """Bytes of a part of the tensor; None: of all of it."""
         shape = self.shape(name)
@@ -125,7 +150,7 @@ class TensorFiles:
             if path not in self._loaded:
                 self._loaded[path] = mx.load(str(path))  # type: ignore[assignment]
                 self._check_same(path, path.stat())
-            array = self._loaded[path].pop(name)
+            array = self._loaded[path].pop(self._stored_names.get(name, name))
         except (RuntimeError, ValueError, KeyError, OSError) as error:
             raise CheckpointError(f"{path}: MLX does not read it: {one_line(error)}") from error
         if array.shape != shape:  # MLX reads the header once more
@@ -194,18 +219,26 @@ def _identity(state: os.stat_result) -> Identity:
     return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
+@lru_cache(maxsize=64)  # a command plans the memory, and then loads
+def _same_bytes(one: Place, two: Place, size: int) -> bool:
+    with open_file(one[0], error=CheckpointError) as first, open_file(two[0], error=CheckpointError) as second:
+        first.seek(one[2])
+        second.seek(two[2])
+        counts = (min(COMPARED_BYTES, size - done) for done in range(0, size, COMPARED_BYTES))
+        return all(first.read(count) == second.read(count) for count in counts)
+
+
 def _shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """The safetensors files of a folder, and the file of each tensor if an index says so.
 
     A shard's name is a bare file name inside the folder, anything else is refused; a file no index names is not opened.
+    Without an index shards are those of transformers' names. A whole file beside shards that an index names is refused:
+    transformers reads it alone, and mlx-lm all of them.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if os.path.lexists(single):
-        return [single], {}
+    has_single = os.path.lexists(single)
     if not os.path.lexists(index):
-        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
-        only = f"; {pickles[0]} is a pickle, which could execute anything and is never opened" if pickles else ""
-        raise CheckpointError(f"{folder}: neither {single.name} nor {index.name} is there{only}")
+        return ([single] if has_single else _numbered_shards(folder)), {}
     owners = read_json(index, MAX_INDEX_BYTES, CheckpointError).get("weight_map")
     if not isinstance(owners, dict) or not owners:
         raise CheckpointError(f"{index}: no weight_map of tensor names to file names")
@@ -213,7 +246,30 @@ def _shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors") or "\0" in name:
             raise CheckpointError(f"{index}: shard {name!r}; expected the bare name of a .safetensors file")
     names = sorted(set(owners.values()))
-    for name in names:
-        if not os.path.lexists(folder / name):
-            raise CheckpointError(f"{folder / name}: no such file; {index.name} names it")
+    missing = [name for name in names if not os.path.lexists(folder / name)]
+    if has_single and single.name not in names:
+        if len(missing) == len(names):  # an index that was left behind
+            return [single], {}
+        raise CheckpointError(
+            f"{folder}: {single.name} is there, and {names[0]} that {index.name} names; expected one of the two: "
+            "remove the one that is not the model"
+        )
+    if missing:
+        raise CheckpointError(f"{folder / missing[0]}: no such file; {index.name} names it")
     return [folder / name for name in names], owners
+
+
+def _numbered_shards(folder: Path) -> list[Path]:
+    """The shards of a folder without an index, by their names; all of them have to be there."""
+    found = {int(match[1]): match for path in folder.iterdir() if (match := SHARD.fullmatch(path.name))}
+    if not found:
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+        only = f"; {pickles[0]} is a pickle, which could execute anything and is never opened" if pickles else ""
+        raise CheckpointError(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there{only}")
+    names = {match[0] for match in found.values()}
+    total = max(found.values(), key=lambda match: match[0])[2]
+    expected = [f"model-{number:05}-of-{total}.safetensors" for number in range(1, int(total) + 1)]
+    if wrong := sorted(names.symmetric_difference(expected)):
+        is_wrong = "not one of them" if wrong[0] in names else "no such file"
+        raise CheckpointError(f"{folder / wrong[0]}: {is_wrong}; expected {int(total)} shards, as there is no index")
+    return [folder / name for name in expected]

@@ -6,6 +6,7 @@ QUANT_BITS = (0, 8, 4)
 FLOAT_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 SCALE_DTYPES = (mx.float32, mx.float16)
 MIN_SCALE = 1e-5
+MAX_GROUP = 1024  # of those that a message names
 FITTED_BITS = 4  # the engine's caches fit the scales of so many bits; at 8 there is nothing to gain
 TINY = 1e-30  # keeps a group of zeros from 0/0
 
@@ -136,7 +137,9 @@ def check_quantization(
     if isinstance(quant_group, bool) or not isinstance(quant_group, int) or quant_group < 1:
         raise ValueError(f"{group} is {quant_group!r}; expected a positive int")
     if head_dim < 1 or head_dim % quant_group:
-        raise ValueError(f"{group} {quant_group} does not divide the head dimension {head_dim}")
+        fitting = ", ".join(str(size) for size in range(1, min(head_dim, MAX_GROUP) + 1) if head_dim % size == 0)
+        expected = f"; expected one of {fitting}" if fitting else ""
+        raise ValueError(f"{group} {quant_group} does not divide the head dimension {head_dim}{expected}")
     if quant_bit == 4 and head_dim % 2:
         raise ValueError(f"head dimension {head_dim} is odd; 4 bits pack two values in a byte")
 

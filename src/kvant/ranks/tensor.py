@@ -14,9 +14,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvant.models.as_stored import open_folder
 from kvant.models.bias import ProjectionBias, split_pairs
 from kvant.models.checkpoint import Progress, load_part
-from kvant.models.config import ModelConfig
 from kvant.models.decoder import Attention, Block, Decoder, DecoderParts, Pair
 from kvant.models.share import Share, shares
 from kvant.ranks.group import Ranks
@@ -76,7 +76,7 @@ def load_tensor(
     folder: Path, ranks: Ranks, progress: Progress | None = None, adapter: Path | None = None
 ) -> TensorDecoder:
     """Load this rank's part of a model folder, as :func:`kvant.models.load_decoder`. All ranks call it together."""
-    config = ModelConfig.from_folder(folder)
+    config, _ = open_folder(folder)
     dealt = shares(config, ranks.size)
     share = dealt[ranks.rank]
     parts = load_part(folder, share=share, all_sum=ranks.all_sum, progress=progress, adapter=adapter)

@@ -163,6 +163,7 @@ def test_settings_of_engines() -> None:
     ]
     assert [spec.kv_group_size for spec in engine_specs(["kvant", "mlx-lm"], [8], 128, 128)] == [128, 128]
     assert [spec.kv_group_size for spec in engine_specs(["mlx-lm"], [8], None, 96)] == [32]
+    assert [spec.kv_group_size for spec in engine_specs(["kvant"], [8], None, 48)] == [16]
 
 
 @pytest.mark.parametrize(
@@ -174,9 +175,9 @@ def test_settings_of_engines() -> None:
         ("mlx-lm:float32:float16", None, 64, "at most once"),
         ("kvant:openblas", None, 64, "'kvant:openblas'; kvant takes one of unfused, fused"),
         ("kvant mlx-lm kvant", None, 64, "'kvant' is named twice"),
-        ("kvant", 24, 64, "group size is 24; expected a divisor of the head dimension 64"),
-        ("kvant", None, 48, "group size is 32; expected a divisor of the head dimension 48"),
-        ("mlx-lm", 16, 64, "group size is 16; .* 32, 64, 128"),
+        ("kvant", 24, 64, "kv_group_size 24 does not divide the head dimension 64"),
+        ("mlx-lm", None, 48, "64, 32, 128, and none divides the head dimension 48"),
+        ("mlx-lm", 16, 64, "kv_group_size is 16; .* 64, 32"),
     ],
 )
 def test_engines_that_do_not_exist(names: str, group: int | None, head_dim: int, message: str) -> None:

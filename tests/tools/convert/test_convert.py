@@ -12,8 +12,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.utils
 import pytest
+from mlx_lm.convert import configure_parser
 from support.checkpoints import (
     CONFIGS,
+    change_tensors,
     llama_config,
     qwen2_config,
     reference_logits,
@@ -123,6 +125,35 @@ def test_every_format(make_source: Make, tmp_path: Path, bits: int, group_size: 
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": THETA}
     assert config["rope_theta"] == load_model(dest).config.rope.theta == THETA
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dest", "out", "source"]
+
+
+@pytest.mark.filterwarnings("ignore:config.json ties the output head")
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_head_that_config_json_ties(tmp_path: Path, alone: bool) -> None:
+    """One that differs is converted too; one without an embedding is written as the embedding."""
+    model = _reference(tie_word_embeddings=alone)
+    source = _source(tmp_path / "source", _config(tie_word_embeddings=True), model)
+    if alone:
+        embedding = model.model.embed_tokens.weight
+        changes = {"lm_head.weight": embedding, "model.embed_tokens.weight": None}
+        change_tensors(source / "model.safetensors", changes)
+    convert_folder(source, tmp_path / "dest", FOUR_BITS)
+    assert _settings(tmp_path / "dest")["tie_word_embeddings"] == alone
+    nn.quantize(model, 32, 4)
+    assert relative_error(_check_loads(tmp_path / "dest"), reference_logits(model, IDS)) < TOLERANCE
+
+
+def test_the_flags_of_mlx_lm_mean_what_they_mean_there(make_source: Make, tmp_path: Path) -> None:
+    """Those of its documentation, which its own parser takes; -q is no --quiet."""
+    source, flags = str(make_source()), ["-q", "--q-bits", "8", "--q-group-size", "32"]
+    folders = [tmp_path / name for name in ("ours", "theirs")]
+    theirs = configure_parser().parse_args(["--hf-path", source, "--mlx-path", str(folders[1]), *flags])
+    mlx_lm.convert(**vars(theirs) | {"trust_remote_code": False})
+    done = call("convert", "--hf-path", source, "--mlx-path", str(folders[0]), *flags)
+    assert (done.returncode, "bits a weight" in done.stderr) == (0, True), done.stderr
+    ours, expected = (_settings(folder)["quantization"] for folder in folders)
+    assert ours == {key: value for key, value in expected.items() if key in ours}
+    assert (ours["bits"], ours["group_size"]) == (8, 32)
 
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128, "rope_theta": 1e6}

@@ -297,6 +297,6 @@ def test_the_command(pocket: tuple[Decoder, Any]) -> None:
     assert record["bytes"]["sequence"] == more - pool
     words = " ".join(call(*flags).stdout.split())
     assert f"cache {pool:,} " in words
-    assert "8 sequences of 1000 tokens at 8 bits; one more would add 1.11 MB" in words
+    assert "8 sequences of 1000 tokens at 8 bits in groups of 32; one more would add 1.11 MB" in words
     assert "longest context that fits, each of 8 sequences:" in words
     assert call(*flags, "--sequences", "0").returncode == 2

@@ -35,7 +35,7 @@ class TestFormats:
         unbiased = load_decoder(folder)
         with pytest.raises(ValueError, match="8g16:nosplit: the model's keys and values have no bias"):
             check_formats([CacheFormat(8, 16, bias_split=False)], unbiased)
-        assert [f.label for f in default_formats(unbiased)] == ["8g48", "4g48"]
+        assert [f.label for f in default_formats(unbiased)] == ["8g16", "4g16"]
         assert len(default_formats(pocket[0])) == 8
 
 

@@ -27,7 +27,7 @@ from kvant.files import read_json
 from kvant.models.checkpoint import check_folder
 from kvant.models.identity import identify
 from kvant.models.tensors import TensorFiles
-from kvant.tools.bench.engines import KVANT_GROUP, EngineSpec
+from kvant.tools.bench.engines import EngineSpec
 
 Tokens = Generator[int, None, None]
 StreamTokens = Generator[tuple[int, int], None, None]
@@ -54,7 +54,7 @@ class Kvant:
         self._spec, self._prefill_step_size = spec, prefill_step_size
         self._cache_options: dict[str, Any] = {
             "kv_bits": spec.kv_bits or 0,
-            "kv_group_size": spec.kv_group_size or KVANT_GROUP,
+            "kv_group_size": spec.kv_group_size,
             "kernels": spec.kernels,
         }
         if spec.kv_format is not None:
@@ -107,7 +107,7 @@ class MLXLM:
 
     def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
         """Load the model; a KvantError for a folder that cannot be loaded, or mlx-lm's own."""
-        from kvant.bridge.folder import check_bridged, main_dtype
+        from kvant.bridge.folder import TIED, check_bridged, main_dtype, settle_head
         from kvant.bridge.model import bytes_read, parameters
 
         raw = read_json(folder / "config.json")
@@ -116,12 +116,16 @@ class MLXLM:
             _, bridged = check_bridged(folder)
             experts_used = bridged.experts_used
             tensors = TensorFiles(folder)
+            settled = settle_head(raw, tensors)
+            if settled is not raw:
+                config = {key: settled[key] for key in (TIED, "text_config") if key in settled}
         else:
             native, tensors = check_folder(folder)
             # config.json may have the rotary positions in two places, of which mlx-lm 0.32.2 reads one
             # (docs/models.md).
             scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
-            config = {"rope_theta": native.rope.theta} | ({"rope_scaling": scaling} if scaling else {})
+            config = {"rope_theta": native.rope.theta, "tie_word_embeddings": native.tie_word_embeddings}
+            config |= {"rope_scaling": scaling} if scaling else {}
             experts_used = None if native.experts is None else native.experts.per_token
             if native.experts is not None:
                 config |= native.experts.as_config()

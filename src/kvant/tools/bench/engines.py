@@ -1,17 +1,18 @@
 """The engines a benchmark compares, with their settings."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvant.cache.options import CacheOptions
+from kvant.cache.options import DEFAULT_KV_GROUP_SIZE, CacheOptions
 from kvant.operators.dispatch import KERNELS
+from kvant.operators.quantization import check_quantization
 
 DTYPES = ("float32", "float16", "bfloat16")
 OPENBLAS = "openblas"
 # Engines that load the model themselves, and what may follow a colon, one of each group. The other engine is a server.
 SETTINGS: dict[str, tuple[tuple[str, ...], ...]] = {"kvant": (tuple(KERNELS),), "mlx-lm": (DTYPES, (OPENBLAS,))}
-KVANT_GROUP = 32
 MLX_LM_GROUPS = (64, 32, 128)  # those MLX quantizes, mlx-lm's own default first
 DRAFTS, ONE_BY_ONE = ", drafts", ", one by one"  # end the labels of two ways of one engine
 
@@ -59,7 +60,7 @@ def engine_specs(
 
     Args:
         names: ``kvant`` or ``mlx-lm``, with settings after colons: ``kvant:unfused``, ``mlx-lm:float32:openblas``.
-        kv_group_size: None: each engine's own default.
+        kv_group_size: None: each engine's own default, kvant's as it fits the model.
         head_dim: of the model, which a group must divide; None: its layers differ, and any group will do.
         streams: several requests come at once. Each kvant is also run one by one, and mlx-lm in full precision
             alone: it does not batch with a quantized cache.
@@ -101,10 +102,25 @@ def with_drafts(specs: Sequence[EngineSpec], **drafts: Any) -> list[EngineSpec]:
 
 
 def _group_size(name: str, given: int | None, head_dim: int | None) -> int:
-    """The given group size, or the engine's first that the head takes."""
-    groups = (KVANT_GROUP,) if name == "kvant" else MLX_LM_GROUPS
-    group = next((size for size in groups if (head_dim or 0) % size == 0), groups[0]) if given is None else given
-    if (head_dim or 0) % group or (name == "mlx-lm" and group not in groups):
-        allowed = "" if name == "kvant" else f", of {name} also one of {', '.join(map(str, sorted(groups)))}"
-        raise ValueError(f"kv group size is {group}; expected a divisor of the head dimension {head_dim}{allowed}")
-    return group
+    """The given group size, or the engine's own that fits the head."""
+    width = head_dim or 0
+    if name == "kvant":
+        group = math.gcd(DEFAULT_KV_GROUP_SIZE, width) if given is None else given
+        if width:
+            check_quantization(8, group, width, names=("kv_bits", "kv_group_size"))
+        return group
+    groups = mlx_lm_groups(head_dim)
+    if not groups:
+        sizes = ", ".join(map(str, MLX_LM_GROUPS))
+        raise ValueError(
+            f"{name} quantizes groups of {sizes}, and none divides the head dimension {head_dim}; "
+            f"expected kvant alone, or --kv-bits 0"
+        )
+    if given is not None and given not in groups:
+        raise ValueError(f"kv_group_size is {given}; {name} takes one of {', '.join(map(str, groups))} here")
+    return groups[0] if given is None else given
+
+
+def mlx_lm_groups(head_dim: int | None) -> list[int]:
+    """The groups in which mlx-lm can quantize heads of this width; None: not known."""
+    return [size for size in MLX_LM_GROUPS if (head_dim or 0) % size == 0]

@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 
 from kvant.errors import CheckpointError, ConvertError, one_line
 from kvant.files import read_json
+from kvant.models.as_stored import open_folder
 from kvant.models.checkpoint import Progress, expected_tensors
 from kvant.models.config import ModelConfig
 from kvant.models.share import everything
@@ -48,9 +49,10 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
     """
     dest = check_new(dest)
     raw = read_json(source / "config.json")
-    config = ModelConfig.from_folder(source)
+    ModelConfig.from_folder(source)
     load_tokenizer(source)  # a folder that could not be used afterwards is refused now
-    expected = _checked(source, config, to, progress or (lambda done, total: None))
+    config, tensors = open_folder(source)
+    expected = _checked(config, tensors, to, progress or (lambda done, total: None))
     from mlx_lm.utils import compute_bits_per_weight, save_config, save_model  # transformers too: not before the checks
 
     model, settings, source_bytes = _build(source, raw, config, to, expected)
@@ -79,12 +81,11 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
     return result
 
 
-def _checked(source: Path, config: ModelConfig, to: WeightFormat, progress: Progress) -> Shapes:
+def _checked(config: ModelConfig, tensors: TensorFiles, to: WeightFormat, progress: Progress) -> Shapes:
     """Every tensor to convert: all of the model's, and there are no others.
 
     Weights that are not finite, as stored or in the new dtype, are refused: quantized, they would look like any others.
     """
-    tensors = TensorFiles(source)
     if config.quantization or any(name.endswith(".scales") for name in tensors.names):
         raise ConvertError(
             "the model is already quantized; expected floating-point weights: quantizing twice loses more"
@@ -124,7 +125,7 @@ def _build(
     """mlx-lm's model with the weights to store, not computed yet; its config.json; the source's bytes."""
     from mlx_lm.utils import MODEL_REMAPPING, quantize_model
 
-    tensors, share = TensorFiles(source), everything(config).share
+    (config, tensors), share = open_folder(source), everything(config).share
     weights = {  # mlx-lm stacks experts
         f"{prefix}{row.path}.weight": stack
         for prefix, rows in expert_roles(config)

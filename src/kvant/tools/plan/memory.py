@@ -84,7 +84,7 @@ def settings_record(settings: Settings) -> dict[str, Any]:
     cache = settings.cache
     stored: dict[str, Any] = {
         "kv_bits": cache.kv_bits,
-        "kv_group_size": cache.kv_group_size,
+        "kv_group_size": cache.wanted_group,
         "kv_bias_split": cache.bias_split,
     }
     stored |= {} if cache.kv_format is None else {"kv_format": cache.kv_format.path}

@@ -1,6 +1,7 @@
 """What a run takes beside the weights: its cache or pool to the byte, and an upper bound of its scratch."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -66,6 +67,7 @@ def _decoder_needs(
     checkpoint: Checkpoint, settings: Settings, *, on_cpu: bool, split_pairs: Sequence[int] | None
 ) -> Needs:
     config, count = checkpoint.config, settings.sequences
+    settings = replace(settings, cache=settings.cache.fitted(config.head_dim))
     settings.cache.check_head(config.head_dim)
     if settings.prefill_step_size < 1:
         raise ValueError(f"prefill_step_size is {settings.prefill_step_size}; expected at least 1")

@@ -8,13 +8,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kvant.errors import ModelError
+from kvant.errors import CheckpointError, ModelError
 from kvant.files import read_json
 from kvant.models.adapter import tensors_file
 from kvant.models.architectures.table import Parameter
+from kvant.models.as_stored import as_stored
 from kvant.models.config import ModelConfig
 from kvant.models.quantization import Quantization
 from kvant.models.share import Share, divides_inputs, local_config
+from kvant.models.tensors import TensorFiles
 
 FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # An adapter's factors beside quantized matrices that are fused, three at the most, have zeros where the others lie.
@@ -86,12 +88,16 @@ class Checkpoint:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Checkpoint":
-        raw, single = read_json(folder / "config.json"), folder / "model.safetensors"
-        # If a whole file is there, it alone is read. Without files nothing can be learnt from them.
-        files = [single] if single.is_file() else sorted(folder.glob("model*.safetensors"))
-        file_bytes = sum(file.stat().st_size for file in files) or None
+        raw = read_json(folder / "config.json")
         try:
-            return cls.from_facts(raw, file_bytes)
+            try:
+                tensors = TensorFiles(folder)
+            except CheckpointError:  # not all of it is here yet: what there is may still say which floats they are
+                file_bytes = sum(file.stat().st_size for file in folder.glob("model*.safetensors")) or None
+                return cls.from_facts(raw, file_bytes)
+            config = as_stored(ModelConfig.from_dict(raw), tensors)
+            made = cls.from_facts({**raw, "tie_word_embeddings": config.tie_word_embeddings}, tensors.nbytes)
+            return replace(made, config=config)
         except ModelError as error:
             raise ModelError(f"{folder}: {error}") from error
 

@@ -1,5 +1,6 @@
 """Cache formats: how the report names them, which a model can have, and their caches."""
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,7 +79,7 @@ def parse_formats(text: str) -> list[CacheFormat]:
 def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
     """Raise a ValueError that names the format a model's cache cannot have."""
     for candidate in formats:  # the heads of a bridged model may differ; its cache cuts a group to fit them all
-        head_dim = model.config.head_dim if isinstance(model, Decoder) else candidate.kv_group_size
+        head_dim = model.config.head_dim if isinstance(model, Decoder) else candidate.wanted_group
         try:
             candidate.check_head(head_dim)
         except ValueError as error:
@@ -90,13 +91,13 @@ def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
 
 
 def default_formats(model: LanguageModel) -> list[CacheFormat]:
-    """8 and 4 bits in groups of 32 and 64, with and without the bias split if there is a bias."""
+    """8 and 4 bits in groups of 32 and 64, or one that fits; with and without the bias split if there is a bias."""
     if not isinstance(model, Decoder):
         formats = [CacheFormat(bits, group) for bits in DEFAULT_BITS for group in DEFAULT_GROUPS]
         # A group that does not divide a width is cut: if that leaves the same cache, it is measured once.
         return list({candidate.bytes_per_token(model): candidate for candidate in reversed(formats)}.values())[::-1]
     head_dim = model.config.head_dim
-    groups = [group for group in DEFAULT_GROUPS if head_dim % group == 0] or [head_dim]
+    groups = [group for group in DEFAULT_GROUPS if head_dim % group == 0] or [math.gcd(DEFAULT_GROUPS[0], head_dim)]
     splits = (True, False) if has_bias(model) else (True,)
     return [CacheFormat(bits, group, split) for bits in DEFAULT_BITS for group in groups for split in splits]
 
