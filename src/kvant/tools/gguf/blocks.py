@@ -19,6 +19,7 @@ dequantize_row_* in ggml-quants.c beside it.
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -50,26 +51,38 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
+class Groups:
+    """Blocks as groups of 32 values, ``scale * number + bias``: numbers (n, 32), scales and biases (n, 1)."""
+
+    numbers: Bytes
+    scales: Floats
+    biases: Floats
+
+
+@dataclass(frozen=True, slots=True)
 class BlockType:
     """A type of tensor.
 
     Attributes:
         size: values in a block.
         nbytes: bytes of a block.
-        pack: (blocks (n, nbytes) uint8, shape) -> the tensor in MLX's form. A ValueError: scales MLX cannot
-        hold. quantization: what a matrix becomes; None: it stays in floating point.
+        pack: (blocks (n, nbytes) uint8, shape) -> the tensor in MLX's form; a ValueError if a scale is no finite
+            float16.
+        expand: blocks (n, nbytes) uint8 -> the file's own values (n * size,), float32.
+        quantization: what a matrix becomes; None: it stays in floating point.
     """
 
     name: str
     size: int
     nbytes: int
     pack: Callable[[Bytes, tuple[int, ...]], Packed]
+    expand: Callable[[Bytes], Floats]
     quantization: Quantization | None
     fidelity: Fidelity = Fidelity.EXACT
 
 
 def _half(data: Bytes) -> Floats:
-    """Two bytes each -> float32 (n, 1). Blocks are sliced out of rows, so they are copied together first."""
+    """Convert float16 numbers of two bytes each: (n, 2) -> float32 (n, 1)."""
     return np.ascontiguousarray(data).view(np.float16).astype(np.float32)
 
 
@@ -82,27 +95,21 @@ def _nibbles(data: Bytes, run: int) -> Bytes:
     return np.concatenate([runs & 0x0F, runs >> 4], axis=2).reshape(len(data), -1)
 
 
-def _bits(data: Bytes) -> Bytes:
-    """Unpack single bits, lowest first: (n, bytes) -> (n, 8 * bytes)."""
-    return np.unpackbits(data, axis=1, bitorder="little")
+def _fifth_bits(data: Bytes) -> Bytes:
+    """Unpack the fifth bits of numbers, lowest first, as 16 or 0: (n, bytes) -> (n, 8 * bytes)."""
+    return np.unpackbits(data, axis=1, bitorder="little") * np.uint8(16)
 
 
-def _fifth(data: Bytes) -> Bytes:
-    """Unpack the fifth bits of numbers, as 16 or 0."""
-    return _bits(data) * np.uint8(16)
-
-
-def _float16(values: Floats) -> np.ndarray[Any, np.dtype[np.float16]]:
+def _float16(values: Floats) -> mx.array:
     with np.errstate(over="ignore"):
         rounded = values.astype(np.float16)
     if not np.isfinite(rounded).all():
         raise ValueError("has a scale that is not a finite float16")
-    return rounded
+    return mx.array(rounded)
 
 
 def pack_bits(numbers: Bytes, bits: int) -> mx.array:
-    """Pack numbers (n, count) of ``bits`` bits as MLX stores them: one stream of bits, lowest first, in
-    uint32.
+    """Pack numbers (n, count) as MLX stores them: one stream of bits, lowest first, in uint32.
 
     ``count`` is a multiple of 32. Returns (n, count * bits / 32) uint32.
     """
@@ -114,124 +121,155 @@ def pack_bits(numbers: Bytes, bits: int) -> mx.array:
     return mx.array(packed.reshape(len(numbers), -1).view(np.uint32))
 
 
-def _affine(numbers: Bytes, bits: int, scales: Floats, biases: Floats, shape: tuple[int, ...]) -> Packed:
-    """Arrange groups (n, 32) of a tensor of this shape: scales and biases (n, 1)."""
-    groups = (*shape[:-1], shape[-1] // GROUP)
-    weight = pack_bits(numbers, bits).reshape(*shape[:-1], -1)
-    return Packed(weight, mx.array(_float16(scales)).reshape(groups), mx.array(_float16(biases)).reshape(groups))
-
-
-def _q4_0(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
+def _q4_0(blocks: Bytes) -> Groups:
     scale = _half(blocks[:, :2])
-    return _affine(_nibbles(blocks[:, 2:], 16), 4, scale, -8 * scale, shape)
+    return Groups(_nibbles(blocks[:, 2:], 16), scale, -8 * scale)
 
 
-def _q4_1(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
-    return _affine(_nibbles(blocks[:, 4:], 16), 4, _half(blocks[:, :2]), _half(blocks[:, 2:4]), shape)
+def _q4_1(blocks: Bytes) -> Groups:
+    return Groups(_nibbles(blocks[:, 4:], 16), _half(blocks[:, :2]), _half(blocks[:, 2:4]))
 
 
-def _q5_0(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
+def _q5_0(blocks: Bytes) -> Groups:
     scale = _half(blocks[:, :2])
-    numbers = _nibbles(blocks[:, 6:], 16) | _fifth(blocks[:, 2:6])
-    return _affine(numbers, 5, scale, -16 * scale, shape)
+    return Groups(_nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6]), scale, -16 * scale)
 
 
-def _q5_1(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
-    numbers = _nibbles(blocks[:, 8:], 16) | _fifth(blocks[:, 4:8])
-    return _affine(numbers, 5, _half(blocks[:, :2]), _half(blocks[:, 2:4]), shape)
+def _q5_1(blocks: Bytes) -> Groups:
+    numbers = _nibbles(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8])
+    return Groups(numbers, _half(blocks[:, :2]), _half(blocks[:, 2:4]))
 
 
-def _q8_0(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
+def _q8_0(blocks: Bytes) -> Groups:
     scale = _half(blocks[:, :2])
-    return _affine(blocks[:, 2:] ^ np.uint8(0x80), 8, scale, -128 * scale, shape)  # int8 + 128
+    return Groups(blocks[:, 2:] ^ np.uint8(0x80), scale, -128 * scale)  # an int8 and 128
 
 
-def _k_scales(data: Bytes) -> tuple[Floats, Floats]:
-    """Unpack the eight 6-bit scales and the eight 6-bit minima of K blocks: (n, 12) -> twice (n, 8).
+def _k_groups(blocks: Bytes, numbers: Bytes) -> Groups:
+    """Scale the numbers (n, 256) of K blocks, which begin with two float16 and 12 bytes of 6-bit numbers.
 
-    The first four of each lie in the low 6 bits of bytes 0 to 3 and 4 to 7. The last four have their low
-    halves in bytes 8 to 11, scales in the low nibbles and minima in the high ones, and their top two bits
-    above the first four's.
+    These are eight scales and eight minima. The first four of each lie in the low 6 bits of bytes 0 to 3 and 4 to 7.
+    The last four have their low halves in bytes 8 to 11, scales in the low nibbles and minima in the high ones, and
+    their top two bits above the first four's.
     """
-    scales, minima, low = data[:, :4], data[:, 4:8], data[:, 8:]
-    scale = np.concatenate([scales & 0x3F, low & 0x0F | scales >> 6 << 4], axis=1)
-    minimum = np.concatenate([minima & 0x3F, low >> 4 | minima >> 6 << 4], axis=1)
-    return scale.astype(np.float32), minimum.astype(np.float32)
+    scales, minima, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scale = np.concatenate([scales & 0x3F, low & 0x0F | scales >> 6 << 4], axis=1).astype(np.float32)  # (n, 8)
+    minimum = np.concatenate([minima & 0x3F, low >> 4 | minima >> 6 << 4], axis=1).astype(np.float32)
+    return Groups(
+        numbers.reshape(-1, GROUP),
+        (_half(blocks[:, :2]) * scale).reshape(-1, 1),
+        (-_half(blocks[:, 2:4]) * minimum).reshape(-1, 1),
+    )
 
 
-def _k_affine(blocks: Bytes, numbers: Bytes, bits: int, shape: tuple[int, ...]) -> Packed:
-    scale, minimum = _k_scales(blocks[:, 4:16])
-    scales = _half(blocks[:, :2]) * scale  # (n, 8)
-    biases = -_half(blocks[:, 2:4]) * minimum
-    return _affine(numbers.reshape(-1, GROUP), bits, scales.reshape(-1, 1), biases.reshape(-1, 1), shape)
+def _q4_k(blocks: Bytes) -> Groups:
+    return _k_groups(blocks, _nibbles(blocks[:, 16:], 32))
 
 
-def _q4_k(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
-    return _k_affine(blocks, _nibbles(blocks[:, 16:], 32), 4, shape)
-
-
-def _q5_k(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
+def _q5_k(blocks: Bytes) -> Groups:
     # Bit j of the 32 bytes is the fifth bit of the 32 values of group j: (n, 32, 8) -> (n, 8, 32).
-    fifth = _fifth(blocks[:, 16:48]).reshape(-1, 32, 8).swapaxes(1, 2).reshape(-1, 256)
-    return _k_affine(blocks, _nibbles(blocks[:, 48:], 32) | fifth, 5, shape)
+    fifth = _fifth_bits(blocks[:, 16:48]).reshape(-1, 32, 8).swapaxes(1, 2).reshape(-1, 256)
+    return _k_groups(blocks, _nibbles(blocks[:, 48:], 32) | fifth)
 
 
-def q6_k_values(blocks: Bytes) -> Floats:
-    """Compute the values of Q6_K blocks: (n, 210) uint8 -> (n, 256) float32.
+def _pack_groups(read: Callable[[Bytes], Groups], bits: int, blocks: Bytes, shape: tuple[int, ...]) -> Packed:
+    groups = read(blocks)
+    of_groups = (*shape[:-1], shape[-1] // GROUP)
+    return Packed(
+        pack_bits(groups.numbers, bits).reshape(*shape[:-1], -1),
+        _float16(groups.scales).reshape(of_groups),
+        _float16(groups.biases).reshape(of_groups),
+    )
 
-    Low halves lie in 128 bytes, 64 for each half of the block; the top two bits in 64 bytes, 32 for each
-    half, whose bit pairs 0 to 3 belong to its four quarters of 32; then 16 int8 scales and a float16.
+
+def _expand_groups(read: Callable[[Bytes], Groups], blocks: Bytes) -> Floats:
+    groups = read(blocks)
+    return (groups.numbers.astype(np.float32) * groups.scales + groups.biases).reshape(-1)
+
+
+def _affine(
+    name: str,
+    size: int,
+    nbytes: int,
+    bits: int,
+    read: Callable[[Bytes], Groups],
+    fidelity: Fidelity = Fidelity.EXACT,
+) -> BlockType:
+    """A type that MLX's affine format of ``bits`` bits holds."""
+    pack, expand = partial(_pack_groups, read, bits), partial(_expand_groups, read)
+    return BlockType(name, size, nbytes, pack, expand, Quantization(bits, GROUP), fidelity)
+
+
+def _expand_q6_k(blocks: Bytes) -> Floats:
+    """Compute the values of Q6_K blocks.
+
+    Low halves lie in 128 bytes, 64 for each half of the block; the top two bits in 64 bytes, 32 for each half, whose
+    bit pairs 0 to 3 belong to its four quarters of 32; then 16 int8 scales and a float16.
     """
     low = _nibbles(blocks[:, :128], 64)
     pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32)
     high = np.concatenate([pairs >> shift & 3 for shift in (0, 2, 4, 6)], axis=2).reshape(-1, 256)
     numbers = (low | high << 4).astype(np.float32) - 32
     scales = _half(blocks[:, 208:]) * blocks[:, 192:208].view(np.int8).astype(np.float32)  # (n, 16)
-    return (numbers.reshape(-1, 16, 16) * scales[:, :, None]).reshape(-1, 256)
+    return (numbers.reshape(-1, 16, 16) * scales[:, :, None]).reshape(-1)
 
 
-def _q6_k(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
-    values = _float16(q6_k_values(blocks)).reshape(shape)
-    return Packed(*mx.quantize(mx.array(values), GROUP, REQUANTIZED_BITS))
+def _pack_q6_k(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
+    return Packed(*mx.quantize(_float16(_expand_q6_k(blocks)).reshape(shape), GROUP, REQUANTIZED_BITS))
 
 
-def _mxfp4(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
+def _pack_mxfp4(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
     # Both formats: a byte of 2^(byte - 127) and 4-bit floating-point numbers; only their order differs.
     weight = pack_bits(_nibbles(blocks[:, 1:], 16), 4).reshape(*shape[:-1], -1)
     return Packed(weight, mx.array(np.ascontiguousarray(blocks[:, 0]).reshape(*shape[:-1], -1)))
 
 
-def _f16(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
-    return Packed(mx.array(np.ascontiguousarray(blocks).view(np.float16).reshape(shape)))
+def _expand_mxfp4(blocks: Bytes) -> Floats:
+    packed = _pack_mxfp4(blocks, (len(blocks), GROUP))
+    values = mx.dequantize(packed.weight, packed.scales, group_size=GROUP, bits=4, mode="mxfp4")
+    return np.array(values.astype(mx.float32)).reshape(-1)
 
 
-def _bf16(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
-    return Packed(mx.array(np.ascontiguousarray(blocks).view(np.uint16).reshape(shape)).view(mx.bfloat16))
+def _expand_f32(blocks: Bytes) -> Floats:
+    return np.ascontiguousarray(blocks).view(np.float32).reshape(-1)
 
 
-def _f32(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
+def _pack_f32(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
     """Floats as float16 if it holds each of them exactly: llama.cpp stores norms of any dtype as float32."""
-    values = np.ascontiguousarray(blocks).view(np.float32).reshape(shape)
+    values = _expand_f32(blocks).reshape(shape)
     with np.errstate(over="ignore"):
         halves = values.astype(np.float16)
     return Packed(mx.array(halves if np.array_equal(halves.astype(np.float32), values) else values))
 
 
-_AFFINE_4, _AFFINE_5, _AFFINE_8 = (Quantization(bits, GROUP) for bits in (4, 5, 8))
+def _pack_f16(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
+    return Packed(mx.array(np.ascontiguousarray(blocks).view(np.float16).reshape(shape)))
+
+
+def _pack_bf16(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
+    return Packed(mx.array(np.ascontiguousarray(blocks).view(np.uint16).reshape(shape)).view(mx.bfloat16))
+
+
+def _expand_bf16(blocks: Bytes) -> Floats:
+    halves = np.ascontiguousarray(blocks).view(np.uint16).astype(np.uint32)
+    return (halves << np.uint32(16)).view(np.float32).reshape(-1)
+
+
+ROUNDED, REQUANTIZED = Fidelity.ROUNDED, Fidelity.REQUANTIZED
 # By the numbers of GGUF.
 BLOCK_TYPES = {
-    0: BlockType("F32", 1, 4, _f32, None),
-    1: BlockType("F16", 1, 2, _f16, None),
-    2: BlockType("Q4_0", 32, 18, _q4_0, _AFFINE_4),
-    3: BlockType("Q4_1", 32, 20, _q4_1, _AFFINE_4),
-    6: BlockType("Q5_0", 32, 22, _q5_0, _AFFINE_5),
-    7: BlockType("Q5_1", 32, 24, _q5_1, _AFFINE_5),
-    8: BlockType("Q8_0", 32, 34, _q8_0, _AFFINE_8),
-    12: BlockType("Q4_K", 256, 144, _q4_k, _AFFINE_4, Fidelity.ROUNDED),
-    13: BlockType("Q5_K", 256, 176, _q5_k, _AFFINE_5, Fidelity.ROUNDED),
-    14: BlockType("Q6_K", 256, 210, _q6_k, _AFFINE_8, Fidelity.REQUANTIZED),
-    30: BlockType("BF16", 1, 2, _bf16, None),
-    39: BlockType("MXFP4", 32, 17, _mxfp4, Quantization(4, GROUP, "mxfp4")),
+    0: BlockType("F32", 1, 4, _pack_f32, _expand_f32, None),
+    1: BlockType("F16", 1, 2, _pack_f16, lambda blocks: _half(blocks).reshape(-1), None),
+    2: _affine("Q4_0", 32, 18, 4, _q4_0),
+    3: _affine("Q4_1", 32, 20, 4, _q4_1),
+    6: _affine("Q5_0", 32, 22, 5, _q5_0),
+    7: _affine("Q5_1", 32, 24, 5, _q5_1),
+    8: _affine("Q8_0", 32, 34, 8, _q8_0),
+    12: _affine("Q4_K", 256, 144, 4, _q4_k, ROUNDED),
+    13: _affine("Q5_K", 256, 176, 5, _q5_k, ROUNDED),
+    14: BlockType("Q6_K", 256, 210, _pack_q6_k, _expand_q6_k, Quantization(REQUANTIZED_BITS, GROUP), REQUANTIZED),
+    30: BlockType("BF16", 1, 2, _pack_bf16, _expand_bf16, None),
+    39: BlockType("MXFP4", 32, 17, _pack_mxfp4, _expand_mxfp4, Quantization(4, GROUP, "mxfp4")),
 }
 # Types that are not imported, for messages.
 TYPE_NAMES = {

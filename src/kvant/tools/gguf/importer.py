@@ -77,11 +77,11 @@ def _import(file: GGUFFile, dest: Path, progress: Progress) -> list[CensusRow]:
     if free < needed:
         raise ConvertError(f"{dest.parent}: {format_bytes(needed)} are needed, {format_bytes(free)} are free")
     with appearing(dest) as folder:
-        _write_json(folder / "tokenizer.json", tokenizer)
-        _write_json(folder / "tokenizer_config.json", tokenizer_config)
-        _write_json(folder / "config.json", raw)
+        write_json(folder / "tokenizer.json", tokenizer)
+        write_json(folder / "tokenizer_config.json", tokenizer_config)
+        write_json(folder / "config.json", raw)
         if ends:
-            _write_json(folder / "generation_config.json", {"eos_token_id": raw["eos_token_id"]})
+            write_json(folder / "generation_config.json", {"eos_token_id": raw["eos_token_id"]})
         load_tokenizer(folder)
         after = _write_tensors(file, placed, folder, progress)
         check_folder(folder, whole=False)
@@ -122,7 +122,7 @@ def _write_tensors(file: GGUFFile, placed: list[Place], folder: Path, progress: 
         index |= dict.fromkeys(arrays, name)
     if len(shards) > 1:
         total = {"total_size": sum(sizes.values())}
-        _write_json(folder / "model.safetensors.index.json", {"metadata": total, "weight_map": index})
+        write_json(folder / "model.safetensors.index.json", {"metadata": total, "weight_map": index})
     return sizes
 
 
@@ -149,13 +149,13 @@ def _arrays(file: GGUFFile, place: Place) -> dict[str, mx.array]:
         raise ConvertError(f"tensor {place.source} {error}") from error
     named = {place.part: packed.weight, "scales": packed.scales, "biases": packed.biases}
     return {
-        f"{place.module}.{name}": _in_order(array, place.interleaved_heads)
+        f"{place.module}.{name}": in_order(array, place.interleaved_heads)
         for name, array in named.items()
         if array is not None
     }
 
 
-def _in_order(array: mx.array, heads: int) -> mx.array:
+def in_order(array: mx.array, heads: int) -> mx.array:
     """Undo the interleaving of a head's rows: pair p is rows 2p and 2p + 1 there, p and p + D/2 here."""
     if heads == 0:
         return array
@@ -173,5 +173,5 @@ def _census(file: GGUFFile, placed: list[Place], after: dict[str, int]) -> list[
     return sorted(rows, key=lambda row: -row.bytes_before)
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")

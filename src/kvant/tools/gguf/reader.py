@@ -97,13 +97,13 @@ def open_gguf(path: Path) -> Iterator[GGUFFile]:
     with open_regular(real, path, ConvertError) as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise ConvertError(f"{path}: not a GGUF file; expected one that begins with the letters GGUF")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
-            try:
-                found = _read(data)
-            except ValueError as error:
-                raise ConvertError(f"{path}: {error}") from error
-            yield found
-            del found
+        # Unmapped when the last view of it is gone: an array may outlive this block.
+        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        try:
+            found = _read(mapped)
+        except ValueError as error:
+            raise ConvertError(f"{path}: {error}") from error
+        yield found
 
 
 class _Cursor:
