@@ -83,8 +83,9 @@ def read_bytes(path: Path, limit: int, folder: Path | None = None, error: type[M
         return _content(file, path, limit, error)
 
 
-def read_given(path: str | Path, limit: int, error: type[KvantError] = KvantError) -> bytes:
-    """The content of a file that the user named, at most ``limit`` bytes. Links are followed, ``~`` is their home."""
+@contextmanager
+def open_given(path: str | Path, error: type[KvantError] = KvantError) -> Iterator[BufferedReader]:
+    """Open a regular file that the user named. Links are followed, ``~`` is their home."""
     shown = Path(os.path.expanduser(path))
     try:
         real = shown.resolve(strict=True)
@@ -93,7 +94,13 @@ def read_given(path: str | Path, limit: int, error: type[KvantError] = KvantErro
     if not os.path.isfile(real):  # a device is not even opened
         raise error(f"{shown}: not a regular file")
     with open_regular(real, shown, error) as file:
-        return _content(file, shown, limit, error)
+        yield file
+
+
+def read_given(path: str | Path, limit: int, error: type[KvantError] = KvantError) -> bytes:
+    """The content of a file that the user named, at most ``limit`` bytes; other arguments as :func:`open_given`."""
+    with open_given(path, error) as file:
+        return _content(file, Path(os.path.expanduser(path)), limit, error)
 
 
 def _content(file: BufferedReader, shown: Path, limit: int, error: type[KvantError]) -> bytes:

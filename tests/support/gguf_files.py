@@ -14,7 +14,9 @@ import gguf
 import mlx.core as mx
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, Keys, quants
+from mlx.utils import tree_flatten
 
+from support.checkpoints import reference_model
 from support.tokenizers_made import FAMILIES
 
 Array = np.ndarray[Any, Any]
@@ -126,7 +128,6 @@ def tokenizer_metadata(family: str, raw: Mapping[str, Any] | None = None, pre: s
     """Return the keys of a tokenizer of :data:`FAMILIES`, or of another tokenizer.json, as the converter has them."""
     made, settings = FAMILIES[family][0]()
 
-
     raw = json.loads(made.to_str()) if raw is None else raw
     pre = PRE[family] if pre is None else pre
     vocabulary = {**raw["model"]["vocab"], **{token["content"]: token["id"] for token in raw["added_tokens"]}}
@@ -178,7 +179,9 @@ def _half(values: Array) -> Array:
 
 def _ratio(values: Array, divisor: Array) -> Array:
     """Divide; what is divided by 0 becomes 0."""
-    return np.divide(values, divisor, out=np.zeros(np.broadcast_shapes(values.shape, divisor.shape)), where=divisor != 0)
+    return np.divide(
+        values, divisor, out=np.zeros(np.broadcast_shapes(values.shape, divisor.shape)), where=divisor != 0
+    )
 
 
 def _k_numbers(values: Array, most: int) -> tuple[Array, Array]:
@@ -235,3 +238,12 @@ ENCODERS = {"Q4_K": encode_q4_k, "Q5_K": encode_q5_k, "Q6_K": encode_q6_k}
 
 def as_numpy(weights: Mapping[str, mx.array]) -> dict[str, Array]:
     return {name: np.array(array.astype(mx.float32)) for name, array in weights.items()}
+
+
+def random_weights(config: dict[str, Any]) -> dict[str, Array]:
+    """Return the weights of :func:`reference_model`, with norms and biases that float16 holds."""
+    weights = as_numpy(dict(tree_flatten(reference_model(config).parameters())))
+    return {
+        name: values.astype(np.float16).astype(np.float32) if values.ndim == 1 else values
+        for name, values in weights.items()
+    }

@@ -43,7 +43,7 @@ class Fidelity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A tensor in MLX's form: one array, or a quantized matrix's three (``biases`` is None for mxfp4)."""
+    """Rows in MLX's form: one array, or a quantized matrix's three (``biases`` is None for mxfp4)."""
 
     weight: mx.array
     scales: mx.array | None = None
@@ -66,8 +66,8 @@ class BlockType:
     Attributes:
         size: values in a block.
         nbytes: bytes of a block.
-        pack: (blocks (n, nbytes) uint8, shape) -> the tensor in MLX's form; a ValueError if a scale is no finite
-            float16.
+        pack: (blocks (n, nbytes) uint8, width of a row) -> the rows in MLX's form; a ValueError if a scale is no
+            finite float16.
         expand: blocks (n, nbytes) uint8 -> the file's own values (n * size,), float32.
         quantization: what a matrix becomes; None: it stays in floating point.
     """
@@ -75,7 +75,7 @@ class BlockType:
     name: str
     size: int
     nbytes: int
-    pack: Callable[[Bytes, tuple[int, ...]], Packed]
+    pack: Callable[[Bytes, int], Packed]
     expand: Callable[[Bytes], Floats]
     quantization: Quantization | None
     fidelity: Fidelity = Fidelity.EXACT
@@ -172,13 +172,12 @@ def _q5_k(blocks: Bytes) -> Groups:
     return _k_groups(blocks, _nibbles(blocks[:, 48:], 32) | fifth)
 
 
-def _pack_groups(read: Callable[[Bytes], Groups], bits: int, blocks: Bytes, shape: tuple[int, ...]) -> Packed:
+def _pack_groups(read: Callable[[Bytes], Groups], bits: int, blocks: Bytes, width: int) -> Packed:
     groups = read(blocks)
-    of_groups = (*shape[:-1], shape[-1] // GROUP)
     return Packed(
-        pack_bits(groups.numbers, bits).reshape(*shape[:-1], -1),
-        _float16(groups.scales).reshape(of_groups),
-        _float16(groups.biases).reshape(of_groups),
+        pack_bits(groups.numbers, bits).reshape(-1, width * bits // 32),
+        _float16(groups.scales).reshape(-1, width // GROUP),
+        _float16(groups.biases).reshape(-1, width // GROUP),
     )
 
 
@@ -214,18 +213,18 @@ def _expand_q6_k(blocks: Bytes) -> Floats:
     return (numbers.reshape(-1, 16, 16) * scales[:, :, None]).reshape(-1)
 
 
-def _pack_q6_k(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
-    return Packed(*mx.quantize(_float16(_expand_q6_k(blocks)).reshape(shape), GROUP, REQUANTIZED_BITS))
+def _pack_q6_k(blocks: Bytes, width: int) -> Packed:
+    return Packed(*mx.quantize(_float16(_expand_q6_k(blocks)).reshape(-1, width), GROUP, REQUANTIZED_BITS))
 
 
-def _pack_mxfp4(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
+def _pack_mxfp4(blocks: Bytes, width: int) -> Packed:
     # Both formats: a byte of 2^(byte - 127) and 4-bit floating-point numbers; only their order differs.
-    weight = pack_bits(_nibbles(blocks[:, 1:], 16), 4).reshape(*shape[:-1], -1)
-    return Packed(weight, mx.array(np.ascontiguousarray(blocks[:, 0]).reshape(*shape[:-1], -1)))
+    weight = pack_bits(_nibbles(blocks[:, 1:], 16), 4).reshape(-1, width // 8)
+    return Packed(weight, mx.array(np.ascontiguousarray(blocks[:, 0]).reshape(-1, width // GROUP)))
 
 
 def _expand_mxfp4(blocks: Bytes) -> Floats:
-    packed = _pack_mxfp4(blocks, (len(blocks), GROUP))
+    packed = _pack_mxfp4(blocks, GROUP)
     assert packed.scales is not None
     values = mx.dequantize(packed.weight, packed.scales, group_size=GROUP, bits=4, mode="mxfp4")
     return np.array(values.astype(mx.float32)).reshape(-1)
@@ -235,20 +234,8 @@ def _expand_f32(blocks: Bytes) -> Floats:
     return np.ascontiguousarray(blocks).view(np.float32).reshape(-1)
 
 
-def _pack_f32(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
-    """Floats as float16 if it holds each of them exactly: llama.cpp stores norms of any dtype as float32."""
-    values = _expand_f32(blocks).reshape(shape)
-    with np.errstate(over="ignore"):
-        halves = values.astype(np.float16)
-    return Packed(mx.array(halves if np.array_equal(halves.astype(np.float32), values) else values))
-
-
-def _pack_f16(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
-    return Packed(mx.array(np.ascontiguousarray(blocks).view(np.float16).reshape(shape)))
-
-
-def _pack_bf16(blocks: Bytes, shape: tuple[int, ...]) -> Packed:
-    return Packed(mx.array(np.ascontiguousarray(blocks).view(np.uint16).reshape(shape)).view(mx.bfloat16))
+def _pack_floats(dtype: mx.Dtype, blocks: Bytes, width: int) -> Packed:
+    return Packed(mx.array(np.ascontiguousarray(blocks)).view(dtype).reshape(-1, width))
 
 
 def _expand_bf16(blocks: Bytes) -> Floats:
@@ -259,8 +246,8 @@ def _expand_bf16(blocks: Bytes) -> Floats:
 ROUNDED, REQUANTIZED = Fidelity.ROUNDED, Fidelity.REQUANTIZED
 # By the numbers of GGUF.
 BLOCK_TYPES = {
-    0: BlockType("F32", 1, 4, _pack_f32, _expand_f32, None),
-    1: BlockType("F16", 1, 2, _pack_f16, lambda blocks: _half(blocks).reshape(-1), None),
+    0: BlockType("F32", 1, 4, partial(_pack_floats, mx.float32), _expand_f32, None),
+    1: BlockType("F16", 1, 2, partial(_pack_floats, mx.float16), lambda blocks: _half(blocks).reshape(-1), None),
     2: _affine("Q4_0", 32, 18, 4, _q4_0),
     3: _affine("Q4_1", 32, 20, 4, _q4_1),
     6: _affine("Q5_0", 32, 22, 5, _q5_0),
@@ -269,7 +256,7 @@ BLOCK_TYPES = {
     12: _affine("Q4_K", 256, 144, 4, _q4_k, ROUNDED),
     13: _affine("Q5_K", 256, 176, 5, _q5_k, ROUNDED),
     14: BlockType("Q6_K", 256, 210, _pack_q6_k, _expand_q6_k, Quantization(REQUANTIZED_BITS, GROUP), REQUANTIZED),
-    30: BlockType("BF16", 1, 2, _pack_bf16, _expand_bf16, None),
+    30: BlockType("BF16", 1, 2, partial(_pack_floats, mx.bfloat16), _expand_bf16, None),
     39: BlockType("MXFP4", 32, 17, _pack_mxfp4, _expand_mxfp4, Quantization(4, GROUP, "mxfp4")),
 }
 # Types that are not imported, for messages.

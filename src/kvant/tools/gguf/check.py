@@ -1,18 +1,20 @@
 """How far an imported model's predictions are from those of the file's own values."""
 
+import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import mlx.core as mx
-import numpy as np
 
+from kvant.errors import ConvertError
 from kvant.files import read_json
 from kvant.models.checkpoint import load_decoder
 from kvant.models.config import ModelConfig
+from kvant.sizes import format_bytes, physical_memory
 from kvant.text.tokenizer import load_tokenizer
-from kvant.tools.gguf.importer import Progress, in_order, write_json
-from kvant.tools.gguf.layout import places
-from kvant.tools.gguf.reader import open_gguf
+from kvant.tools.gguf.importer import Progress, check_space, write_json, write_tensors
+from kvant.tools.gguf.layout import Place, places
+from kvant.tools.gguf.reader import GGUFFile, open_gguf
 from kvant.tools.report.divergence import Figures, Tally, log_probabilities
 from kvant.tools.report.texts import built_in_text
 
@@ -26,12 +28,20 @@ def check_import(path: Path, folder: Path, progress: Progress | None = None) -> 
     written beside ``folder`` and removed afterwards; it takes four bytes a weight, on disk and in memory.
 
     Raises:
-        CheckpointError: the machine has no memory for the expansion.
+        ConvertError: there is no room for the expansion, on disk or in memory.
     """
     tokenizer = load_tokenizer(folder)
     (ids,) = built_in_text(tokenizer, TOKENS, TOKENS).pieces
-    with TemporaryDirectory(prefix=".check.", dir=folder.parent) as scratch:
-        _expand(path, folder, Path(scratch), progress or (lambda done, total: None))
+    raw = {key: value for key, value in read_json(folder / "config.json").items() if key != "quantization"}
+    with open_gguf(path) as file, TemporaryDirectory(prefix=".check.", dir=folder.parent) as scratch:
+        placed = places(file, ModelConfig.from_dict(raw))
+        needed = 4 * sum(math.prod(place.tensor.shape) for place in placed)
+        if needed > physical_memory():
+            memory = format_bytes(physical_memory())
+            raise ConvertError(f"the check takes {format_bytes(needed)} of memory; this machine has {memory}")
+        check_space(folder.parent, needed)
+        write_json(Path(scratch, "config.json"), raw)
+        write_tensors(file, placed, Path(scratch), _expand, progress)
         expected = _predictions(Path(scratch), ids)
     tally = Tally()
     tally.add(expected, _predictions(folder, ids), ids[1:])
@@ -45,17 +55,5 @@ def _predictions(folder: Path, ids: tuple[int, ...]) -> mx.array:
     return logits
 
 
-def _expand(path: Path, folder: Path, dense: Path, progress: Progress) -> None:
-    raw = {key: value for key, value in read_json(folder / "config.json").items() if key != "quantization"}
-    write_json(dense / "config.json", raw)
-    arrays = {}
-    with open_gguf(path) as file:
-        placed = [*places(file, ModelConfig.from_dict(raw))]
-        for done, place in enumerate(placed, start=1):
-            tensor = file.tensors[place.source]
-            values = tensor.kind.expand(file.blocks(place.source)).reshape(tensor.shape)
-            arrays[f"{place.module}.{place.part}"] = in_order(
-                mx.array(np.ascontiguousarray(values)), place.interleaved_heads
-            )
-            progress(done, len(placed))
-        mx.save_safetensors(str(dense / "model.safetensors"), arrays)
+def _expand(file: GGUFFile, place: Place) -> dict[str, mx.array]:
+    return {place.part: mx.array(place.tensor.kind.expand(file.blocks(place.tensor))).reshape(place.tensor.shape)}

@@ -3,7 +3,8 @@
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,17 @@ from kvant.models.quantization import Quantization
 from kvant.sizes import format_bytes
 from kvant.text.tokenizer import load_tokenizer
 from kvant.tools.convert.new_folder import appearing, check_new
-from kvant.tools.gguf.layout import Place, kind_of, places, read_config
+from kvant.tools.gguf.layout import Place, places, read_config
 from kvant.tools.gguf.reader import GGUFFile, open_gguf
 from kvant.tools.gguf.tokenizer import build_tokenizer, end_ids
 
 SHARD_BYTES = 2**30  # of a file of tensors; what is held in memory until it is written
+PIECE_VALUES = 2**24  # of a tensor that are converted at once
+MOST_GROWTH = 288 / 210  # of Q6_K, which grows most
+ROUTER = "mlp.gate"  # llama.cpp stores it as float32 in files of every type
+
 Progress = Callable[[int, int], None]
+Convert = Callable[[GGUFFile, Place], dict[str, mx.array]]  # to arrays by the last part of their names
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,56 +54,64 @@ def import_gguf(path: Path, dest: Path, progress: Progress | None = None) -> lis
         What became of the tensors, a row for each type, the largest first.
 
     Raises:
-        ConvertError: the file or the folder cannot be used; the message names what was found and what was
-            expected.
+        ConvertError: the file or the folder cannot be used; the message names what was found and what was expected.
     """
     dest = check_new(dest)
     with open_gguf(path) as file:
-        try:
-            return _import(file, dest, progress or (lambda done, total: None))
-        except ModelError as error:
-            raise ConvertError(f"{path}: {error}") from error
-        except ConvertError as error:
-            if str(error).startswith(str(dest)):
-                raise
-            raise ConvertError(f"{path}: {error}") from error
+        with _naming(path):
+            raw = read_config(file)
+            placed = places(file, ModelConfig.from_dict(raw))
+            raw |= _quantization(placed)
+            settings = _text_files(file, raw)
+        check_space(dest.parent, MOST_GROWTH * sum(place.tensor.nbytes for place in placed))
+        with appearing(dest) as folder, _naming(path):
+            for name, content in settings.items():
+                write_json(folder / name, content)
+            load_tokenizer(folder)
+            after = write_tensors(file, placed, folder, Packing(_float_dtype(placed)), progress)
+            check_folder(folder, whole=False)
+    return _census(placed, after)
 
 
-def _import(file: GGUFFile, dest: Path, progress: Progress) -> list[CensusRow]:
-    raw = read_config(file)
-    config = ModelConfig.from_dict(raw)
-    placed = [*places(file, config)]
-    raw |= _quantization(file, placed)
-    tokenizer, tokenizer_config = build_tokenizer(file.metadata)
-    ends = end_ids(file.metadata)
-    if ends:
-        raw["eos_token_id"] = ends if len(ends) > 1 else ends[0]
-    needed = 2 * sum(tensor.nbytes for tensor in file.tensors.values())
-    free = shutil.disk_usage(dest.parent).free
+def check_space(folder: Path, needed: float) -> None:
+    """Refuse to write more bytes than the disk of the folder has left."""
+    free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ConvertError(f"{dest.parent}: {format_bytes(needed)} are needed, {format_bytes(free)} are free")
-    with appearing(dest) as folder:
-        write_json(folder / "tokenizer.json", tokenizer)
-        write_json(folder / "tokenizer_config.json", tokenizer_config)
-        write_json(folder / "config.json", raw)
-        if ends:
-            write_json(folder / "generation_config.json", {"eos_token_id": raw["eos_token_id"]})
-        load_tokenizer(folder)
-        after = _write_tensors(file, placed, folder, progress)
-        check_folder(folder, whole=False)
-    return _census(file, placed, after)
+        raise ConvertError(f"{folder}: {format_bytes(int(needed))} are needed, {format_bytes(free)} are free")
 
 
-def _quantization(file: GGUFFile, placed: list[Place]) -> dict[str, Any]:
-    """The key of config.json: the commonest format for every matrix, and the modules that differ."""
-    formats = {place.module: kind_of(file, place).quantization for place in placed if place.part == "weight"}
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the file's path before an error's message."""
+    try:
+        yield
+    except (ConvertError, ModelError) as error:
+        raise ConvertError(f"{path}: {error}") from error
+
+
+def _text_files(file: GGUFFile, raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of the JSON files by name."""
+    tokenizer, tokenizer_config = build_tokenizer(file.metadata)
+    count, rows = len(tokenizer["model"]["vocab"]), raw["vocab_size"]
+    if count > rows:
+        raise ConvertError(f"tokenizer.ggml.tokens has {count} tokens; the embedding has {rows} rows")
+    found = {"tokenizer.json": tokenizer, "tokenizer_config.json": tokenizer_config, "config.json": raw}
+    if ends := end_ids(file.metadata):
+        raw["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+        found["generation_config.json"] = {"eos_token_id": raw["eos_token_id"]}
+    return found
+
+
+def _quantization(placed: list[Place]) -> dict[str, Any]:
+    """Return the key of config.json: the commonest format for every matrix, and the modules that differ."""
+    matrices = [place for place in placed if len(place.tensor.shape) > 1]
+    formats = {place.module: place.tensor.kind.quantization for place in matrices}
     found = Counter(form for form in formats.values() if form is not None)
     if not found:
         return {}
     common = found.most_common(1)[0][0]
-    matrices = {place.module for place in placed if len(file.tensors[place.source].shape) > 1}
-    overrides = {module: _form(form) for module, form in formats.items() if module in matrices and form != common}
-    return {"quantization": {**_form(common), **overrides}}
+    overrides = {module: _form(form) for module, form in formats.items() if form != common}
+    return {"quantization": {**common.form, **overrides}}
 
 
 def _form(quantization: Quantization | None) -> Any:
@@ -105,19 +119,36 @@ def _form(quantization: Quantization | None) -> Any:
     return False if quantization is None else quantization.form
 
 
-def _write_tensors(file: GGUFFile, placed: list[Place], folder: Path, progress: Progress) -> dict[str, int]:
-    """Write the tensors in shards, one at a time in memory; return the new bytes of each tensor."""
-    shards = _shards(file, placed)
+def _float_dtype(placed: list[Place]) -> mx.Dtype:
+    """Return the dtype for tensors that the file has in float32 if it holds them exactly.
+
+    llama.cpp stores norms as float32 whatever dtype the model has, and the last one's dtype is that of activations.
+    """
+    matrices = (place for place in placed if len(place.tensor.shape) > 1 and not place.module.endswith(ROUTER))
+    kinds = {place.tensor.kind.name for place in matrices}
+    if "F32" in kinds:
+        return mx.float32
+    return mx.bfloat16 if "BF16" in kinds else mx.float16
+
+
+def write_tensors(
+    file: GGUFFile, placed: list[Place], folder: Path, convert: Convert, progress: Progress | None = None
+) -> dict[str, int]:
+    """Write converted tensors in shards, one at a time in memory; return the new bytes of each tensor by its name."""
+    shards = _shards(placed)
     sizes: dict[str, int] = {}
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         arrays: dict[str, mx.array] = {}
         for place in shard:
-            own = _arrays(file, place)
-            sizes[place.source] = sum(array.nbytes for array in own.values())
-            arrays |= own
-            progress(len(sizes), len(placed))
+            converted = convert(file, place)
+            sizes[place.tensor.name] = sum(array.nbytes for array in converted.values())
+            for last, array in converted.items():
+                shaped = array.reshape(*place.tensor.shape[:-1], -1)
+                arrays[f"{place.module}.{last}"] = in_order(shaped, place.interleaved_heads)
+            if progress is not None:
+                progress(len(sizes), len(placed))
         mx.save_safetensors(str(folder / name), arrays, {"format": "mlx"})
         index |= dict.fromkeys(arrays, name)
     if len(shards) > 1:
@@ -126,33 +157,41 @@ def _write_tensors(file: GGUFFile, placed: list[Place], folder: Path, progress: 
     return sizes
 
 
-def _shards(file: GGUFFile, placed: list[Place]) -> list[list[Place]]:
+def _shards(placed: list[Place]) -> list[list[Place]]:
     shards: list[list[Place]] = []
     size = SHARD_BYTES
     for place in placed:
-        size += file.tensors[place.source].nbytes
+        size += place.tensor.nbytes
         if size > SHARD_BYTES:
             shards.append([])
-            size = file.tensors[place.source].nbytes
+            size = place.tensor.nbytes
         shards[-1].append(place)
     return shards
 
 
-def _arrays(file: GGUFFile, place: Place) -> dict[str, mx.array]:
-    """The arrays of a tensor by their names in the checkpoint."""
-    tensor = file.tensors[place.source]
-    if len(tensor.shape) == 1 and tensor.kind.quantization is not None:
-        raise ConvertError(f"tensor {place.source} is {tensor.kind.name}; expected floats for a bias or a norm")
-    try:
-        packed = tensor.kind.pack(file.blocks(place.source), tensor.shape)
-    except ValueError as error:
-        raise ConvertError(f"tensor {place.source} {error}") from error
-    named = {place.part: packed.weight, "scales": packed.scales, "biases": packed.biases}
-    return {
-        f"{place.module}.{name}": in_order(array, place.interleaved_heads)
-        for name, array in named.items()
-        if array is not None
-    }
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Convert a tensor to MLX's form, piece by piece; float32 to ``floats`` if that is exact."""
+
+    floats: mx.Dtype
+
+    def __call__(self, file: GGUFFile, place: Place) -> dict[str, mx.array]:
+        tensor = place.tensor
+        width = tensor.shape[-1]
+        step = max(PIECE_VALUES // width, 1) * (width // tensor.kind.size)  # blocks of whole rows
+        blocks = file.blocks(tensor)
+        try:
+            pieces = [tensor.kind.pack(blocks[at : at + step], width) for at in range(0, len(blocks), step)]
+        except ValueError as error:
+            raise ConvertError(f"tensor {tensor.name} {error}") from error
+        named: dict[str, list[Any]] = {place.part: [piece.weight for piece in pieces]}
+        named |= {"scales": [piece.scales for piece in pieces], "biases": [piece.biases for piece in pieces]}
+        found = {name: mx.concatenate(arrays) for name, arrays in named.items() if arrays[0] is not None}
+        if tensor.kind.name == "F32":
+            narrow = found[place.part].astype(self.floats)
+            if mx.array_equal(narrow.astype(mx.float32), found[place.part]):
+                found[place.part] = narrow
+        return found
 
 
 def in_order(array: mx.array, heads: int) -> mx.array:
@@ -163,13 +202,12 @@ def in_order(array: mx.array, heads: int) -> mx.array:
     return mx.contiguous(rows.swapaxes(1, 2)).reshape(array.shape)
 
 
-def _census(file: GGUFFile, placed: list[Place], after: dict[str, int]) -> list[CensusRow]:
-    kinds = {kind_of(file, place).name: kind_of(file, place) for place in placed}
+def _census(placed: list[Place], after: Mapping[str, int]) -> list[CensusRow]:
     rows = []
-    for name, kind in kinds.items():
-        own = [place.source for place in placed if kind_of(file, place) is kind]
-        before = sum(file.tensors[source].nbytes for source in own)
-        rows.append(CensusRow(name, len(own), kind.fidelity, before, sum(after[source] for source in own)))
+    for kind in {place.tensor.kind.name: place.tensor.kind for place in placed}.values():
+        own = [place.tensor for place in placed if place.tensor.kind is kind]
+        before = sum(tensor.nbytes for tensor in own)
+        rows.append(CensusRow(kind.name, len(own), kind.fidelity, before, sum(after[tensor.name] for tensor in own)))
     return sorted(rows, key=lambda row: -row.bytes_before)
 
 

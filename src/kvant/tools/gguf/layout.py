@@ -4,7 +4,7 @@ Names: https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.
 would change the computation and that nothing here reads is refused.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,7 @@ import numpy as np
 from kvant.errors import ConvertError
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.config import ModelConfig
-from kvant.models.rope import Rope, read_rope
-from kvant.tools.gguf.blocks import BlockType
-from kvant.tools.gguf.reader import GGUFFile
+from kvant.tools.gguf.reader import GGUFFile, GGUFTensor
 
 # general.architecture -> model_type. The files of the first have the rows of q and k in another order.
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
@@ -43,28 +41,30 @@ STEMS = {
 }
 ROPE_FACTORS = "rope_freqs.weight"  # of each pair of a head, what its frequency is divided by
 LLAMA3_FACTORS = (8.0, 32.0)  # of Llama 3.1 and 3.2; their other numbers are the same
-LLAMA3_REST = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+ORIGINAL_CONTEXT = "original_max_position_embeddings"
+LLAMA3_REST = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL_CONTEXT: 8192}
 
-# Keys behind the architecture's name that are read, and those that describe without changing the computation.
+# Keys behind the architecture's name, and what they are called in config.json.
+EPSILON, THETA = "attention.layer_norm_rms_epsilon", "rope.freq_base"
 SIZES = {
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
     "context_length": "max_position_embeddings",
+    EPSILON: "rms_norm_eps",
 }
 EXPERT_SIZES = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-EPSILON, THETA, HEAD_DIM = "attention.layer_norm_rms_epsilon", "rope.freq_base", "attention.key_length"
-READ = {
-    *(*SIZES, EPSILON, THETA, HEAD_DIM, "attention.value_length", "rope.dimension_count", "vocab_size"),
-    *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
-}
-DESCRIPTIVE = {"rope.scaling.finetuned"}
+KV_HEADS, HEAD_DIM = "attention.head_count_kv", "attention.key_length"
+WIDTHS = ("attention.value_length", "rope.dimension_count")  # equal to HEAD_DIM in the models that are imported
+SCALING, FACTOR, ORIGINAL = "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"
+# Read, or without effect on what is computed.
+ACCEPTED = {*SIZES, THETA, KV_HEADS, HEAD_DIM, *WIDTHS, SCALING, FACTOR, ORIGINAL}
+ACCEPTED |= {"vocab_size", "rope.scaling.finetuned"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +72,12 @@ class Place:
     """Where a tensor of the file goes.
 
     Attributes:
-        source: its name in the file.
         module: the path of its module in the checkpoint, such as ``model.layers.0.self_attn.q_proj``.
         part: ``weight`` or ``bias``.
         interleaved_heads: the heads whose rows lie interleaved in the file; 0: the rows are in order.
     """
 
-    source: str
+    tensor: GGUFTensor
     module: str
     part: str
     interleaved_heads: int
@@ -94,56 +93,49 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     kind = metadata.get("general.architecture")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise ConvertError(f"general.architecture is {str(kind)[:40]!r}; expected {', '.join(MODEL_TYPES)}")
-    own = {key.removeprefix(f"{kind}."): value for key, value in metadata.items() if key.startswith(f"{kind}.")}
     table = ARCHITECTURES[MODEL_TYPES[kind]]
-    expert_keys = EXPERT_SIZES if table.experts else {}
-    for key in own:
-        if key not in READ and key not in DESCRIPTIVE and key not in expert_keys:
-            raise ConvertError(f"{kind}.{key} is {str(own[key])[:40]}, a setting that kvant does not import")
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list):
-        raise ConvertError("tokenizer.ggml.tokens is missing; expected the vocabulary")
-    config: dict[str, Any] = {"model_type": table.model_type, "architectures": [table.name]}
-    for key, name in {**SIZES, **expert_keys}.items():
+    own = {key.removeprefix(f"{kind}."): value for key, value in metadata.items() if key.startswith(f"{kind}.")}
+    sizes = SIZES | (EXPERT_SIZES if table.experts else {})
+    for key, value in own.items():
+        if key not in ACCEPTED and key not in sizes:
+            raise ConvertError(f"{kind}.{key} is {str(value)[:40]}, a setting that kvant does not import")
+    for key in sizes:
         if key not in own:
-            if key == "attention.head_count_kv":
-                continue
             raise ConvertError(f"{kind}.{key} is missing")
-        config[name] = own[key]
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    heads, hidden = own["attention.head_count"], own["embedding_length"]
     if not all(type(size) is int and size > 0 for size in (heads, hidden)):
         raise ConvertError(f"{kind}.attention.head_count is {str(heads)[:40]}; expected one number for every layer")
     head_dim = own.get(HEAD_DIM, hidden // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in WIDTHS:
         if own.get(key, head_dim) != head_dim:
             raise ConvertError(f"{kind}.{key} is {str(own[key])[:40]}; expected the width of a key, {head_dim}")
-    config |= {
+    config = {
+        "model_type": table.model_type,
+        "architectures": [table.name],
+        **{name: _shortest(own[key]) for key, name in sizes.items()},
+        "num_key_value_heads": own.get(KV_HEADS, heads),
         "head_dim": head_dim,
-        "rms_norm_eps": _shortest(own.get(EPSILON, table.rms_norm_eps)),
-        "rope_theta": _shortest(own.get(THETA, table.rope_theta)),
+        "rope_theta": _shortest(own.get(THETA, 10000.0)),
         "vocab_size": _rows(file, STEMS["model.embed_tokens"]),
         "tie_word_embeddings": f"{STEMS['lm_head']}.weight" not in file.tensors,
         "hidden_act": "silu",
     }
-    if len(tokens) > config["vocab_size"]:
-        raise ConvertError(f"{len(tokens)} tokens; the embedding has {config['vocab_size']} rows")
     if table.experts:
         config["norm_topk_prob"] = True  # llama.cpp always does
-    biased = f"blk.0.{STEMS['self_attn.q_proj']}.bias" in file.tensors
-    if biased and "attention_bias" in table.optional_biases:
-        config["attention_bias"] = True
+    stems = {row.bias: f"blk.0.{STEMS[row.path]}.bias" for row in table.layer if row.bias in table.optional_biases}
+    config |= {flag: True for flag, name in stems.items() if flag is not None and name in file.tensors}
     if scaling := _rope_scaling(file, own, kind, config):
         config["rope_scaling"] = scaling
     return config
 
 
-def places(file: GGUFFile, config: ModelConfig) -> Iterator[Place]:
-    """Walk the architecture's parameters; every tensor of the file has one place, and every parameter a
-    tensor.
+def places(file: GGUFFile, config: ModelConfig) -> list[Place]:
+    """Find the place of every tensor of the file, and a tensor for every parameter of the architecture.
 
     Raises:
-        ConvertError: a tensor that is missing, has another shape, or has no place.
+        ConvertError: a tensor that is missing, has another shape or type, or has no place.
     """
+    found: list[Place] = []
     left = {*file.tensors} - {ROPE_FACTORS}
     permuted = file.metadata["general.architecture"] in INTERLEAVED
     heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
@@ -156,19 +148,19 @@ def places(file: GGUFFile, config: ModelConfig) -> Iterator[Place]:
         if row.bias in config.biases:
             parts["bias"] = shape[:1]
         for part, expected in parts.items():
-            source = f"{stem}.{part}"
-            if source not in file.tensors:
-                raise ConvertError(f"tensor {source} is missing")
-            if file.tensors[source].shape != expected:
-                raise ConvertError(f"tensor {source} is {file.tensors[source].shape}; expected {expected}")
-            left.discard(source)
-            yield Place(source, module, part, heads.get(row.path, 0) if permuted else 0)
+            name = f"{stem}.{part}"
+            if name not in file.tensors:
+                raise ConvertError(f"tensor {name} is missing")
+            tensor = file.tensors[name]
+            if tensor.shape != expected:
+                raise ConvertError(f"tensor {name} is {tensor.shape}; expected {expected}")
+            if len(expected) == 1 and tensor.kind.quantization is not None:
+                raise ConvertError(f"tensor {name} is {tensor.kind.name}; expected floats for a bias or a norm")
+            left.discard(name)
+            found.append(Place(tensor, module, part, heads.get(row.path, 0) if permuted else 0))
     if left:
         raise ConvertError(f"tensor {min(left)[:80]!r} is none of a {config.model_type} model's")
-
-
-def kind_of(file: GGUFFile, place: Place) -> BlockType:
-    return file.tensors[place.source].kind
+    return found
 
 
 def _rows(file: GGUFFile, stem: str) -> int:
@@ -185,37 +177,32 @@ def _shortest(value: Any) -> Any:
 def _rope_scaling(
     file: GGUFFile, own: Mapping[str, Any], kind: str, config: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    scaling = own.get("rope.scaling.type", "none")
+    scaling = own.get(SCALING, "none")
     if ROPE_FACTORS in file.tensors:
         if scaling != "none":
-            raise ConvertError(f"{ROPE_FACTORS} beside {kind}.rope.scaling.type {str(scaling)[:40]!r}; expected one")
-        return _llama3_scaling(file, config)
+            raise ConvertError(f"{kind}.{SCALING} is {str(scaling)[:40]!r} beside {ROPE_FACTORS}; expected one")
+        return _llama3_scaling(file.tensors[ROPE_FACTORS], file, config)
     if scaling == "none":
         return None
-    factor = own.get("rope.scaling.factor")
-    original = own.get("rope.scaling.original_context_length")
+    settings = {"rope_type": scaling, "factor": _shortest(own.get(FACTOR))}
     if scaling == "linear":
-        return {"rope_type": "linear", "factor": _shortest(factor)}
+        return settings
     if scaling == "yarn":
-        return {
-            "rope_type": "yarn",
-            "factor": _shortest(factor),
-            "original_max_position_embeddings": original or config["max_position_embeddings"],
-        }
-    raise ConvertError(f"{kind}.rope.scaling.type is {str(scaling)[:40]!r}; expected none, linear or yarn")
+        return settings | {ORIGINAL_CONTEXT: own.get(ORIGINAL, config["max_position_embeddings"])}
+    raise ConvertError(f"{kind}.{SCALING} is {str(scaling)[:40]!r}; expected none, linear or yarn")
 
 
-def _llama3_scaling(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, Any]:
+def _llama3_scaling(tensor: GGUFTensor, file: GGUFFile, config: Mapping[str, Any]) -> dict[str, Any]:
     """Find the settings of Llama 3's kind whose divisors of frequencies are those that the file lists."""
-    tensor = file.tensors[ROPE_FACTORS]
-    if tensor.kind.name != "F32" or tensor.shape != (config["head_dim"] // 2,):
+    plain = ModelConfig.from_dict(config)
+    head_dim = plain.head_dim
+    if tensor.kind.name != "F32" or tensor.shape != (head_dim // 2,):
         raise ConvertError(f"tensor {ROPE_FACTORS} is {tensor.kind.name} {tensor.shape}; expected a float32 a pair")
-    listed = file.blocks(ROPE_FACTORS).reshape(-1).view(np.float32)
-    theta, head_dim = config["rope_theta"], config["head_dim"]
-    plain = np.array(Rope(theta=theta).frequencies(head_dim))
+    listed = file.blocks(tensor).reshape(-1).view(np.float32)
+    frequencies = np.array(plain.rope.frequencies(head_dim))
     for factor in LLAMA3_FACTORS:
         settings = {"rope_type": "llama3", "factor": factor, **LLAMA3_REST}
-        rope = read_rope({"rope_theta": theta, "rope_scaling": settings}, head_dim, config["max_position_embeddings"])
-        if np.allclose(plain / np.array(rope.frequencies(head_dim)), listed, rtol=1e-4):
+        scaled = ModelConfig.from_dict({**config, "rope_scaling": settings}).rope.frequencies(head_dim)
+        if np.allclose(frequencies / np.array(scaled), listed, rtol=1e-4):
             return settings
     raise ConvertError(f"tensor {ROPE_FACTORS} is no scaling of Llama 3's that kvant knows; factors 8 and 32 are")

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from kvant.errors import ConvertError, one_line
-from kvant.files import open_regular
+from kvant.errors import ConvertError
+from kvant.files import open_given
 from kvant.tools.gguf.blocks import BLOCK_TYPES, TYPE_NAMES, BlockType
 
 MAGIC = b"GGUF"
@@ -26,7 +26,7 @@ MAX_KEYS = 4096
 MAX_TENSORS = 65536
 MAX_KEY_BYTES = 1024
 MAX_TEXT_BYTES = 4 * 1024 * 1024  # a chat template; published ones have some 30,000
-MAX_ELEMENTS = 2**21  # of an array: the longest published one holds 515,000 merges
+MAX_ELEMENTS = 2**21  # of all arrays together; the largest published vocabularies have 1.3 million
 MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 2**16
@@ -76,9 +76,8 @@ class GGUFFile:
     tensors: Mapping[str, GGUFTensor]
     _data: memoryview
 
-    def blocks(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def blocks(self, tensor: GGUFTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return a tensor's blocks, (blocks, bytes of one) uint8, as a read-only view of the file."""
-        tensor = self.tensors[name]
         data = np.frombuffer(self._data[tensor.first : tensor.last], np.uint8)
         return data.reshape(-1, tensor.kind.nbytes)
 
@@ -90,11 +89,7 @@ def open_gguf(path: Path) -> Iterator[GGUFFile]:
     Raises:
         ConvertError: the file cannot be read, is no GGUF file, or breaks the format; the message says where.
     """
-    try:
-        real = path.expanduser().resolve(strict=True)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ConvertError(f"{path}: cannot be read: {one_line(error)}") from error
-    with open_regular(real, path, ConvertError) as file:
+    with open_given(path, ConvertError) as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise ConvertError(f"{path}: not a GGUF file; expected one that begins with the letters GGUF")
         # Unmapped when the last view of it is gone: an array may outlive this block.
@@ -112,6 +107,7 @@ class _Cursor:
     def __init__(self, data: memoryview, at: int) -> None:
         self.data = data
         self.at = at
+        self.elements_left = MAX_ELEMENTS
 
     def take(self, count: int) -> memoryview:
         if count > len(self.data) - self.at:
@@ -143,7 +139,8 @@ class _Cursor:
         if kind != ARRAY or inner:
             raise ValueError(f"a metadata value of type {kind}; expected a number, text or an array of them")
         element = self.number("<I")
-        length = self.count("elements of an array", MAX_ELEMENTS)
+        length = self.count("elements of an array", self.elements_left)
+        self.elements_left -= length
         if element in NUMBERS:
             return np.frombuffer(self.take(length * struct.calcsize(NUMBERS[element])), NUMBERS[element]).tolist()
         return [self.value(element, inner=True) for _ in range(length)]
@@ -171,6 +168,8 @@ def _read(data: memoryview) -> GGUFFile:
     for name, shape, kind, offset in entries:
         if name in tensors:
             raise ValueError(f"tensor {name[:80]!r} is there twice")
+        if offset % alignment:
+            raise ValueError(f"tensor {name[:80]!r} has offset {offset}; expected a multiple of {alignment}")
         tensors[name] = _placed(name, shape, kind, start + offset, len(data))
     _refuse_overlaps(tensors)
     return GGUFFile(metadata, tensors, data)
@@ -190,7 +189,7 @@ def _placed(name: str, shape: tuple[int, ...], number: int, first: int, end: int
     if number not in BLOCK_TYPES:
         kind = TYPE_NAMES.get(number, f"number {number}")
         known = ", ".join(block.name for block in BLOCK_TYPES.values())
-        raise ValueError(f"tensor {name[:80]!r} is of type {kind}, which kvant does not import; it imports {known}")
+        raise ValueError(f"tensor {name[:80]!r} is of type {kind}; expected {known}")
     block = BLOCK_TYPES[number]
     if 0 in shape or shape[-1] % block.size:
         raise ValueError(f"tensor {name[:80]!r} is {shape}; expected rows of whole blocks of {block.size}")

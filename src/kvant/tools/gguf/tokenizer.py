@@ -46,18 +46,22 @@ SPLITS: dict[str, list[Json]] = {
     "qwen2": [_split(QWEN2), _byte_level(splits=False)],
     "tekken": [_split(TEKKEN), _byte_level(splits=False)],
 }
-WHOLE_TOKENS = ("llama-bpe", "tekken")  # a word that is a token is not merged anew
+# A word that is a token is not merged anew; and a text begins with the beginning-of-text token unless the file says no.
+WHOLE_TOKENS = ("llama-bpe", "tekken")
 NFC = ("qwen2",)
 MAX_PIECE = 256  # characters of a SentencePiece token, each cut of which may be a merge
 SPACE = "▁"  # SentencePiece's
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type; 1 is a normal token, 5 unused, 6 a byte
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type; 5 is an unused token, 6 a byte
+ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # found in a text before it is split
 NAMED = {  # in tokenizer_config.json -> the key of its id
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of an answer
+# The ends of an answer: keys of ids, and tokens that are ends in whatever model has them. Many files name only one.
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+END_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>")
 TEMPLATE = "tokenizer.chat_template"
 
 
@@ -75,14 +79,15 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tuple[Json, Json]:
     tokens = _texts(metadata, "tokens")
     if len({*tokens}) < len(tokens):
         raise ConvertError("tokenizer.ggml.tokens has a token twice")
-    types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    if not isinstance(types, list) or len(types) != len(tokens):
-        raise ConvertError(f"tokenizer.ggml.token_type does not list one type for each of {len(tokens)} tokens")
+    if metadata.get("tokenizer.ggml.add_eos_token"):
+        raise ConvertError("tokenizer.ggml.add_eos_token is true; expected a model whose prompts go on")
+    types = _types(metadata, tokens)
+    raw = builders[kind](metadata, tokens)
+    raw["added_tokens"] = [_added(i, tokens[i], types[i]) for i in range(len(tokens)) if types[i] in ADDED]
     named = {name: tokens[number] for name, key in NAMED.items() if (number := _id(metadata, key, tokens)) is not None}
-    raw = builders[kind](metadata, tokens, types)
-    raw["added_tokens"] = [_added(i, tokens[i], types[i]) for i in range(len(tokens)) if _is_added(types[i])]
     bos = named.get("bos_token")
-    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"):
+    begins = kind == "llama" or metadata.get("tokenizer.ggml.pre") in WHOLE_TOKENS
+    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", begins):
         raw["post_processor"] = _put_before(bos, tokens.index(bos))
     config: Json = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -97,11 +102,12 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tuple[Json, Json]:
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     """Return the ids that end an answer, for generation_config.json."""
     tokens = _texts(metadata, "tokens")
-    found = (_id(metadata, key, tokens) for key in ENDS)
-    return sorted({number for number in found if number is not None})
+    types = _types(metadata, tokens)
+    found = {number for key in END_KEYS if (number := _id(metadata, key, tokens)) is not None}
+    return sorted(found | {i for i, token in enumerate(tokens) if token in END_TOKENS and types[i] == CONTROL})
 
 
-def _byte_pairs(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Json:
+def _byte_pairs(metadata: Mapping[str, Any], tokens: list[str]) -> Json:
     pre = metadata.get("tokenizer.ggml.pre")
     if not isinstance(pre, str) or pre not in SPLITS:
         raise ConvertError(f"tokenizer.ggml.pre is {str(pre)[:40]!r}; expected {', '.join(SPLITS)}")
@@ -114,10 +120,8 @@ def _byte_pairs(metadata: Mapping[str, Any], tokens: list[str], types: list[int]
     return _file(model, normalizer, steps, {**_byte_level(splits=True), "add_prefix_space": True})
 
 
-def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Json:
-    scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
-        raise ConvertError(f"tokenizer.ggml.scores does not list one score for each of {len(tokens)} tokens")
+def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Json:
+    scores = _numbers(metadata, "scores", len(tokens))
     longest = max(map(len, tokens), default=0)
     if longest > MAX_PIECE:
         raise ConvertError(f"tokenizer.ggml.tokens has one of {longest} characters; expected at most {MAX_PIECE}")
@@ -140,8 +144,7 @@ def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str], types: list
 
 
 def _merges_by_score(tokens: list[str], scores: list[float]) -> list[list[str]]:
-    """Rebuild the merges of SentencePiece's byte pair encoding: it joins the pair whose piece has the best
-    score.
+    """Rebuild the merges of SentencePiece's byte pair encoding, which joins the pair whose piece has the best score.
 
     Pairs of one piece go in the order of their parts' ids.
     """
@@ -191,11 +194,7 @@ def _file(model: Json, normalizer: Json | None, pre_tokenizer: Json | None, deco
     }
 
 
-def _is_added(kind: int) -> bool:
-    return kind in (UNKNOWN, CONTROL, USER_DEFINED)
-
-
-def _added(number: int, content: str, kind: int) -> Json:
+def _added(number: int, content: str, kind: float) -> Json:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": content, **flags, "special": kind != USER_DEFINED}
 
@@ -229,6 +228,19 @@ def _texts(metadata: Mapping[str, Any], key: str) -> list[str]:
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
         raise ConvertError(f"tokenizer.ggml.{key} is no list of texts")
     return found
+
+
+def _numbers(metadata: Mapping[str, Any], key: str, count: int) -> list[float]:
+    found = metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(found, list) or len(found) != count or any(isinstance(number, str) for number in found):
+        raise ConvertError(f"tokenizer.ggml.{key} does not list one number for each of {count} tokens")
+    return found
+
+
+def _types(metadata: Mapping[str, Any], tokens: list[str]) -> list[float]:
+    if "tokenizer.ggml.token_type" not in metadata:
+        return [NORMAL] * len(tokens)
+    return _numbers(metadata, "token_type", len(tokens))
 
 
 def _id(metadata: Mapping[str, Any], key: str, tokens: list[str]) -> int | None:
