@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, Keys, quants
 from mlx.utils import tree_flatten
 
 from support.checkpoints import reference_model
-from support.tokenizers_made import FAMILIES
+from support.tokenizers_made import made
 
 Array = np.ndarray[Any, Any]
 ARCHITECTURES = {
@@ -124,11 +124,11 @@ def _sizes(content: Content, config: Mapping[str, Any]) -> dict[str, Any]:
     return {content.key(key): value for key, value in found.items()}
 
 
-def tokenizer_metadata(family: str, raw: Mapping[str, Any] | None = None, pre: str | None = None) -> dict[str, Any]:
-    """Return the keys of a tokenizer of :data:`FAMILIES`, or of another tokenizer.json, as the converter has them."""
-    made, settings = FAMILIES[family][0]()
+def tokenizer_metadata(family: str, pre: str | None = None) -> dict[str, Any]:
+    """Return the keys of a family's tokenizer as the converter has them, with another ``pre`` if one is given."""
+    tokenizer, settings = made(family)
 
-    raw = json.loads(made.to_str()) if raw is None else raw
+    raw = json.loads(tokenizer.to_str())
     pre = PRE[family] if pre is None else pre
     vocabulary = {**raw["model"]["vocab"], **{token["content"]: token["id"] for token in raw["added_tokens"]}}
     tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
