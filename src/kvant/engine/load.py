@@ -189,12 +189,12 @@ def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:
             raise ValueError(f"revision is {revision!r}; a folder and the embedded model have none")
         return folder
     shown = name if len(name) <= 200 else f"{name[:200]}..."
-    if name.endswith(".gguf"):
+    if name.lower().endswith(".gguf") or name.startswith("ollama:"):
         raise ModelError(f"{shown} is a GGUF file; `kvant import {shown}` makes a model folder of it once")
     if isinstance(path_or_name, Path) or name.startswith(("/", ".", "~")):
         raise ModelError(f"model {shown!r} is not a folder")
     from kvant import weights  # not for a folder: it imports what pulling takes
-    from kvant.weights.imported import find_imported
+    from kvant.weights.imported import find_imported, model_names
     from kvant.weights.known import packaged_models
 
     imported = find_imported(name)
@@ -207,7 +207,7 @@ def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:
     try:
         return weights.find(name, revision)
     except ValueError as error:
-        near = did_you_mean(name, [POCKET, *weights.known_models(), *packaged_models()])
+        near = did_you_mean(name, [POCKET, *model_names()])
         expected = f"a known name{near}" if near else f"'{POCKET}', the embedded model; {error}"
         raise ModelError(f"model {shown!r} is not a folder or {expected}") from error
 

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from kvant.errors import WeightsError
-from kvant.weights.known import known_models
+from kvant.weights.known import known_models, packaged_models
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII)
 
@@ -24,6 +24,11 @@ def imported_models() -> dict[str, Path]:
     return {folder.name: folder for folder in folders if NAME.fullmatch(folder.name) and folder.is_dir()}
 
 
+def model_names() -> list[str]:
+    """Return the names of all models, known or imported, but the embedded one's, in alphabetical order."""
+    return sorted({*known_models(), *packaged_models(), *imported_models()})
+
+
 def find_imported(name: str) -> Path | None:
     """Return an imported model's folder; None if there is none of that name."""
     if not NAME.fullmatch(name):
@@ -36,7 +41,7 @@ def place_for(name: str) -> Path:
     """Return the folder for a model to import, which is not there yet.
 
     Raises:
-        ValueError: a name that is not one, that another model has, or that weights.toml has for the hub's.
+        ValueError: a name that is not one, or that another model has.
     """
     if not NAME.fullmatch(name):
         raise ValueError(

