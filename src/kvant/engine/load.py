@@ -190,7 +190,7 @@ def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:
         return folder
     shown = name if len(name) <= 200 else f"{name[:200]}..."
     if name.lower().endswith(".gguf") or name.startswith("ollama:"):
-        raise ModelError(f"{shown} is a GGUF file; `kvant import {shown}` makes a model folder of it once")
+        raise ModelError(f"{shown} is a GGUF file; `kvant import FILE` makes a model folder of it once")
     if isinstance(path_or_name, Path) or name.startswith(("/", ".", "~")):
         raise ModelError(f"model {shown!r} is not a folder")
     from kvant import weights  # not for a folder: it imports what pulling takes
