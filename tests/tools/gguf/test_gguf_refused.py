@@ -111,6 +111,16 @@ def test_a_model_that_is_not_imported(tmp_path: Path, change: Change, message: s
     _refused(changed.write(tmp_path / "file.gguf"), message)
 
 
+def test_an_infinite_scale_times_nothing(tmp_path: Path) -> None:
+    """Times a 6-bit 0 it is no number, of which NumPy would warn."""
+    config = {**CONFIG, "hidden_size": 256}
+    changed = export(config, random_weights(config), lambda name, values: "Q8_0", "smollm2")
+    blocks = np.zeros((64, 144), np.uint8)
+    blocks[:, 1] = 0x7C
+    changed.tensors["blk.0.ffn_up.weight"] = (blocks, "Q4_K")
+    _refused(changed.write(tmp_path / "file.gguf"), "blk.0.ffn_up.weight has a scale that is not a finite float16")
+
+
 @pytest.mark.parametrize("number", [10, 11, 16, 22, 34, 35, 99])
 def test_types_without_a_place_in_mlx(tmp_path: Path, number: int) -> None:
     names = {10: "Q2_K", 11: "Q3_K", 16: "IQ2_XXS", 22: "IQ2_S", 34: "TQ1_0", 35: "TQ2_0", 99: "number 99"}

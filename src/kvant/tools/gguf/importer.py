@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from kvant.errors import ConvertError, ModelError
 from kvant.models.checkpoint import check_folder
@@ -181,7 +182,8 @@ class Packing:
         step = max(PIECE_VALUES // width, 1) * (width // tensor.kind.size)  # blocks of whole rows
         blocks = file.blocks(tensor)
         try:
-            pieces = [tensor.kind.pack(blocks[at : at + step], width) for at in range(0, len(blocks), step)]
+            with np.errstate(invalid="ignore"):  # of a scale that is no number, which is refused then
+                pieces = [tensor.kind.pack(blocks[at : at + step], width) for at in range(0, len(blocks), step)]
         except ValueError as error:
             raise ConvertError(f"tensor {tensor.name} {error}") from error
         named: dict[str, list[Any]] = {place.part: [piece.weight for piece in pieces]}
