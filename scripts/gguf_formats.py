@@ -15,12 +15,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from kvant.machine import environment  # isort: skip  (before MLX: kvant loads a faster BLAS)
+
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.gguf_files import Content
 
-from kvant.machine import environment
 from kvant.tools.gguf.check import check_import
 from kvant.tools.gguf.importer import import_gguf
 from kvant.tools.gguf.reader import GGUFFile, open_gguf

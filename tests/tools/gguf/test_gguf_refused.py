@@ -71,6 +71,7 @@ def _bad_scale(content: Content) -> None:
 REFUSED: list[tuple[Change, str]] = [
     (_architecture, r"general.architecture is 'gpt_neox'; expected llama, qwen2, qwen3, qwen3moe"),
     (_key(Keys.Attention.SLIDING_WINDOW, 64), r"llama.attention.sliding_window is 64, a setting that kvant does not"),
+    (_key(Keys.Split.LLM_KV_SPLIT_COUNT, 3), r"split.count is 3; expected one file"),
     (_key(Keys.LLM.EXPERT_COUNT, 8), r"llama.expert_count is 8, a setting"),
     (_key(Keys.Attention.HEAD_COUNT, [2, 2]), r"head_count is \[2, 2\]; expected one number for every layer"),
     (_key(Keys.Attention.HEAD_COUNT_KV, [1, 1]), r"num_key_value_heads is .*; expected"),

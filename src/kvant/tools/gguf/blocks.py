@@ -1,15 +1,11 @@
 """The block types of GGUF and what each becomes in MLX.
 
-A row of a GGUF tensor is divided into blocks, each with scales of its own. MLX's affine format divides a row
-into groups of 32 values, ``value = scale * q + bias``, so every type whose scales cover whole groups of 32
-can be repacked:
+A row of a GGUF tensor is divided into blocks, each with scales of its own. MLX's affine format divides a row into
+groups of 32 values, ``value = scale * q + bias``. A type whose scales cover whole groups of 32 can be repacked:
 
-- Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 exactly: scale and bias are float16 numbers of the file, or these times a
-  power of two;
-- Q4_K, Q5_K with rounding: their scales are products of a float16 and a 6-bit number, rounded to float16
-  here;
-- Q6_K has a scale for every 16 values, which MLX has not: the values are computed and quantized to 8 bits
-  again;
+- Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 exactly: scale and bias are float16 numbers of the file, or these times a power of two;
+- Q4_K, Q5_K with rounding: their scales are products of a float16 and a 6-bit number, rounded to float16 here;
+- Q6_K has a scale for every 16 values, and MLX's groups are larger: the values are quantized to 8 bits again;
 - MXFP4 exactly, in MLX's mode of that name.
 
 Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h (block_q4_0 to block_mxfp4) and

@@ -93,6 +93,8 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     kind = metadata.get("general.architecture")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise ConvertError(f"general.architecture is {str(kind)[:40]!r}; expected {', '.join(MODEL_TYPES)}")
+    if metadata.get("split.count", 1) != 1:
+        raise ConvertError(f"split.count is {metadata['split.count']}; expected one file (llama-gguf-split --merge)")
     table = ARCHITECTURES[MODEL_TYPES[kind]]
     own = {key.removeprefix(f"{kind}."): value for key, value in metadata.items() if key.startswith(f"{kind}.")}
     sizes = SIZES | (EXPERT_SIZES if table.experts else {})

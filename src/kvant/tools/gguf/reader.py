@@ -1,8 +1,7 @@
 """Read a GGUF file's metadata and tensor index from a memory map. A stranger may have made the file.
 
-Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every read is checked against the file's end
-first, and counts, lengths and nesting have limits, so a spoiled file costs no more than its own size and
-ends in one line.
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every read is checked against the file's end first,
+and counts, lengths and nesting have limits: a malformed file takes memory like its size, and ends in one line.
 """
 
 import math
