@@ -5,6 +5,7 @@ llama.cpp's, from its convert_hf_to_gguf.py. The package has no quantizers of K 
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,7 +134,8 @@ def tokenizer_metadata(family: str, pre: str | None = None) -> dict[str, Any]:
     vocabulary = {**raw["model"]["vocab"], **{token["content"]: token["id"] for token in raw["added_tokens"]}}
     tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
     assert [vocabulary[token] for token in tokens] == [*range(len(tokens))]
-    types = [int(gguf.TokenType.NORMAL)] * len(tokens)
+    is_byte = [re.fullmatch(r"<0x[0-9A-F]{2}>", token) is not None for token in tokens]
+    types = [int(gguf.TokenType.BYTE if byte else gguf.TokenType.NORMAL) for byte in is_byte]
     for token in raw["added_tokens"]:
         kind = gguf.TokenType.CONTROL if token["special"] else gguf.TokenType.USER_DEFINED
         types[token["id"]] = int(gguf.TokenType.UNKNOWN if token["content"] == "<unk>" else kind)

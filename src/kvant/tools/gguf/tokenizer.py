@@ -51,8 +51,9 @@ WHOLE_TOKENS = ("llama-bpe", "tekken")
 NFC = ("qwen2",)
 MAX_PIECE = 256  # characters of a SentencePiece token, each cut of which may be a merge
 SPACE = "▁"  # SentencePiece's
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type; 5 is an unused token, 6 a byte
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # tokenizer.ggml.token_type; 5 is an unused token
 ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # found in a text before it is split
+NOT_MERGED = (UNKNOWN, CONTROL, BYTE)  # no text is made of these, however it is spelled
 NAMED = {  # in tokenizer_config.json -> the key of its id
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -126,7 +127,7 @@ def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Json:
     if longest > MAX_PIECE:
         raise ConvertError(f"tokenizer.ggml.tokens has one of {longest} characters; expected at most {MAX_PIECE}")
     unknown = _id(metadata, "unknown_token_id", tokens)
-    pairs = _merges_by_score(tokens, scores)
+    pairs = _merges_by_score(tokens, scores, _types(metadata, tokens))
     model = _bpe(tokens, pairs, byte_fallback=True, fuse_unk=True)
     model["unk_token"] = None if unknown is None else tokens[unknown]
     prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
@@ -143,17 +144,17 @@ def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Json:
     return _file(model, {"type": "Sequence", "normalizers": spaces}, None, {"type": "Sequence", "decoders": decoders})
 
 
-def _merges_by_score(tokens: list[str], scores: list[float]) -> list[list[str]]:
+def _merges_by_score(tokens: list[str], scores: list[float], types: list[float]) -> list[list[str]]:
     """Rebuild the merges of SentencePiece's byte pair encoding, which joins the pair whose piece has the best score.
 
     Pairs of one piece go in the order of their parts' ids.
     """
-    ids = {token: number for number, token in enumerate(tokens)}
+    ids = {token: number for number, token in enumerate(tokens) if types[number] not in NOT_MERGED}
     found: list[tuple[float, list[tuple[int, int]]]] = []
-    for token, score in zip(tokens, scores, strict=True):
+    for token, number in ids.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
         pairs = sorted((ids[left], ids[right]) for left, right in cuts if left in ids and right in ids)
-        found.append((score, pairs))
+        found.append((scores[number], pairs))
     found.sort(key=lambda entry: -entry[0])  # stable: equal scores stay in the order of the vocabulary
     return [[tokens[left], tokens[right]] for _, pairs in found for left, right in pairs]
 
