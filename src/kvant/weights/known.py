@@ -76,13 +76,13 @@ class PackagedModel:
 @cache
 def known_models() -> Mapping[str, KnownModel]:
     """The models of weights.toml by name, in its order."""
-    return MappingProxyType({name: _model(name, entry) for name, entry in _tables()["models"].items()})
+    return MappingProxyType({name: _model(name, entry) for name, entry in _table("models").items()})
 
 
 @cache
 def packaged_models() -> Mapping[str, PackagedModel]:
     """Return the models of weights.toml that come in Python packages, by name."""
-    return MappingProxyType({name: _packaged(name, entry) for name, entry in _tables()["packages"].items()})
+    return MappingProxyType({name: _packaged(name, entry) for name, entry in _table("packages").items()})
 
 
 def known_files(repository: str, revision: str) -> dict[str, File]:
@@ -93,10 +93,9 @@ def known_files(repository: str, revision: str) -> dict[str, File]:
     return {}
 
 
-@cache
-def _tables() -> Mapping[str, Any]:
+def _table(name: str) -> Mapping[str, Any]:
     place = next(place for place in PLACES if place.is_file())
-    return tomllib.loads(place.read_text(encoding="utf-8"))
+    return tomllib.loads(place.read_text(encoding="utf-8")).get(name, {})
 
 
 def _packaged(name: str, entry: Mapping[str, Any]) -> PackagedModel:
