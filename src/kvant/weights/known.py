@@ -95,7 +95,8 @@ def known_files(repository: str, revision: str) -> dict[str, File]:
 
 def _table(name: str) -> Mapping[str, Any]:
     place = next(place for place in PLACES if place.is_file())
-    return tomllib.loads(place.read_text(encoding="utf-8")).get(name, {})
+    found: Mapping[str, Any] = tomllib.loads(place.read_text(encoding="utf-8")).get(name, {})
+    return found
 
 
 def _packaged(name: str, entry: Mapping[str, Any]) -> PackagedModel:
