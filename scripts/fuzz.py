@@ -1,7 +1,7 @@
 """Mutate a small model folder, load it, render its template and generate. kvant must refuse in one line, or run, in
 bounded time and memory.
 
-    python scripts/fuzz.py [--seconds 120] [--seed 0] [--count 1]
+    python scripts/fuzz.py [--seconds 120] [--seed 0] [--count 1] [--gguf FILE]
 
 Each folder has a seed and a process of its own. Standard input says y to any question. A finding prints a line: the
 seed, the change, and the fault, which is a traceback, a signal, a hang, too much memory, words on standard output, or
@@ -36,6 +36,7 @@ from kvant.errors import KvantError
 from kvant.models.architectures import ARCHITECTURES
 from kvant.text.prompt import encode_rendered, render_chat
 from kvant.tools.bench.shapes import Shape, write_random
+from kvant.tools.gguf.importer import import_gguf
 
 LIMIT_S = 60
 LOOK_S = 0.02
@@ -198,6 +199,88 @@ def mutate_safetensors(path: Path, rng: random.Random) -> str:
     return f"{how}, length {size - len(text):+}"
 
 
+NUMBER_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of a GGUF file's types
+TEXT, ARRAY = 8, 9
+
+
+def numbers_of(data: bytes) -> tuple[list[tuple[int, int]], int]:
+    """(place, bytes) of numbers in a good GGUF file's header, of arrays only the first; and the header's end."""
+    places: list[tuple[int, int]] = []
+    at = 4
+
+    def number(size: int, note: bool = True) -> int:
+        nonlocal at
+        places.extend([(at, size)] if note else [])
+        at += size
+        return int.from_bytes(data[at - size : at], "little")
+
+    def skip_text(note: bool = True) -> None:
+        nonlocal at
+        length = number(8, note)
+        at += length
+
+    def value(kind: int, note: bool = True) -> None:
+        if kind == TEXT:
+            skip_text(note)
+        elif kind == ARRAY:
+            inner, length = number(4), number(8)
+            for place in range(length):
+                value(inner, place < 2)
+        else:
+            number(NUMBER_BYTES[kind], note)
+
+    number(4)
+    tensors, keys = number(8), number(8)
+    for _ in range(keys):
+        skip_text()
+        value(number(4))
+    for _ in range(tensors):
+        skip_text()
+        for _ in range(number(4)):
+            number(8)
+        number(4)
+        number(8)
+    return places, at
+
+
+def mutate_gguf(data: bytes, rng: random.Random) -> tuple[bytes, str]:
+    """Change a GGUF file: mostly numbers of its header, such as lengths, counts, types and offsets."""
+    places, end = numbers_of(data)
+    made, done = bytearray(data), []
+    for _ in range(rng.choice([1, 1, 1, 2, 4])):
+        at, size = rng.choice(places)
+        kind = rng.choice(["number", "number", "number", "nudge", "flip", "cut", "insert", "remove", "data"])
+        if kind == "number":
+            new = rng.choice([0, 1, 2, 8, 9, 32, 255, 2**16, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1])
+            made[at : at + size] = (new % 256**size).to_bytes(size, "little")
+        elif kind == "nudge":
+            new = int.from_bytes(made[at : at + size], "little") + rng.choice([-32, -1, 1, 32])
+            made[at : at + size] = (new % 256**size).to_bytes(size, "little")
+        else:
+            at = rng.randrange(end, len(data)) if kind == "data" else rng.randrange(end)
+            if kind == "cut":
+                del made[at:]
+            elif kind == "insert":
+                made[at:at] = rng.randbytes(rng.randrange(1, 40))
+            elif kind == "remove":
+                del made[at : at + rng.randrange(1, 40)]
+            elif at < len(made):
+                made[at] ^= 1 << rng.randrange(8)
+        done.append(f"{kind} at {at}")
+    return bytes(made), "; ".join(done)
+
+
+def use_gguf(folder: Path) -> None:
+    """Import the file of a folder. A file that is refused leaves nothing behind."""
+    dest = folder / "imported"
+    try:
+        import_gguf(folder / "model.gguf", dest)
+    except KvantError:
+        left = sorted(path.name for path in folder.iterdir())
+        assert left == ["model.gguf"], left
+        raise
+
+
 def use(folder: Path) -> None:
     """Use a folder as a user does."""
     list_models(folder)
@@ -297,6 +380,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=None)
+    parser.add_argument("--gguf", type=Path, help="mutate this GGUF file instead, and import it")
     options = parser.parse_args()
     # Imported once, for all children; nothing is computed here: MLX's threads would not be there after a fork.
     from mlx_lm import tokenizer_utils  # noqa: F401
@@ -312,9 +396,15 @@ def main() -> int:
             assert run(base, use) == "ok", run(base, use)
         while time.monotonic() < end and (options.count is None or seed < options.seed + options.count):
             folder = Path(place) / "model"
-            shutil.copytree(bases[seed % len(bases)], folder)
-            how = mutate(folder, random.Random(seed))
-            outcome = run(folder, use)
+            if options.gguf is None:
+                shutil.copytree(bases[seed % len(bases)], folder)
+                how = mutate(folder, random.Random(seed))
+                outcome = run(folder, use)
+            else:
+                folder.mkdir()
+                data, how = mutate_gguf(options.gguf.read_bytes(), random.Random(seed))
+                (folder / "model.gguf").write_bytes(data)
+                outcome = run(folder, use_gguf)
             kind = outcome.split(":")[0]
             outcomes[kind if kind in ("ok", "refused") else "finding"] += 1
             if kind not in ("ok", "refused") or options.count is not None:

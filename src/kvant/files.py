@@ -86,7 +86,7 @@ def read_bytes(path: Path, limit: int, folder: Path | None = None, error: type[M
 
 @contextmanager
 def open_given(path: str | Path, error: type[KvantError] = KvantError) -> Iterator[BufferedReader]:
-    """A regular file that the user named, open. Links are followed, ``~`` is their home, and a pipe does not block."""
+    """Open a regular file that the user named. Links are followed, ``~`` is their home, and a pipe does not block."""
     shown = Path(os.path.expanduser(path))
     try:
         real = shown.resolve(strict=True)
@@ -99,7 +99,7 @@ def open_given(path: str | Path, error: type[KvantError] = KvantError) -> Iterat
 
 
 def read_given(path: str | Path, limit: int, error: type[KvantError] = KvantError) -> bytes:
-    """The content of a file as :func:`open_given` opens it, at most ``limit`` bytes."""
+    """The content of a file that the user named, at most ``limit`` bytes; other arguments as :func:`open_given`."""
     with open_given(path, error) as file:
         return _content(file, Path(os.path.expanduser(path)), limit, error)
 

@@ -25,6 +25,7 @@ MARKS = {
         ranks/test_divided.py::test_logits
         tools/bench/test_shapes.py
         tools/convert/test_convert.py
+        tools/gguf/test_importer.py
     """,
     "kernel": """
         bridge/test_pool_bridged_fused.py
@@ -45,6 +46,8 @@ MARKS = {
         cli/test_bench_cli.py
         cli/test_cli.py
         cli/test_drafts_cli.py
+        cli/test_import.py::test_a_killed_imports_leftovers_are_removed
+        cli/test_import.py::test_an_interrupted_import_leaves_nothing
         cli/test_interrupts.py
         cli/test_kernel_start.py
         cli/test_prompt_cache_file.py
@@ -60,6 +63,7 @@ MARKS = {
         test_blas.py
         tools/bench/test_bench_worker.py
         tools/doctor/test_doctor.py
+        tools/gguf/test_package.py
         tools/plan/test_memory_plan.py
         tools/plan/test_rank_plan.py
         weights/test_pull.py
@@ -71,6 +75,7 @@ MARKS = {
         server/test_bodies.py::test_no_body_holds_the_server
         test_patterns.py
         text/test_tokenizer_limits.py
+        tools/gguf/test_gguf_fuzz.py
     """,
     "slow": """
         bridge/test_checkpoints.py
@@ -100,6 +105,9 @@ MARKS = {
     """,
 }
 SAMPLES = """
+    """
+    """Return the markers of a test, named relative to ``tests``; none for those of the default run.
+    """Whether a file's, a folder's, a function's or a case's name is that of a test or of what the test is in."""
     bridge/test_bridged_cache.py::test_a_step_that_is_not_committed_leaves_no_trace[qwen3_next-4]
     bridge/test_bridged_cache.py::test_pages_of_windows_move[gpt_oss]
     bridge/test_checkpoints.py::test_a_conversation_goes_back[qwen3_next]
@@ -118,6 +126,9 @@ SAMPLES = """
     cache/test_pool_fused.py::test_an_engine_on_the_kernels_text[8-None]
     cli/test_cli.py::test_generated_text
     cli/test_cli.py::test_text_to_standard_output_and_statistics_to_standard_error
+    def _names(lines: str) -> list[str]:
+    def covers(name: str, test: str) -> bool:
+    def markers(test: str) -> list[str]:
     engine/test_conversation_kinds.py::test_turns_and_forgettings[gpt_oss-8]
     engine/test_conversation_kinds.py::test_turns_and_forgettings[qwen2-4]
     engine/test_drafts.py::test_the_same_text_and_cache
@@ -126,20 +137,16 @@ SAMPLES = """
     models/test_adapter.py::test_logits_are_mlx_lms[qwen2]
     operators/kernels/test_dispatch.py::test_the_operator_is_the_oracle_s_either_way[changes0-8]
     operators/kernels/test_probe.py::test_the_kernel_itself_is_right_on_the_host
-"""
-
-
-def _names(lines: str) -> list[str]:
     return lines.split()
-
-
-def covers(name: str, test: str) -> bool:
-    """Whether a file's, a folder's, a function's or a case's name is that of a test or of what the test is in."""
     return test == name or (test.startswith(name) and re.match(r"/|::|\[", test[len(name) :]) is not None)
-
-
-def markers(test: str) -> list[str]:
-    """Return the markers of a test, named relative to ``tests``; none for those of the default run."""
+    tools/gguf/test_gguf_fuzz.py::test_mutated_files[smollm2-0]
+    tools/gguf/test_importer.py::test_a_type[Q4_K-0.003]
+    tools/gguf/test_importer.py::test_an_architecture[Q4_1-llama]
+    tools/gguf/test_importer.py::test_an_architecture[Q4_1-qwen2]
+    tools/gguf/test_importer.py::test_types_side_by_side
+    tools/gguf/test_package.py::test_it_is_fetched_verified_and_imported_once
+    tools/gguf/test_package.py::test_without_pip
+"""
     if any(covers(name, test) for name in _names(SAMPLES)):
         return []
     return [marker for marker, names in MARKS.items() if any(covers(name, test) for name in _names(names))]

@@ -161,15 +161,16 @@ FAMILIES: dict[str, tuple[Callable[[], tuple[Tokenizer, Config]], str]] = {
 
 
 @cache
-def _made(family: str) -> tuple[Tokenizer, Config]:
+def made(family: str) -> tuple[Tokenizer, Config]:
+    """A family's tokenizer and its tokenizer_config.json; training anew gives other merges."""
     return FAMILIES[family][0]()
 
 
 def write_tokenizer(folder: Path, family: str, **config: Any) -> Path:
     """A folder with tokenizer.json, tokenizer_config.json and as much of a config.json as a tokenizer needs."""
-    made, settings = _made(family)
+    tokenizer, settings = made(family)
     folder.mkdir(parents=True, exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, **config}))
     (folder / "config.json").write_text(json.dumps({"model_type": FAMILIES[family][1]}))
     return folder

@@ -26,17 +26,19 @@ COMMANDS = {
     "chat": "Talk with a model; the history stays in the cache.",
     "serve": "Serve a model over HTTP, to many clients at once.",
     "plan": "Say which memory a run takes, and whether it fits.",
+    "import": "Make a model folder of a GGUF file.",
     "convert": "Quantize a model folder, or change its dtype.",
     "report": "Measure the quality that cache formats cost.",
     "pull": "Download a model and verify it.",
     "rm": "Remove a model that was pulled.",
-    "models": "List the models known by name, and those that were pulled.",
+    "models": "List the models known by name, and those that are here.",
     "doctor": "Describe this machine, and check the fused kernel on a GPU.",
     "evidence": "Measure this machine into one file, or check such a file.",
     "bench": "Measure every token's latency, engines side by side.",
     "launch": "Run a command on several machines at once.",
     "config": "Show the config file, and what it sets.",
 }
+FUNCTIONS = {"import": "import_model"}  # of commands that are no names in Python, and their modules
 NAME = "kvant"
 LAUNCHER = "launch"  # what follows its own flags is another command
 LAUNCH_LINE = re.compile(rf"\s*\S+\s+{LAUNCHER}\s(.*?\s)?--\s+({NAME}\s+)?(?=\S+\s)", re.DOTALL)
@@ -60,9 +62,10 @@ def make_app(arguments: list[str]) -> typer.Typer:
         if name != wanted:
             app.command(name, short_help=summary)(lambda: None)
             continue
-        module = import_module(f"kvant.cli.{name}")
+        function = FUNCTIONS.get(name, name)
+        module = import_module(f"kvant.cli.{function}")
         settings = {"allow_interspersed_args": name != LAUNCHER}
-        app.command(name, short_help=summary, context_settings=settings)(getattr(module, name))
+        app.command(name, short_help=summary, context_settings=settings)(getattr(module, function))
     return app
 
 

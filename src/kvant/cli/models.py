@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +16,8 @@ from kvant.errors import ModelError
 from kvant.files import read_json
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.config import ModelConfig
+from kvant.weights.imported import imported_models, size_of
+from kvant.weights.known import packaged_models
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -44,7 +47,7 @@ def models(
         bool, typer.Option("--architectures", help="List architectures instead of models, and which way each goes.")
     ] = False,
 ) -> None:
-    """List the models kvant knows by name, and the others that were pulled."""
+    """List the models kvant knows by name, and the others that were pulled or imported."""
     if architectures:
         ways = _architectures()
         lines = (
@@ -82,16 +85,26 @@ def _rows() -> list[Row]:
     size = sum(path.stat().st_size for path in pocket.iterdir() if path.suffix in (".json", ".safetensors"))
     rows = [_row(POCKET, read_json(pocket / "config.json"), "MIT", size, "embedded")]
     here = {reference: found for found in weights.pulled() for reference in found.references}
+    imported = imported_models()
+    licenses = {name: packaged.license for name, packaged in packaged_models().items()}
+    for name, packaged in packaged_models().items():
+        if name not in imported:
+            rows.append(_row(name, packaged.config, packaged.license, packaged.tensor_bytes, "no"))
+    for name, folder in imported.items():
+        rows.append(_row(name, _config_of(folder), licenses.get(name), size_of(folder), "yes"))
     for name, model in weights.known_models().items():
         size = sum(file.bytes for file in model.files if file.bytes is not None)
         rows.append(_row(name, model.config, model.license, size, "no", here.pop(name, None)))
     for reference, found in here.items():
-        try:
-            config = read_json(found.folder / "config.json")
-        except ModelError:
-            config = {}
-        rows.append(_row(reference, config, None, 0, "yes", found))
+        rows.append(_row(reference, _config_of(found.folder), None, 0, "yes", found))
     return rows
+
+
+def _config_of(folder: Path) -> Mapping[str, Any]:
+    try:
+        return read_json(folder / "config.json")
+    except ModelError:
+        return {}
 
 
 def _row(

@@ -52,10 +52,10 @@ def _use_preset(context: typer.Context, name: str | None) -> str | None:
 
 def complete_models(incomplete: str) -> list[str]:
     """Names that a shell completes: those of `kvant models`, and repositories that were pulled."""
-    from kvant.weights.known import known_models
+    from kvant.weights.imported import model_names
     from kvant.weights.lock import read_locks
 
-    names = [POCKET, *known_models()]
+    names = [POCKET, *model_names()]
     with suppress(KvantError):
         names += [lock.repository for lock in read_locks()]
     return [name for name in names if name.startswith(incomplete)]

@@ -203,10 +203,13 @@ def _size(text: str) -> int:
 def _checkpoint(model: str, remote: bool) -> AnyCheckpoint:
     """What is known of a model: of a folder, of what the hub says, or of a listed name that was not pulled."""
     from kvant import weights
+    from kvant.weights.known import packaged_models
 
     if remote:
         if model == POCKET:
             raise BadValueError(f"--remote asks the hub, and '{POCKET}' is embedded in kvant")
+        if model in packaged_models():
+            raise BadValueError(f"--remote asks the hub, and {model} comes in a Python package; leave --remote out")
         from kvant.cli.pull import check_name
 
         check_name(model)
@@ -215,6 +218,9 @@ def _checkpoint(model: str, remote: bool) -> AnyCheckpoint:
     try:
         folder = find_model(model)
     except ModelError:
+        packaged = packaged_models().get(model)
+        if packaged is not None:
+            return read_facts(packaged.config, packaged.tensor_bytes)
         known = weights.known_models().get(model)
         if known is None:
             raise

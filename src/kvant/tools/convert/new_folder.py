@@ -52,9 +52,8 @@ def appearing(dest: Path) -> Iterator[Path]:
     :func:`check_new` has returned. An empty folder is replaced; anything else is left as it is.
     """
     try:
-        made = TemporaryDirectory(".part", f".{dest.name}.", dest.parent, ignore_cleanup_errors=True)
-        with made as part, _lock(Path(part)):
-            folder = Path(part, "folder")
+        with part_folder(dest) as part:
+            folder = part / "folder"
             folder.mkdir()  # with the usual mode: the part folder's is the owner's alone
             yield folder
             try:
@@ -65,6 +64,14 @@ def appearing(dest: Path) -> Iterator[Path]:
                 raise
     except (OSError, RuntimeError) as error:  # MLX's writer raises the latter
         raise ConvertError(f"{dest}: cannot be written: {one_line(error)}") from error
+
+
+@contextmanager
+def part_folder(dest: Path) -> Iterator[Path]:
+    """A folder beside ``dest`` that is gone afterwards; :func:`remove_leftovers` removes that of a killed process."""
+    made = TemporaryDirectory(".part", f".{dest.name}.", dest.parent, ignore_cleanup_errors=True)
+    with made as part, _lock(Path(part)):
+        yield Path(part)
 
 
 def remove_leftovers(dest: Path) -> list[Path]:

@@ -1,0 +1,87 @@
+"""``kvant import``: a GGUF file to a model folder."""
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvant.cli import interrupts, options
+from kvant.cli.options import BadValueError
+from kvant.cli.progress import LateProgress
+from kvant.cli.terminal import say
+from kvant.errors import ConvertError, KvantError
+from kvant.sizes import format_bytes
+from kvant.tools.convert.new_folder import remove_leftovers
+from kvant.tools.gguf.check import check_import
+from kvant.tools.gguf.importer import CensusRow, import_gguf
+from kvant.tools.gguf.ollama import PREFIX, find_ollama
+from kvant.weights.imported import place_for
+
+NOT_OF_A_NAME = re.compile(r"[^a-z0-9._-]+")
+
+
+def import_model(
+    source: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A GGUF file, or ollama:NAME[:TAG] for a model Ollama downloaded.")
+    ],
+    *,
+    name: Annotated[str | None, typer.Option(help="The name to use it by; default: the file's, or Ollama's.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The folder to write instead: a new one, or an empty one."),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Compare the imported model's predictions with those of the file's own values, as float32."
+        ),
+    ] = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Make a model folder of a GGUF file; print the folder.
+
+    Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4 and floats keep their values exactly. Q4_K and Q5_K have their scales rounded to
+    float16. Q6_K is quantized to 8 bits again. Other types are refused.
+    """
+    options.check_text(source=str(source), name=name)
+    if name is not None and output is not None:
+        raise BadValueError(f"--name {name!r:.40} names a model of kvant's own folder; leave out --output or --name")
+    path, found = source, source.stem
+    if str(source).startswith(PREFIX):
+        found, path = find_ollama(str(source).removeprefix(PREFIX))
+    dest = output
+    if dest is None:
+        with options.named("--name" if name is not None else "the file's name"):
+            dest = place_for(NOT_OF_A_NAME.sub("-", found.lower()).strip("-.") if name is None else name)
+    for part in remove_leftovers(dest):
+        say(f"{part}: removed; an import that was killed had left it", quiet)
+    signal.signal(signal.SIGTERM, interrupts.leave)  # as at Ctrl-C, nothing half-written is left
+    with interrupts.patient(), LateProgress("importing", quiet=quiet) as progress:
+        census = import_gguf(path, dest, progress.update)
+    for line in _lines(census):
+        say(line, quiet)
+    if check:
+        try:
+            with interrupts.patient(), LateProgress("checking", quiet=quiet) as progress:
+                figures = check_import(path, dest, progress.update)
+        except KvantError as error:
+            raise ConvertError(f"{dest} is imported, but it was not checked: {error}") from error
+        say(
+            f"KLD of the import from the file's values: {figures.mean_kld_nats:.2g} nats, the same likeliest token in "
+            f"{100 * figures.top1:.2f} % of {figures.positions} places",
+            quiet,
+        )
+    print(dest)
+
+
+def _lines(census: list[CensusRow]) -> Iterator[str]:
+    """The census: what became of the tensors of each type, and of all together."""
+    for row in census:
+        sizes = f"{format_bytes(row.bytes_before)} -> {format_bytes(row.bytes_after)}"
+        yield f"{row.kind:6} {row.tensors:5} tensors  {sizes:26} {row.fidelity}"
+    before, after = sum(row.bytes_before for row in census), sum(row.bytes_after for row in census)
+    sizes = f"{format_bytes(before)} -> {format_bytes(after)}"
+    yield f"{'all':6} {sum(row.tensors for row in census):5} tensors  {sizes}"

