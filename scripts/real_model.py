@@ -35,10 +35,7 @@ MAX_KLD = {
     "8g32": 2e-3,
     "4g32": 0.2,
 }  # on 512 tokens, in nats: far above what was measured, far below a fault's
-TEXT = (
-    "A cache keeps the keys and values of all tokens read so far, so that the next token needs only its own. "
-    * 3
-)
+TEXT = "A cache keeps the keys and values of all tokens read so far, so that the next token needs only its own. " * 3
 
 
 def command(*arguments: str, text: str = "") -> str:
@@ -55,9 +52,7 @@ def command(*arguments: str, text: str = "") -> str:
 
 
 def generate(*arguments: str) -> str:
-    return command(
-        "generate", "--model", MODEL, "--prompt", QUESTION, "--temp", "0", "--quiet", *arguments
-    ).strip()
+    return command("generate", "--model", MODEL, "--prompt", QUESTION, "--temp", "0", "--quiet", *arguments).strip()
 
 
 def check_pull() -> None:
@@ -128,8 +123,7 @@ def forward(folder: Path, ids: list[int]) -> np.ndarray[Any, Any]:
         gate = h @ weight(prefix + "mlp.gate_proj").T
         x = (
             x
-            + (gate / (1 + np.exp(-gate)) * (h @ weight(prefix + "mlp.up_proj").T))
-            @ weight(prefix + "mlp.down_proj").T
+            + (gate / (1 + np.exp(-gate)) * (h @ weight(prefix + "mlp.up_proj").T)) @ weight(prefix + "mlp.down_proj").T
         )
     return norm(x, "model.norm") @ embedding.T
 
@@ -140,18 +134,14 @@ def check_generate() -> None:
 
 
 def check_chat() -> None:
-    said = command(
-        "chat", "--model", MODEL, "--temp", "0", "--kv-bits", "0", text=f"{QUESTION}\nAnd of Italy?\n"
-    )
+    said = command("chat", "--model", MODEL, "--temp", "0", "--kv-bits", "0", text=f"{QUESTION}\nAnd of Italy?\n")
     assert _lines(said)[:2] == [ANSWER, "The capital of Italy is Rome."], said
 
 
 def check_batch() -> None:
     questions = [QUESTION, "What is the capital of Italy?", "Write one sentence about the sea."]
     single = [
-        command(
-            "generate", "--model", MODEL, "--prompt", each, "--temp", "0", "-q", "--deterministic", "-m", "24"
-        )
+        command("generate", "--model", MODEL, "--prompt", each, "--temp", "0", "-q", "--deterministic", "-m", "24")
         for each in questions
     ]
     lines = "".join(json.dumps({"prompt": each}) + "\n" for each in questions)
@@ -207,14 +197,12 @@ def check_snapshot() -> None:
 def check_report() -> None:
     found = json.loads(command("report", MODEL, "--tokens", "512", "--formats", "8g32,4g32", "--json"))
     for own in found["formats"]:
-        print(
-            f"       {own['format']}: KLD {own['mean_kld_nats']:.1e}, same top token {100 * own['top1']:.1f} %"
-        )
+        print(f"       {own['format']}: KLD {own['mean_kld_nats']:.1e}, same top token {100 * own['top1']:.1f} %")
         assert own["mean_kld_nats"] < MAX_KLD[own["format"]], own["format"]
 
 
 def check_serve(clients_python: str | None) -> None:
-    with serving() as url:
+    with serving("--kv-bits", "0") as url:
         messages = [{"role": "user", "content": QUESTION}]
         common = {"model": MODEL, "temperature": 0, "max_tokens": 24}
         bodies: dict[str, dict[str, Any]] = {
@@ -233,19 +221,20 @@ def check_serve(clients_python: str | None) -> None:
 
 
 @contextmanager
-def serving() -> Iterator[str]:
-    """Run a server of the model, with exact caches; yield its address."""
-    serve = [sys.executable, "-m", "kvant", "serve", "--model", MODEL, "--port", "0", "--kv-bits", "0"]
+def serving(*flags: str) -> Iterator[str]:
+    """Run a server of the model; yield its address."""
+    serve = [sys.executable, "-m", "kvant", "serve", "--model", MODEL, "--port", "0", *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(serve, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             end = time.monotonic() + START_S
             while True:
                 log.seek(0)
-                found = [word for word in log.read().split() if word.startswith("http://127.0.0.1:")]
+                said = log.read()
+                found = [word for word in said.split() if word.startswith("http://127.0.0.1:")]
                 if found:
                     break
-                assert process.poll() is None, "the server ended"
+                assert process.poll() is None, f"the server ended: {said[-500:]}"
                 assert time.monotonic() < end, "the server does not start"
                 time.sleep(0.1)
             yield found[0].rstrip("/.,")
