@@ -1,6 +1,7 @@
 """Record `kvant generate` and `kvant chat` on a terminal, and draw the recording as an animated SVG.
 
-Usage: python scripts/record_terminal.py. It writes docs/data/terminal.svg, and needs the extras cpu and test, and bash.
+Usage: python scripts/record_terminal.py. It writes docs/data/terminal.svg, and needs the extras cpu and test,
+bash, and `kvant pull smollm2-135m-q4`.
 The lines of KEYS are typed as a person types. All else is what the programs wrote, when they wrote it; a pause longer
 than IDLE is shortened to that. The picture stands still if the reader prefers that.
 """
@@ -25,11 +26,11 @@ IDLE, HOLD = 2.5, 5.0  # seconds
 WIDTH, HEIGHT, EDGE = 8.4, 19, 14  # of a cell, and around all of them, in pixels
 PROMPT = re.compile(r"[$>] ")
 KEYS = [  # seconds to read what is there, and the line that is typed then
-    (0.6, 'kvant generate "Tell me a story about a fox named Pip." --seed 3\r'),
-    (2.4, "clear\r"),
-    (0.2, "kvant chat --seed 1\r"),
-    (0.8, "Tell me a story about a hare named Tara who could not sleep.\r"),
-    (2.4, "Who helped Tara?\r"),
+    (0.6, 'kvant generate --model smollm2-135m-q4 --temp 0 "Write a haiku about the sea."\r'),
+    (3.0, "clear\r"),
+    (0.2, "kvant chat --model smollm2-135m-q4 --temp 0\r"),
+    (0.8, "What is the capital of France?\r"),
+    (1.6, "And of Italy?\r"),
     (0.5, ""),
 ]
 STYLE = """\
