@@ -105,9 +105,6 @@ MARKS = {
     """,
 }
 SAMPLES = """
-    """
-    """Return the markers of a test, named relative to ``tests``; none for those of the default run.
-    """Whether a file's, a folder's, a function's or a case's name is that of a test or of what the test is in."""
     bridge/test_bridged_cache.py::test_a_step_that_is_not_committed_leaves_no_trace[qwen3_next-4]
     bridge/test_bridged_cache.py::test_pages_of_windows_move[gpt_oss]
     bridge/test_checkpoints.py::test_a_conversation_goes_back[qwen3_next]
@@ -126,9 +123,6 @@ SAMPLES = """
     cache/test_pool_fused.py::test_an_engine_on_the_kernels_text[8-None]
     cli/test_cli.py::test_generated_text
     cli/test_cli.py::test_text_to_standard_output_and_statistics_to_standard_error
-    def _names(lines: str) -> list[str]:
-    def covers(name: str, test: str) -> bool:
-    def markers(test: str) -> list[str]:
     engine/test_conversation_kinds.py::test_turns_and_forgettings[gpt_oss-8]
     engine/test_conversation_kinds.py::test_turns_and_forgettings[qwen2-4]
     engine/test_drafts.py::test_the_same_text_and_cache
@@ -137,8 +131,6 @@ SAMPLES = """
     models/test_adapter.py::test_logits_are_mlx_lms[qwen2]
     operators/kernels/test_dispatch.py::test_the_operator_is_the_oracle_s_either_way[changes0-8]
     operators/kernels/test_probe.py::test_the_kernel_itself_is_right_on_the_host
-    return lines.split()
-    return test == name or (test.startswith(name) and re.match(r"/|::|\[", test[len(name) :]) is not None)
     tools/gguf/test_gguf_fuzz.py::test_mutated_files[smollm2-0]
     tools/gguf/test_importer.py::test_a_type[Q4_K-0.003]
     tools/gguf/test_importer.py::test_an_architecture[Q4_1-llama]
@@ -147,6 +139,19 @@ SAMPLES = """
     tools/gguf/test_package.py::test_it_is_fetched_verified_and_imported_once
     tools/gguf/test_package.py::test_without_pip
 """
+
+
+def _names(lines: str) -> list[str]:
+    return lines.split()
+
+
+def covers(name: str, test: str) -> bool:
+    """Whether a file's, a folder's, a function's or a case's name is that of a test or of what the test is in."""
+    return test == name or (test.startswith(name) and re.match(r"/|::|\[", test[len(name) :]) is not None)
+
+
+def markers(test: str) -> list[str]:
+    """Return the markers of a test, named relative to ``tests``; none for those of the default run."""
     if any(covers(name, test) for name in _names(SAMPLES)):
         return []
     return [marker for marker, names in MARKS.items() if any(covers(name, test) for name in _names(names))]
