@@ -55,7 +55,7 @@ class Pool(PoolState):
             try:
                 for part in self.parts:
                     part.prefix.use(chain)
-                    tables.append(part.open(chain, max_tokens))
+                    tables.append(part.open(chain, max_tokens, rest))
                 length = len(chain) * PAGE_SIZE
                 if rest:
                     before, behind = chain[-1] if chain else root(salt), prompt[length : length + rest]
@@ -65,11 +65,16 @@ class Pool(PoolState):
                 close(self, tables)
                 raise
             made = PoolSequence(self, tables, max_tokens, prompt[:length], salt)
+            states = None
             if self.states and length:
                 states = self.main.prefix.states(digests(made.ids, salt, last_page=True)[-1])
-                if states is None:  # they went where pages were needed for the sequence itself
-                    made.close()
-                    return self.sequence(max_tokens, salt=salt)
+            parts = zip(self.parts, tables, strict=True)
+            if (states is None and self.states and length) or any(
+                t.first > part.first_seen(length) for part, t in parts
+            ):
+                made.close()  # what it would go on from went where pages were needed for the sequence itself
+                return self.sequence(max_tokens, salt=salt)
+            if states is not None:
                 made.states = states
             return made
 
@@ -117,7 +122,7 @@ class Pool(PoolState):
         Returns its tokens, the digests of its pages, and of each part the number of the first page that is needed.
         """
         chain, rest = self._beginning(prompt, salt, whole_pages, self.disk)
-        first = {part: len(chain) - len(part.seen(chain)) for part in self.parts}
+        first = {part: len(chain) - len(part.seen(chain, rest)) for part in self.parts}
         length = len(chain) * PAGE_SIZE
         if rest and self.states:
             chain = [*chain, extended(chain[-1] if chain else root(salt), prompt[length : length + rest])]
@@ -149,11 +154,11 @@ class Pool(PoolState):
                 count = min(count, sum(1 for _ in takewhile(partial(has, part), chain)))
         for pages in range(count, -1, -1):
             before = chain[pages - 1] if pages else root(salt)
-            windows = (part for part in self.parts if part.window is not None)
-            if all(has(part, digest) for part in windows for digest in part.seen(chain[:pages])):
-                rest = self._behind(before, known[pages * PAGE_SIZE : (pages + 1) * PAGE_SIZE], whole_pages, disk)
-                if rest is not None:
-                    return chain[:pages], rest
+            rest = self._behind(before, known[pages * PAGE_SIZE : (pages + 1) * PAGE_SIZE], whole_pages, disk)
+            for behind in () if rest is None else (rest,) if self.states else (rest, 0):
+                windows = (part for part in self.parts if part.window is not None)
+                if all(has(part, digest) for part in windows for digest in part.seen(chain[:pages], behind)):
+                    return chain[:pages], behind
         return [], 0
 
     def _behind(self, before: bytes, ids: Sequence[int], whole_pages: bool, disk: PoolDisk | None) -> int | None:

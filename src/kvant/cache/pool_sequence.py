@@ -236,7 +236,7 @@ class PoolSequence:
         """Have the pages written that a text sees which goes on here, and the states after all its tokens."""
         disk, whole = self.pool.disk, chain[: len(ids) // PAGE_SIZE]
         for part, table in zip(self.pool.parts, self.tables, strict=True):
-            first = max(len(whole) - len(part.seen(whole)), -(-table.first // PAGE_SIZE))
+            first = max(len(whole) - len(part.seen(whole, len(ids) % PAGE_SIZE)), -(-table.first // PAGE_SIZE))
             for number in range(first, len(chain) if part.window is None or not mid_prompt else 0):
                 page, rows = table.pages[number - table.start // PAGE_SIZE], len(ids) - number * PAGE_SIZE
                 disk.put_page(part, chain[number], page, min(PAGE_SIZE, rows))
