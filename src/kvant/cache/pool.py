@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvant.cache.checkpoints import Checkpoint
 from kvant.cache.disk import DiskCache
 from kvant.cache.paged_layers import PagedLayers, PageTable
 from kvant.cache.pages import PAGE_SIZE
@@ -14,7 +15,7 @@ from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_disk import PoolDisk
 from kvant.cache.pool_sequence import PoolSequence, close
 from kvant.cache.pool_state import PoolState, check_sizes, pool_bytes, rows_alone, sizes_alone
-from kvant.cache.prefix import digests, extended, root
+from kvant.cache.prefix import as_text, digests, extended, root
 from kvant.errors import ContextError
 
 __all__ = ["Pool", "PoolSequence", "check_sizes", "pool_bytes", "rows_alone", "sizes_alone"]
@@ -76,6 +77,8 @@ class Pool(PoolState):
                 return self.sequence(max_tokens, salt=salt)
             if states is not None:
                 made.states = states
+            for part in self.parts if length and self.checkpoints else ():
+                part.prefix.use_checkpoints(as_text(made.ids, salt), by_prompt=True)
             return made
 
     def use_disk(self, disk: DiskCache, *, is_exact: bool = False) -> None:
@@ -111,7 +114,8 @@ class Pool(PoolState):
             if self.states and chain and self.main.prefix.states(chain[-1]) is None:
                 if (states := self.disk.states(chain[-1])) is None:
                     return True
-                self.main.prefix.keep(chain[-1], states)
+                text = as_text(ids, salt)
+                self.main.prefix.keep(chain[-1], Checkpoint(text, len(text), states=states))
             return False
 
     def on_disk(
@@ -133,6 +137,15 @@ class Pool(PoolState):
         """Tokens that are stored behind a text, of the page that was stored last; none: nothing is."""
         chain = digests(ids, salt)
         return list(self.main.prefix.stored_after(chain[-1] if chain else root(salt))[len(ids) % PAGE_SIZE :])
+
+    def num_stored(self, ids: Sequence[int], salt: bytes) -> int:
+        """Tokens at the beginning of a text that others had too, whether or not it can go on from all of them."""
+        chain = digests(ids, salt)
+        while chain and not has_page(self.disk, self.main, chain[-1]):
+            chain.pop()
+        length = len(chain) * PAGE_SIZE
+        behind = self.main.prefix.most_alike(chain[-1] if chain else root(salt), ids[length : length + PAGE_SIZE])
+        return length + behind[1]
 
     def batch(self, sequences: Sequence[Any], rows: int | None = None) -> PoolBatch:
         """The cache of steps in which sequences of this pool take part, at least one, none twice.
