@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NO_TEXT = 32  # bytes of the text without tokens, its salt's digest
+TAIL = 32  # bytes that are compared first
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +79,7 @@ class Checkpoints:
         ``by_prompt``: a prompt goes on from its end.
         """
         self._texts += 1
-        used = {digest: own for digest, own in self._kept.items() if text.startswith(own.text)}
+        used = {digest: own for digest, own in self._kept.items() if _begins(text, own.text, len(own.text))}
         for own in used.values():
             own.used = self._texts
             if by_prompt:
@@ -102,11 +103,17 @@ class Checkpoints:
 
     def _score(self, own: Checkpoint) -> tuple[float, int, int]:
         """Return the score, and what decides between equal ones: the last use, then the length."""
-        kept, question = self._kept.values(), own.text[: own.asked]
-        is_superseded = any(each.asked > own.asked and each.text.startswith(question) for each in kept)
+        kept, length = self._kept.values(), len(own.text)
+        is_superseded = any(each.asked > own.asked and _begins(each.text, own.text, own.asked) for each in kept)
         if is_superseded and not own.is_head:
-            return 0.0, own.used, len(own.text)
-        before = [len(each.text) for each in kept if each is not own and own.text.startswith(each.text)]
-        saved = len(own.text) - max(before, default=NO_TEXT)
-        texts = sum(each.text.startswith(own.text) for each in kept)
-        return saved * texts / (1 + self._texts - own.used), own.used, len(own.text)
+            return 0.0, own.used, length
+        before = [len(each.text) for each in kept if each is not own and _begins(own.text, each.text, len(each.text))]
+        saved = length - max(before, default=NO_TEXT)
+        texts = sum(_begins(each.text, own.text, length) for each in kept)
+        return saved * texts / (1 + self._texts - own.used), own.used, length
+
+
+def _begins(text: bytes, other: bytes, length: int) -> bool:
+    """Return whether a text begins with so many bytes of another one."""
+    # Most texts share a long head, so that they differ near the end.
+    return text[length - TAIL : length] == other[length - TAIL : length] and text.startswith(other[:length])
