@@ -3,18 +3,21 @@
 import random
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from support.bridged import bridged
-from support.counts import count
+from support.counts import at_widths, count
 from support.interruption import Interruption
 from support.pools import check_pages
-from support.turns import SIZES, TWO, ask, turn
+from support.turns import SIZES, STOP, TWO, ask, changed_heads, grown, server, talks, turn
 
 from kvant.bridge.pool import pool_needs
-from kvant.cache import CacheOptions
+from kvant.cache import CacheOptions, Identity
+from kvant.cache.disk import DiskCache
 from kvant.cache.pages import pages_for
 from kvant.cache.pool import PoolSequence
 from kvant.errors import ArgumentError
@@ -145,3 +148,60 @@ def test_states_that_went_while_a_sequence_was_opened() -> None:
     again = pool.sequence(256, [*text, 1], salt=b"a", whole_pages=False)  # the page with the states becomes its own
     assert (again.length, again.salt) == (0, b"a")
     check_pages(pool, [other, again])
+
+
+DEFAULT = {"sequences": 4, "tokens": 8192, "max_seq_len": 2048, "checkpoints": 8}  # of the server, for four at once
+MANY = ["qwen3_next", "lfm2", "gpt_oss", "gemma3_text"]
+
+
+@pytest.mark.parametrize(("name", "bits"), count(at_widths(MANY[:3]), [*product(MANY, [0, 8, 4])]))
+def test_many_conversations_share_a_system_prompt(name: str, bits: int) -> None:
+    """More than there are checkpoints for: the end of what all of them share goes last, found by its turn's end.
+
+    Without such an end it is found where the second conversation diverges from the first.
+    """
+    model, rng = bridged(name, **TWO.get(name, {})), random.Random(1)
+    for has_end, first in ((True, 1), (False, 2)):
+        scheduler, pool = server(model, kv_bits=bits, **DEFAULT)
+        system = [*turn(rng, 300)[:-1], STOP if has_end else 7]
+        cached = talks(scheduler, system, rng)
+        assert min(cached[first:]) >= len(system)
+        check_pages(pool, [])
+
+
+@pytest.mark.parametrize("sequences", [1, 4])
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+def test_later_turns_leave_the_system_prompt(name: str, sequences: int) -> None:
+    """A request, its next turn, and one that shares only the system prompt; then a few more turns of both."""
+    model, rng = bridged(name, **TWO.get(name, {})), random.Random(1)
+    scheduler, _ = server(model, **DEFAULT | {"sequences": sequences, "checkpoints": 2 * sequences})
+    system = turn(rng, 600)
+    assert min(talks(scheduler, system, rng, count=1, turns=2)[1:]) >= 600
+    assert min(talks(scheduler, system, rng, count=2, turns=3)) >= 600
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss"])
+def test_a_disk_has_the_system_prompt_too(name: str, tmp_path: Path) -> None:
+    """Of a server with a single checkpoint, which is restarted."""
+    model, rng = bridged(name, **TWO[name]), random.Random(1)
+    model.identity = Identity("a" * 64, "b" * 64)
+    system, disk = turn(rng, 256), DiskCache(tmp_path / "cache", 10**9)
+    for first in (1, 0):
+        scheduler, pool = server(model, disk, **DEFAULT | {"checkpoints": 1})
+        assert min(talks(scheduler, system, rng, count=4, turns=2)[first:]) >= 256
+        check_pages(pool, [])
+        assert disk.flush(30)
+    disk.close()
+
+
+@pytest.mark.parametrize("name", count(["qwen3_next", "gpt_oss"], MANY))
+def test_replays(name: str) -> None:
+    """Ends of long answers are places to go on from, wherever they lie; behind a change of the head all is read.
+
+    States are kept where a head changed once it did.
+    """
+    model = bridged(name, **TWO.get(name, {}))
+    common, cached = grown(server(model, kv_bits=4, **DEFAULT)[0], random.Random(1))
+    assert cached == common == [0, 665, 1232]
+    scheduler, pool = server(model, kv_bits=4, **DEFAULT)
+    assert changed_heads(scheduler, random.Random(1)) == [0, 0 if pool.states else 500, 500, 500]

@@ -9,9 +9,10 @@ import mlx.core as mx
 import pytest
 from support.pools import TEXT, check_pages, close, decode, next_logits, prefill
 
+from kvant.cache.checkpoints import Checkpoint
 from kvant.cache.pages import Pages
 from kvant.cache.pool import Pool
-from kvant.cache.prefix import PrefixIndex, digests, extended, root
+from kvant.cache.prefix import PrefixIndex, as_text, digests, extended, root
 from kvant.errors import ContextError
 from kvant.models import Decoder
 
@@ -199,7 +200,7 @@ def test_states_go_with_their_page_and_text() -> None:
         (page,) = pages.allocate(1)
         index.put(digest, page, before, ids)
         pages.release([page])
-        index.keep(digest, number)
+        index.keep(digest, Checkpoint(text := as_text(ids, b""), len(text), states=number))
         assert index.states(digest) == number
         assert [index.kept_behind(before, [first, 2, 5]) for first in (1, 3)] == ([[2], []], [[], [1]])[number]
     assert len(index.pages) == 1  # nobody goes on in a part of a page without states

@@ -9,6 +9,7 @@ from kvant.cache.disk import DiskCache
 from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.request import Request, Token
 from kvant.engine.scheduler import Scheduler
+from kvant.sample_utils import make_logits_processors
 
 STOP = 96  # ends a turn
 # A layer of each kind, where it is not about several.
@@ -44,7 +45,42 @@ def server(
     pool = model.make_pool(**SIZES | {"kv_bits": 8} | changes)
     if disk is not None:
         pool.use_disk(disk, is_exact=deterministic)
-    return Scheduler(model, pool, max_batch=2, deterministic=deterministic), pool
+    return Scheduler(model, pool, max_batch=min(2, pool.max_sequences), deterministic=deterministic), pool
+
+
+def talks(scheduler: Scheduler, system: list[int], rng: random.Random, *, count: int = 8, turns: int = 6) -> list[int]:
+    """Conversations with one system prompt that take turns: of each request the tokens that were there already."""
+    texts, cached = [list(system) for _ in range(count)], []
+    for _ in range(turns):
+        for text in texts:
+            text += turn(rng, 30)
+            ((answer, first),) = run(scheduler, text)
+            cached.append(first.cached_tokens)
+            text += answer if answer[-1] == STOP else [*answer, STOP]
+    return cached
+
+
+def grown(scheduler: Scheduler, rng: random.Random) -> tuple[list[int], list[int]]:
+    """Turns with answers of 535 tokens: of each prompt what it had in common with the last text, and what was there."""
+    never = make_logits_processors({STOP: -1e9})
+    text, common, cached, known = [*turn(rng, 100), *turn(rng, 31)], [], [], 0
+    for max_tokens in (535, 535, 1):
+        ((answer, first),) = run(scheduler, text, max_tokens=max_tokens, logits_processors=never)
+        common.append(known)
+        cached.append(first.cached_tokens)
+        known = len(text) + len(answer) - 1  # the last token is sampled and not fed
+        text = [*text, *answer, STOP, *turn(rng, 31)]
+    return common, cached
+
+
+def changed_heads(scheduler: Scheduler, rng: random.Random) -> list[int]:
+    """Prompts whose head of 700 tokens has three others after 500, such as a date: of each the tokens that were there.
+
+    The model knows no end of its first turn.
+    """
+    before, behind = ([rng.randrange(90) for _ in range(length)] for length in (500, 200))
+    prompts = [[*before, day, day + 1, day + 2, *behind, *turn(rng, 30)] for day in range(4)]
+    return [run(scheduler, prompt)[0][1].cached_tokens for prompt in prompts]
 
 
 def fresh_answers(model: BridgedModel, *prompts: list[int], max_tokens: int = 12, **changes: Any) -> list[list[int]]:

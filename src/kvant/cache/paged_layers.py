@@ -137,9 +137,9 @@ class PagedLayers:
             return length // self.window * self.window
         return self.first_seen(length)
 
-    def seen(self, chain: Sequence[bytes]) -> Sequence[bytes]:
-        """Of the digests of a text's pages those of the pages that the next token behind it sees."""
-        return chain[self.first_seen(len(chain) * PAGE_SIZE) // PAGE_SIZE :]
+    def seen(self, chain: Sequence[bytes], rest: int = 0) -> Sequence[bytes]:
+        """Of the digests of a text's pages those of the pages that the token ``rest`` tokens behind them sees."""
+        return chain[self.first_seen(len(chain) * PAGE_SIZE + rest) // PAGE_SIZE :]
 
     def take_in(self, digest: bytes, before: bytes, ids: Sequence[int], held: Sequence[mx.array]) -> bool:
         """Have a page of a text in the index, whose rows are :meth:`page_rows`. Returns whether there was room."""
@@ -151,9 +151,12 @@ class PagedLayers:
         self.pages.release([page])
         return True
 
-    def open(self, chain: Sequence[bytes], max_tokens: int) -> PageTable:
-        """Pages for ``max_tokens`` tokens, of which those under a chain of digests are shared."""
-        seen = self.seen(chain)
+    def open(self, chain: Sequence[bytes], max_tokens: int, rest: int = 0) -> PageTable:
+        """Pages for ``max_tokens`` tokens, of which those under a chain of digests are shared.
+
+        ``rest``: tokens behind them that are to be copied.
+        """
+        seen = self.seen(chain, rest)
         table = self._table(max_tokens, (len(chain) - len(seen)) * PAGE_SIZE, self.prefix.hold(seen))
         return self._reserve(table, max_tokens)
 

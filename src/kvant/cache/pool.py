@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvant.cache.checkpoints import Checkpoint
 from kvant.cache.disk import DiskCache
 from kvant.cache.paged_layers import PagedLayers, PageTable
 from kvant.cache.pages import PAGE_SIZE
@@ -14,7 +15,7 @@ from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_disk import PoolDisk
 from kvant.cache.pool_sequence import PoolSequence, close
 from kvant.cache.pool_state import PoolState, check_sizes, pool_bytes, rows_alone, sizes_alone
-from kvant.cache.prefix import digests, extended, root
+from kvant.cache.prefix import as_text, digests, extended, root
 from kvant.errors import ContextError
 
 __all__ = ["Pool", "PoolSequence", "check_sizes", "pool_bytes", "rows_alone", "sizes_alone"]
@@ -55,7 +56,7 @@ class Pool(PoolState):
             try:
                 for part in self.parts:
                     part.prefix.use(chain)
-                    tables.append(part.open(chain, max_tokens))
+                    tables.append(part.open(chain, max_tokens, rest))
                 length = len(chain) * PAGE_SIZE
                 if rest:
                     before, behind = chain[-1] if chain else root(salt), prompt[length : length + rest]
@@ -65,12 +66,19 @@ class Pool(PoolState):
                 close(self, tables)
                 raise
             made = PoolSequence(self, tables, max_tokens, prompt[:length], salt)
+            states = None
             if self.states and length:
                 states = self.main.prefix.states(digests(made.ids, salt, last_page=True)[-1])
-                if states is None:  # they went where pages were needed for the sequence itself
-                    made.close()
-                    return self.sequence(max_tokens, salt=salt)
+            parts = zip(self.parts, tables, strict=True)
+            if (states is None and self.states and length) or any(
+                t.first > part.first_seen(length) for part, t in parts
+            ):
+                made.close()  # what it would go on from went where pages were needed for the sequence itself
+                return self.sequence(max_tokens, salt=salt)
+            if states is not None:
                 made.states = states
+            for part in self.parts if length and self.checkpoints else ():
+                part.prefix.use_checkpoints(as_text(made.ids, salt), by_prompt=True)
             return made
 
     def use_disk(self, disk: DiskCache, *, is_exact: bool = False) -> None:
@@ -111,7 +119,8 @@ class Pool(PoolState):
             if self.states and chain and self.main.prefix.states(chain[-1]) is None:
                 if (states := self.disk.states(chain[-1])) is None:
                     return True
-                self.main.prefix.keep(chain[-1], states)
+                text = as_text(ids, salt)
+                self.main.prefix.keep(chain[-1], Checkpoint(text, len(text), states=states))
             return False
 
     def on_disk(
@@ -122,7 +131,7 @@ class Pool(PoolState):
         Returns its tokens, the digests of its pages, and of each part the number of the first page that is needed.
         """
         chain, rest = self._beginning(prompt, salt, whole_pages, self.disk)
-        first = {part: len(chain) - len(part.seen(chain)) for part in self.parts}
+        first = {part: len(chain) - len(part.seen(chain, rest)) for part in self.parts}
         length = len(chain) * PAGE_SIZE
         if rest and self.states:
             chain = [*chain, extended(chain[-1] if chain else root(salt), prompt[length : length + rest])]
@@ -133,6 +142,15 @@ class Pool(PoolState):
         """Tokens that are stored behind a text, of the page that was stored last; none: nothing is."""
         chain = digests(ids, salt)
         return list(self.main.prefix.stored_after(chain[-1] if chain else root(salt))[len(ids) % PAGE_SIZE :])
+
+    def num_stored(self, ids: Sequence[int], salt: bytes) -> int:
+        """Tokens at the beginning of a text that others had too, whether or not it can go on from all of them."""
+        chain = digests(ids, salt)
+        while chain and not has_page(self.disk, self.main, chain[-1]):
+            chain.pop()
+        length = len(chain) * PAGE_SIZE
+        behind = self.main.prefix.most_alike(chain[-1] if chain else root(salt), ids[length : length + PAGE_SIZE])
+        return length + behind[1]
 
     def batch(self, sequences: Sequence[Any], rows: int | None = None) -> PoolBatch:
         """The cache of steps in which sequences of this pool take part, at least one, none twice.
@@ -154,11 +172,11 @@ class Pool(PoolState):
                 count = min(count, sum(1 for _ in takewhile(partial(has, part), chain)))
         for pages in range(count, -1, -1):
             before = chain[pages - 1] if pages else root(salt)
-            windows = (part for part in self.parts if part.window is not None)
-            if all(has(part, digest) for part in windows for digest in part.seen(chain[:pages])):
-                rest = self._behind(before, known[pages * PAGE_SIZE : (pages + 1) * PAGE_SIZE], whole_pages, disk)
-                if rest is not None:
-                    return chain[:pages], rest
+            rest = self._behind(before, known[pages * PAGE_SIZE : (pages + 1) * PAGE_SIZE], whole_pages, disk)
+            for behind in () if rest is None else (rest,) if self.states else (rest, 0):
+                windows = (part for part in self.parts if part.window is not None)
+                if all(has(part, digest) for part in windows for digest in part.seen(chain[:pages], behind)):
+                    return chain[:pages], behind
         return [], 0
 
     def _behind(self, before: bytes, ids: Sequence[int], whole_pages: bool, disk: PoolDisk | None) -> int | None:

@@ -6,11 +6,12 @@ from typing import Any, Self
 
 import mlx.core as mx
 
+from kvant.cache.checkpoints import Checkpoint
 from kvant.cache.layer_format import SLACK, Arrays, State, difference
 from kvant.cache.paged_layers import PageTable, PoolLayer
 from kvant.cache.pages import PAGE_SIZE, runs
 from kvant.cache.pool_state import PoolState
-from kvant.cache.prefix import digests, root
+from kvant.cache.prefix import as_text, digests, root
 from kvant.errors import ContextError
 from kvant.operators.paged_attention import put_rows, stored_rows
 
@@ -189,8 +190,16 @@ class PoolSequence:
             made.states = self.states  # a step replaces a state's arrays
             return made
 
-    def share_prefix(self, upto: int | None = None, *, last_page: bool = False, mid_prompt: bool = False) -> None:
-        """Let other sequences read its whole pages, and begin with its states where all of its text is shared.
+    def share_prefix(
+        self,
+        upto: int | None = None,
+        *,
+        last_page: bool = False,
+        mid_prompt: bool = False,
+        asked: int | None = None,
+        is_head: bool = False,
+    ) -> None:
+        """Let other sequences read its whole pages, and keep a checkpoint if all of its text is shared.
 
         Through a window they need the pages of the last tokens that they begin with. So where there are windows, texts
         can be joined at the lengths at which this was called, and not before them.
@@ -199,8 +208,10 @@ class PoolSequence:
             upto: only pages of its first tokens, up to this one; None: of all.
             last_page: the last page too, where it is not whole. It is copied for whoever begins alike, and before this
                 sequence writes there again.
-            mid_prompt: more of its prompt is to come, and nobody is likely to go on here: in a disk cache is then what
-                sees all tokens.
+            mid_prompt: more of its prompt is to come, and nobody is likely to go on here: no checkpoint is kept, and in
+                a disk cache is then what sees all tokens.
+            asked: tokens up to the last checkpoint in its prompt; None: all that it has.
+            is_head: prompts of other conversations are likely to begin with its text.
         """
         pool = self.pool
         if pool.states and not pool.checkpoints:
@@ -226,17 +237,32 @@ class PoolSequence:
                     own = ids[number * PAGE_SIZE : (number + 1) * PAGE_SIZE]
                     part.prefix.put(chain[number], page, before[number], own)
                 part.prefix.use(chain)
-            prefix = pool.main.prefix
-            if pool.states and is_all and chain[-1] in prefix and prefix.states(chain[-1]) is None:
-                copies = own_copies(self.states)
-                mx.eval(copies)
-                prefix.keep(chain[-1], copies)
+            if is_all and not mid_prompt and pool.checkpoints:
+                self._keep_checkpoint(ids, chain, asked, is_head=is_head)
+
+    def _keep_checkpoint(self, ids: Sequence[int], chain: Sequence[bytes], asked: int | None, *, is_head: bool) -> None:
+        """Keep the states, and the pages that are seen through windows, after all its tokens."""
+        text = as_text(ids, self.salt)
+        for part in self.pool.parts:
+            has_states = bool(self.pool.states) and part is self.pool.main
+            if part.window is None and not has_states:
+                continue
+            prefix, whole = part.prefix, chain[: len(ids) // PAGE_SIZE]
+            seen = part.seen(whole, len(ids) % PAGE_SIZE)
+            pages = frozenset() if part.window is None else frozenset([*seen, chain[-1]])
+            if chain[-1] in prefix.checkpoints:
+                prefix.use_checkpoints(text)
+            elif all(digest in prefix for digest in (*pages, chain[-1])):
+                states = own_copies(self.states) if has_states else None
+                mx.eval(states)
+                prompt = len(as_text(ids[:asked], self.salt))
+                prefix.keep(chain[-1], Checkpoint(text, prompt, is_head, states, pages))
 
     def _write(self, ids: Sequence[int], chain: Sequence[bytes], mid_prompt: bool, *, is_all: bool) -> None:
         """Have the pages written that a text sees which goes on here, and the states after all its tokens."""
         disk, whole = self.pool.disk, chain[: len(ids) // PAGE_SIZE]
         for part, table in zip(self.pool.parts, self.tables, strict=True):
-            first = max(len(whole) - len(part.seen(whole)), -(-table.first // PAGE_SIZE))
+            first = max(len(whole) - len(part.seen(whole, len(ids) % PAGE_SIZE)), -(-table.first // PAGE_SIZE))
             for number in range(first, len(chain) if part.window is None or not mid_prompt else 0):
                 page, rows = table.pages[number - table.start // PAGE_SIZE], len(ids) - number * PAGE_SIZE
                 disk.put_page(part, chain[number], page, min(PAGE_SIZE, rows))

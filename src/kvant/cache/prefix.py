@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any
 
+from kvant.cache.checkpoints import Checkpoint, Checkpoints
 from kvant.cache.pages import PAGE_SIZE, Pages
 
 MOST_COMPARED = 64  # pages that follow the same text, the latest ones
@@ -25,15 +26,15 @@ class _Held:
 class PrefixIndex:
     """Pages of committed tokens, each under the :func:`digests` of the text up to its end.
 
-    It holds its pages. Those that nobody else holds are given up where pages are needed, least recently used first.
-    Beside some of them it keeps the states of layers that have one in place of rows; they go with the page.
+    It holds its pages. Those that nobody else holds are given up where pages are needed, least recently used first;
+    those that checkpoints need after all others, with the checkpoint of the lowest score first. States of layers that
+    have one in place of rows are kept in checkpoints too; they go with the text's last page.
     """
 
     def __init__(self, pages: Pages, checkpoints: int = 0) -> None:
-        """``checkpoints``: texts whose states are kept, at most."""
+        """``checkpoints``: that are kept, at most."""
         self._pages = pages
-        self._checkpoints = checkpoints
-        self._kept: OrderedDict[bytes, Any] = OrderedDict()  # states after texts
+        self.checkpoints = Checkpoints(checkpoints)
         self._found: OrderedDict[bytes, _Held] = OrderedDict()  # the least recently used first
         self._by_page: dict[int, bytes] = {}
         self._after: dict[bytes, dict[bytes, None]] = {}  # of a text's digest, those of the pages that follow it
@@ -93,34 +94,42 @@ class PrefixIndex:
         self.use([best])
         return self._found[best].page, most
 
-    def keep(self, digest: bytes, states: Any) -> None:
-        """Keep the states after the text of a page that it holds, in place of those that were used least recently."""
-        self._kept[digest] = states
-        while len(self._kept) > self._checkpoints:
-            oldest, _ = self._kept.popitem(last=False)
-            if len(self._found[oldest].ids) < PAGE_SIZE:  # nobody goes on there without them
-                self._drop(oldest)
+    def use_checkpoints(self, text: bytes, *, by_prompt: bool = False) -> None:
+        """Note that the checkpoints in a text were used; as :meth:`Checkpoints.use`."""
+        self.use(self.checkpoints.use(text, by_prompt=by_prompt))
+
+    def keep(self, digest: bytes, made: Checkpoint) -> None:
+        """Keep a checkpoint at the end of the text of a page that it holds."""
+        self.use_checkpoints(made.text)
+        for gone in self.checkpoints.keep(digest, made):
+            if made.states is not None and len(self._found[gone].ids) < PAGE_SIZE:  # nobody goes on without states
+                self._drop(gone)
 
     def states(self, digest: bytes) -> Any:
-        """The states after a text; None: they are not kept. They count as used."""
-        if digest in self._kept:
-            self._kept.move_to_end(digest)
-        return self._kept.get(digest)
+        """The states after a text; None: they are not kept."""
+        return self.checkpoints.states(digest)
 
     def kept_behind(self, before: bytes, ids: Sequence[int]) -> list[int]:
         """How many of the tokens behind a text, fewer than a page, states are kept after; the most first."""
-        found = [0] if before in self._kept else []
+        found = [0] if before in self.checkpoints else []
         for digest in self._after.get(before, {}):
             own = self._found[digest].ids
-            if digest in self._kept and len(own) < PAGE_SIZE and list(own) == list(ids[: len(own)]):
+            if digest in self.checkpoints and len(own) < PAGE_SIZE and list(own) == list(ids[: len(own)]):
                 found.append(len(own))
         return sorted(found, reverse=True)
 
     def give_up(self, count: int) -> None:
         """Let ``count`` of the pages that it alone holds become free, or as many as there are."""
-        idle = (digest for digest, held in self._found.items() if self._pages.refcount(held.page) == 1)
-        for digest in list(islice(idle, count)):
-            self._drop(digest)
+        idle = {digest: None for digest, held in self._found.items() if self._pages.refcount(held.page) == 1}
+        while count and idle:
+            needed = self.checkpoints.pages_needed()
+            free = list(islice((digest for digest in idle if digest not in needed), count))
+            for digest in free:
+                del idle[digest]
+                self._drop(digest)
+            count -= len(free)
+            if count and idle:
+                self.checkpoints.drop_lowest(self.checkpoints.needing(idle))
 
     def forget(self, page: int) -> None:
         """Hold a page no longer, where it is held."""
@@ -129,7 +138,7 @@ class PrefixIndex:
 
     def _drop(self, digest: bytes) -> None:
         held = self._found.pop(digest)
-        self._kept.pop(digest, None)
+        self.checkpoints.drop(digest)
         del self._by_page[held.page]
         after = self._after[held.before]
         del after[digest]
@@ -141,6 +150,11 @@ class PrefixIndex:
 def root(salt: bytes) -> bytes:
     """The digest of no text at all. By its person it is no page's digest, whatever the salt."""
     return hashlib.blake2b(salt, digest_size=32, person=b"kvant salt").digest()
+
+
+def as_text(ids: Sequence[int], salt: bytes) -> bytes:
+    """A text as bytes: it begins with another of the same salt if its bytes do."""
+    return root(salt) + array("q", ids).tobytes()
 
 
 def extended(before: bytes, ids: Sequence[int]) -> bytes:

@@ -348,7 +348,7 @@ class Scheduler:
             if work.request.keep_cache and sequence.length < min(len(answer.tokens), sequence.max_tokens):
                 self._decoder.feed(self._pool.batch([sequence]), [answer.tokens[-1:]])
             if not self._deterministic:  # a token at a time is not how chunks compute it
-                sequence.share_prefix(last_page=True)
+                sequence.share_prefix(last_page=True, asked=work.asked)
             if not work.request.keep_cache:
                 return None, None
             assert isinstance(self._pool, Pool)

@@ -86,7 +86,8 @@ class Work:
                 f"{len(ids)} tokens of a prompt and {request.answers} answers of up to {self.limit} need {needed} "
                 f"pages of {pool.page_size} tokens; the pool has {pool.num_pages}"
             )
-        self.places = _places(ids, self.stop_tokens, pool.checkpoints, CHUNK if is_exact else 1)  # chunks end there
+        self.unit = CHUNK if is_exact else 1
+        self.places, self.heads = _places(ids, self.stop_tokens, pool.checkpoints, self.unit)  # chunks end there
         self.open = set(range(request.answers))  # the numbers of the answers that have not ended
         self.sequences: list[PoolSequence] = []  # reserved for its answers until they run; the first is fed
         self.start = 0  # tokens at the beginning that a shared prefix had, or the request's own cache
@@ -133,6 +134,7 @@ class Work:
                 self.start = self.cached = self.exact = first.length
                 if isinstance(pool, Pool) and known:
                     self._explain(pool)
+                    self._add_head(pool)
                 return
             first.load(self.cache.held)
             self.start = self.held
@@ -150,6 +152,17 @@ class Work:
         self.miss = "new" if not stored else "unkept" if alike else "differs"
         sent = self.ids[shared : shared + SAID]
         logger.debug("%d of %d prompt tokens were stored; then %s, sent %s", shared, len(self.ids), stored[:SAID], sent)
+
+    def _add_head(self, pool: Pool) -> None:
+        """Have a checkpoint where the prompt and a stored text diverge, unless there is one not far before."""
+        if not pool.checkpoints:
+            return
+        head = pool.num_stored(self.known, self.request.salt) // self.unit * self.unit
+        if head - max(place for place in (0, self.start, *self.places) if place <= head) >= pool.page_size:
+            self.places = sorted([*self.places, head])
+            self.heads = {*self.heads, head}
+        elif head == self.start and pool.has_windows:  # it was joined where pages happened to be
+            self.share(last_page=not self.is_exact, is_head=True)
 
     def feed(self, model: LanguageModel, pool: Pool | ModelCache, room: int) -> mx.array | None:
         """Feed a chunk, of ``room`` tokens at most. The logits (1, vocab) of the prompt's end, or None before."""
@@ -184,7 +197,7 @@ class Work:
         is_place = end in self.places
         # Its pages are given back, or its states lost, as it moves on; and a whole prompt at once would take long.
         if pool.has_windows or is_place or pool.disk is not None:
-            self.share(last_page=is_place and not self.is_exact, mid_prompt=not is_place)
+            self.share(last_page=is_place and not self.is_exact, mid_prompt=not is_place, is_head=end in self.heads)
         return logits
 
     def begin_answers(self) -> list["Answer"]:
@@ -209,10 +222,15 @@ class Work:
             sequence.release()
         return answers
 
-    def share(self, *, last_page: bool = False, mid_prompt: bool = False) -> None:
-        """Let later requests begin with what was fed of the prompt; arguments as :meth:`PoolSequence.share_prefix`."""
+    @property
+    def asked(self) -> int:
+        """Tokens up to the last checkpoint in the prompt."""
+        return self.places[-1] if self.places else len(self.ids)
+
+    def share(self, **options: bool) -> None:
+        """Let later requests begin with what was fed of the prompt; as :meth:`PoolSequence.share_prefix`."""
         upto = self.exact if self.is_exact else None
-        self.sequences[0].share_prefix(upto, last_page=last_page, mid_prompt=mid_prompt)
+        self.sequences[0].share_prefix(upto, asked=self.asked, **options)
 
     def release(self) -> None:
         """Give its pages back."""
@@ -283,15 +301,19 @@ class Answer:
         return self.matcher is not None or (self.work.calls_out and not self.sequence.pool.alone)
 
 
-def _places(ids: Sequence[int], stop_tokens: Collection[int], checkpoints: int, unit: int) -> list[int]:
-    """The places of a prompt, each a multiple of ``unit``, that later ones are likely to go on from.
+def _places(
+    ids: Sequence[int], stop_tokens: Collection[int], checkpoints: int, unit: int
+) -> tuple[list[int], Collection[int]]:
+    """The places of a prompt, each a multiple of ``unit``, that later ones are likely to go on from; and its heads.
 
     The end of its first turn, of system prompt and tools, and of its last two: an answer before may be written in
-    another way the next time. And some between, for a quarter of the checkpoints.
+    another way the next time. And some between, for a quarter of the checkpoints. A head is the end of a first turn
+    that is not the last one.
     """
     if not checkpoints:
-        return []
+        return [], ()
     ends = [place for place, token in enumerate(ids, 1) if token in stop_tokens] or [len(ids) - 1]
     apart = APART * -(-len(ids) // (APART * max(1, checkpoints // 4)))
     found = {place // unit * unit for place in (*ends[:1], *ends[-2:], *range(apart, len(ids), apart))}
-    return sorted(place for place in found if 0 < place < len(ids))
+    heads = {place // unit * unit for place in ends[:-1][:1]}
+    return sorted(place for place in found if 0 < place < len(ids)), heads
