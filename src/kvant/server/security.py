@@ -30,7 +30,7 @@ HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]\s]+)(?::[0-9]{1,5})?", re.IGNORECAS
 MORE_BYTES = 64 << 20  # that are read of a body that is too long, and forgotten
 
 CLOSE = {"connection": "close"}
-HALF_CLOSED = "half_closed"  # in a request's state: its client sends no more
+HALF_CLOSED = "half_closed"  # key of a request's state, set when the client closes its sending side
 MAX_VALUES = 200_000  # of a body's JSON: decoded in a tenth of a second
 NO_MARKS = bytes(byte for byte in range(256) if byte not in b'",[{')
 PIECE_BYTES = 1 << 16
@@ -143,20 +143,22 @@ class Keys:
 
 
 class Body:
-    """What has come of a request's body, while there is room for it."""
+    """What was received of a request's body, as long as there is room for it."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
         self.parts: list[bytes] = []
         self.held = 0  # bytes of the parts
-        self.count = 0  # bytes that came, whether they are held or not
-        self.fits = True  # all of it is held
+        self.count = 0  # bytes received, with those that were dropped
+        self.fits = True  # nothing was dropped
 
     def drop(self) -> int:
-        """Forget the parts; what comes is read and not held. Returns how many bytes it held."""
-        held, self.held, self.fits = self.held, 0, False
+        """Drop what was received, and all that follows. Return how many bytes were freed."""
+        freed = self.held
+        self.held = 0
+        self.fits = False
         self.parts.clear()
-        return held
+        return freed
 
 
 class Bodies:
@@ -165,7 +167,7 @@ class Bodies:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service, self._limits = app, service, service.settings.limits
         self._held = 0  # bytes of the bodies of all requests under way
-        self._coming: set[Body] = set()  # those that have no end yet
+        self._coming: set[Body] = set()  # bodies that are still being received
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = Body()
@@ -217,17 +219,18 @@ class Bodies:
         return whole
 
     async def _receive(self, receive: Receive, body: Body) -> None:
-        """Read a body to its end, or to what nobody sends by mistake.
+        """Receive a body to its end, or until it is too long to be a mistake.
 
-        One that is too long, or that there is no room for, is read on: its sender reads no answer before it has sent
-        it.
+        A body that is too long, or that there is no room for, is received too and dropped: its sender does not read
+        the answer before it has sent everything.
         """
         more = True
         while more and body.count <= self._limits.body_bytes + MORE_BYTES:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
-            part, more = message.get("body", b""), message.get("more_body", False)
+            part = message.get("body", b"")
+            more = message.get("more_body", False)
             body.count += len(part)
             if not body.fits:
                 continue
@@ -239,7 +242,10 @@ class Bodies:
                 self._held -= body.drop()
 
     def _has_room(self, count: int, body: Body) -> bool:
-        """Whether so many bytes more can be held. If not, the largest of the slow bodies gives way to one in time."""
+        """Return whether ``count`` more bytes of a body can be held.
+
+        If there is no room, the largest of the slow bodies are dropped, unless this body is slow itself.
+        """
         late = time.monotonic() - self._limits.slow_s
         while self._held + count > self._limits.all_bodies_bytes:
             slow = [each for each in self._coming if each.began < late and each.held]
@@ -255,16 +261,20 @@ def _ending() -> ApiError:
 
 
 def _replaying(body: bytes, receive: Receive, state: Mapping[str, Any]) -> Receive:
-    """The body that was read, and then what else comes: that the client has gone, or may have."""
-    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+    """Return a ``receive`` that gives the whole body, then what the client does next.
+
+    A client that closed its sending side counts as disconnected: it cannot be told from one that has gone.
+    """
+    whole = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def replay() -> Message:
-        message: Message | None = next(messages, None)
-        if message is None and not state.get(HALF_CLOSED):
+        for request in whole:
+            return request
+        if not state.get(HALF_CLOSED):
             message = await receive()
-            if state.get(HALF_CLOSED):
-                message = None
-        return {"type": "http.disconnect"} if message is None else message
+            if not state.get(HALF_CLOSED):
+                return message
+        return {"type": "http.disconnect"}
 
     return replay
 
