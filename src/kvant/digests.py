@@ -1,8 +1,8 @@
 """SHA-256 digests of files, remembered in the user's cache for as long as a file is unchanged.
 
-A file is unchanged while its path, device, inode, size, modification time and change time are the same. No program can
-set the change time, so an edit that restores the modification time is noticed too. The record is never stored beside
-the file: whoever made a model's folder could put a false record there.
+A file is unchanged while its path, device, inode, size, modification time and change time are the same. No
+program can set the change time, so an edit that restores the modification time is noticed too. The record is
+never stored beside the file: whoever made a model's folder could put a false record there.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ FILE = "digests.json"
 SMALL = 2**20  # bytes; a smaller file is hashed as fast as its digest is looked up
 MOST_FILES = 2**11  # the record keeps this many digests, the newest ones
 MAX_BYTES = 2**20  # of the record; MOST_FILES digests take less
-# A digest is remembered only if the file has been unchanged for this long: another change within the same tick of the
-# file system's clock would leave its times as they are.
+# A digest is remembered only if the file has been unchanged for this long: another change within the same
+# tick of the file system's clock would leave its times as they are.
 SETTLED_NS = 10**8
 SETTLED_COARSE_NS = 2 * 10**9  # for a file system that counts whole seconds
 
@@ -50,14 +50,15 @@ def state_of(path: Path) -> FileState:
 
 
 def file_sha256(path: Path, expected: FileState | None = None) -> str:
-    """Return the digest of a file of a model folder as 64 hexadecimal digits, computed unless it is remembered.
+    """Return the digest of a file of a model folder, 64 hexadecimal digits; compute it unless it is remembered.
 
     Args:
         path: a file that :func:`kvant.files.open_file` opens.
         expected: what :func:`state_of` returned before the file was used; None accepts any state.
 
     Raises:
-        CheckpointError: the file cannot be read, its state is not the expected one, or it changes while it is hashed.
+        CheckpointError: the file cannot be read, its state is not the expected one, or it changes while it is
+            hashed.
     """
     with open_file(path, error=CheckpointError) as file:
         state = _state(os.fstat(file.fileno()))
@@ -92,7 +93,7 @@ def hash_file(path: Path, file: BufferedReader) -> str:
     if state.size > SMALL and age_ns >= (SETTLED_COARSE_NS if has_coarse_times else SETTLED_NS):
         known = _remembered()
         known[_key(path, state)] = digest
-        with contextlib.suppress(OSError):  # a full disk or a read-only folder: the file is hashed again next time
+        with contextlib.suppress(OSError):  # a full disk, a read-only folder: the file is hashed again next time
             _path().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with atomic_file(_path()) as record:
                 record.write(json.dumps(dict([*known.items()][-MOST_FILES:]), indent=0).encode())

@@ -69,7 +69,7 @@ class DiskCache:
             self._lock_file = _open_lock(self.folder / LOCK)
         except (OSError, ValueError) as error:
             raise SnapshotError(f"{folder}: no folder for a disk cache: {one_line(error)}") from error
-        self._writer = LOCK_TEXT + os.urandom(WRITER_BYTES)  # what the lock file holds if this cache wrote last
+        self._writer = LOCK_TEXT + os.urandom(WRITER_BYTES)  # is in the lock file if this cache wrote last
         self._changed = threading.Condition()
         self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()  # bytes and time of use, the oldest first
         self._waiting: dict[str, bytes] = {}
@@ -161,7 +161,7 @@ class DiskCache:
             return self._changed.wait_for(lambda: not self._jobs, timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Take nothing more, and wait ``timeout`` seconds at most until the rest is written. A second call is quick."""
+        """Take nothing more, and wait until the rest is written, at most ``timeout`` seconds in the first call."""
         with self._changed:
             if self._closed:
                 timeout = 0.0
@@ -199,7 +199,7 @@ class DiskCache:
                             self._jobs.popleft()
                             self._changed.notify_all()
                 if self._jobs:
-                    time.sleep(2 * LOCK_RETRY_S)  # long enough for another process that waits to lock the folder
+                    time.sleep(2 * LOCK_RETRY_S)  # long enough for another process to lock the folder
             except OSError as error:  # a full disk, a folder that went or became read-only
                 self._say(error)
                 with self._changed:

@@ -13,7 +13,7 @@ class Identity:
     """
 
     def __init__(self, model: str | Callable[[], str], tokenizer: str, folder: Path | None = None) -> None:
-        """``model``: the model's digest, or a function that computes it by reading every byte of the weights."""
+        """``model``: the model's digest, or a function that computes it from every byte of the weights."""
         self._model = model
         self.tokenizer = tokenizer
         self.folder = folder
@@ -22,7 +22,8 @@ class Identity:
     def model(self) -> str:
         """The digest of config.json, the weights and the adapter; 64 hexadecimal digits.
 
-        The first use may compute it, and raises a CheckpointError if the files were changed since they were loaded.
+        The first use may compute it, and raises a CheckpointError if the files were changed since they were
+        loaded.
         """
         if not isinstance(self._model, str):
             self._model = self._model()

@@ -253,7 +253,7 @@ def conversation(body: Conversation, service: Service, left_out: LeftOut) -> Gen
 
 
 def _tools(body: Conversation, left_out: LeftOut) -> tuple[Tool, ...]:
-    """Return the tools. One is deferred only if a result refers to it: that result then shows it to the model."""
+    """Return the tools. One is deferred only if a result refers to it, which then shows it to the model."""
     found = _referred_names(body)
     made: dict[str, Tool] = {}
     for at, each in known_of(body.tools, {"custom": ToolBody}, "tools", left_out, "custom"):
@@ -376,9 +376,8 @@ def _referred(part: Any, unseen: dict[str, Tool]) -> Any:
         return part
     name = str(part.get("tool_name"))
     tool = unseen.pop(name, None)
-    if tool is None:
-        return {"type": "text", "text": f"[the tool {name[:80]} was shown before, or is none of this request]"}
-    return {"type": "text", "text": described([tool])}
+    known = f"[the tool {name[:80]} was shown before, or is none of this request]"
+    return {"type": "text", "text": known if tool is None else described([tool])}
 
 
 class MessageStream(Encoder):

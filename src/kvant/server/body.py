@@ -199,7 +199,8 @@ def sampling_options(given: SamplingFields) -> SamplingOptions:
             options |= {f"{name}_penalty": penalty, f"{name}_context_size": ALL_TOKENS}
     bias = given.logit_bias or {}
     if len(bias) > MAX_TOKENS:
-        raise ApiError(f"logit_bias has {len(bias)} tokens; expected at most {MAX_TOKENS}", param="logit_bias")
+        message = f"logit_bias has {len(bias)} tokens; expected at most {MAX_TOKENS}"
+        raise ApiError(message, param="logit_bias")
     for token, value in bias.items():
         check_range(f"logit_bias.{token}", value, -100, 100)
     options["logit_bias"] = bias

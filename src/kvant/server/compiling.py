@@ -12,7 +12,8 @@ from kvant.server.turns import as_shown
 from kvant.text.grammar import Grammar, build_tool_grammar
 from kvant.text.grammar_source import Kind, Source, unknown_formats
 
-# One thread, apart from the default pool: a grammar that takes long must not delay the reading of others' prompts.
+# One thread, apart from the default pool: a grammar that takes long must not delay the reading of others'
+# prompts.
 COMPILING = ThreadPoolExecutor(1, "kvant-grammar")
 
 

@@ -29,7 +29,8 @@ PAUSE_S = 10.0  # without an event, after which a stream says that it goes on: c
 COMMENT = b": the prompt is read\n\n"
 GONE = 499  # nginx's status; only a client that closed just its sending side can read it
 SMALL_BODY = 64 << 10  # bytes; a body of this size is decoded in a few milliseconds, whatever it contains
-# One thread, apart from the default pool: a body that takes long must not delay the reading of others' prompts.
+# One thread, apart from the default pool: a body that takes long must not delay the reading of others'
+# prompts.
 READING = ThreadPoolExecutor(1, "kvant-body")
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # a proxy passes on each event as it comes
 
@@ -96,7 +97,8 @@ class Dialect:
             name = service.check_model(body.model)
             salt = request.state.salt
             client = request.client.host if request.client else ""
-            asked = [replace(each, salt=salt, client=client) for each in self.generations(body, service, left_out)]
+            asked = self.generations(body, service, left_out)
+            asked = [replace(each, salt=salt, client=client) for each in asked]
             for form in sorted(unheld_formats(asked[0])):
                 left_out.add("format", form)
             return body, asked, self.encoder(name, body, asked, service)
@@ -115,7 +117,7 @@ class Dialect:
 
 
 async def read_body(request: Request, read: Callable[[bytes], T]) -> T:
-    """Return what ``read`` makes of a request's body. A large body is read in a thread, so other requests go on."""
+    """Return what ``read`` makes of a request's body. A large body is read in a thread: other requests go on."""
     body = await request.body()
     if len(body) <= SMALL_BODY:
         return read(body)

@@ -49,7 +49,7 @@ class Generation:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)  # the client's; the model's are filled in later
     max_tokens: int | None = None  # of each answer; None: as many as there is room for
     stop: Sequence[str] = ()  # texts that end an answer and are not part of it
-    stop_tokens: Sequence[int] = ()  # token ids that end an answer, also with ``ignore_eos``; not part of its text
+    stop_tokens: Sequence[int] = ()  # ids that end an answer, also with ``ignore_eos``; not part of its text
     answers: int = 1  # how many; answer i draws with the seed + i
     logprobs: bool = False  # log-probabilities are wanted, and of ``top_logprobs`` other tokens
     top_logprobs: int = 0

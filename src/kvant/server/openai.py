@@ -246,7 +246,8 @@ def _stop_tokens(given: Sequence[int], service: Service) -> Sequence[int]:
     last = service.model.config.vocab_size - 1
     for token in given:
         if not 0 <= token <= last:
-            raise ApiError(f"stop_token_ids has token {token}; the model knows 0 to {last}", param="stop_token_ids")
+            message = f"stop_token_ids has token {token}; the model knows 0 to {last}"
+            raise ApiError(message, param="stop_token_ids")
     return given
 
 

@@ -168,7 +168,8 @@ class SearchCallItem(Fields, frozen=True, kw_only=True):
 class ToolsItem(Fields, frozen=True, kw_only=True):
     """Tools that a conversation has from this item on.
 
-    Codex sends all tools of a newer model in ``additional_tools``; the result of a search is a ``tool_search_output``.
+    Codex sends all tools of a newer model in ``additional_tools``; the result of a search is a
+    ``tool_search_output``.
     """
 
     type: Literal["additional_tools", "tool_search_output"]
@@ -225,7 +226,7 @@ class NamespaceBody(Fields, frozen=True, kw_only=True):
 
 
 class SearchBody(Fields, frozen=True, kw_only=True):
-    """A search that the client offers, for tools that it has not sent. The server's own search is left out."""
+    """A search that the client does, for tools that it has not sent. The server's own search is left out."""
 
     type: Literal["tool_search"]
     execution: Literal["server", "client"] = "server"
@@ -349,13 +350,13 @@ def _tools(
 ) -> tuple[Sequence[Tool], ToolChoice | Tool]:
     """Return the tools and the choice among them. ``added``: the tools of items, by the items' places.
 
-    A tool of an item replaces an earlier one of its name, in that one's place. A tool that a search found does not:
-    the model was shown the earlier one.
+    A tool of an item replaces an earlier one of its name, in that one's place. A tool that a search found
+    does not: the model was shown the earlier one.
     """
     made: dict[str, Tool] = {}
-    places: dict[str, str] = {}  # by the names of earlier lists' tools; checked_tools refuses a name twice in one list
+    places: dict[str, str] = {}  # of the earlier lists' tools, by name
     for listed in (dict(_tools_of(body.tools or (), "tools", service, left_out)), *added.values()):
-        new_places: dict[str, str] = {}
+        new_places: dict[str, str] = {}  # apart: checked_tools refuses a name that is in one list twice
         for place, tool in listed.items():
             if tool.name not in places:
                 made[place] = tool
@@ -378,7 +379,7 @@ def _tools(
 def _tools_of(
     given: Sequence[Any], place: str, service: Service, left_out: LeftOut, *, is_found: bool = False
 ) -> Iterator[tuple[str, Tool]]:
-    """Yield the tools of a list with the fields of their names. A namespace's name precedes those of its tools.
+    """Yield the tools of a list with the fields of their names. A namespace's name precedes its tools' names.
 
     ``is_found``: the list is the result of a search, which shows its tools to the model.
     """
@@ -396,7 +397,8 @@ def _tools_of(
             if each.defer_loading and not is_found:
                 left_out.add(f"{at}.defer_loading")
             made = _custom(each, at, service, left_out) if isinstance(each, CustomBody) else tool_of(each)
-            yield f"{at}.name", replace(made, name=_named(each.name, space), namespace=space, deferred=is_found)
+            name = _named(each.name, space)
+            yield f"{at}.name", replace(made, name=name, namespace=space, deferred=is_found)
 
 
 def _custom(tool: CustomBody, place: str, service: Service, left_out: LeftOut) -> Tool:

@@ -221,8 +221,8 @@ class Bodies:
     async def _receive(self, receive: Receive, body: Body) -> None:
         """Receive a body to its end, or until it is too long to be a mistake.
 
-        A body that is too long, or that there is no room for, is received too and dropped: its sender does not read
-        the answer before it has sent everything.
+        A body that is too long, or that there is no room for, is received too and dropped: its sender does
+        not read the answer before it has sent everything.
         """
         more = True
         while more and body.count <= self._limits.body_bytes + MORE_BYTES:

@@ -304,7 +304,7 @@ class ThinkingBudget:
 
 
 def thinking_tokens(tokenizer: Tokenizer) -> tuple[int, int] | None:
-    """Return the tokens that begin and end thinking; None if the model does not think or a mark is several tokens."""
+    """Return the tokens that begin and end thinking; None if there are no marks or a mark is several tokens."""
     marks = marks_of(tokenizer)
     if marks is None:
         return None

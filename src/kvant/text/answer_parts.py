@@ -52,7 +52,8 @@ class AnswerParts:
             prompt: the rendered messages; None: text goes on.
             tools: in OpenAI's form.
             format: of calls.
-            only_calls: a grammar allows nothing but calls, so that text can only be a call that was cut. It is dropped.
+            only_calls: a grammar allows nothing but calls, so that text can only be a call that was cut. It
+                is dropped.
         """
         self._thinking = None if prompt is None else Thinking.of(tokenizer, prompt)
         self._tools = schemas(tools)

@@ -23,8 +23,8 @@ Json = dict[str, Any]
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token
 STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
 MAX_ID = 2**24  # a token's id is a place in a table
-# Tokens of a vocabulary -> the marks around its model's thoughts. The first entry whose tokens are there counts. From
-# <think> on they are mlx-lm's, in its order.
+# Tokens of a vocabulary -> the marks around its model's thoughts. The first entry whose tokens are there
+# counts. From <think> on they are mlx-lm's, in its order.
 THINKING = {
     ("[THINK]", "[/THINK]"): ("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
     ("<mm:think>", "</mm:think>"): ("<mm:think>", "</mm:think>"),  # MiniMax M3

@@ -166,8 +166,8 @@ def _json(name: str, schema: Mapping[str, Any], how: Mapping[str, Any]) -> dict[
     keywords = {key for part in _objects(schema) for key in part}
     exact = _exact(schema, closes=not OPEN & keywords)
     escapes = 'nrbtf\\"u'
-    # Beside a listed "a" the library would take "\u0061" for a name that is not listed, and hold its value to another
-    # schema. So nothing may be written as \u in such a schema.
+    # Beside a listed "a" the library would take "\u0061" for a name that is not listed, and hold its value to
+    # another schema. So nothing may be written as \u in such a schema.
     if any(LISTED & set(part) and part.get("additionalProperties") is not False for part in _objects(exact)):
         escapes = escapes.removesuffix("u")
         constants = [part[key] for part in _objects(exact) for key in CONSTANTS if key in part]
@@ -215,7 +215,7 @@ def _values(value: Any) -> Iterator[Any]:
 
 
 def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the JSON objects among :func:`_values`: a schema's parts, and the objects that hold parts by name."""
+    """Yield the JSON objects in a value: a schema's parts, and the objects that hold parts by name."""
     return (part for part in _values(value) if isinstance(part, Mapping))
 
 
@@ -267,7 +267,7 @@ def _exact(schema: Any, closes: bool) -> Any:
 
 
 def _check_least(schema: Mapping[str, Any]) -> None:
-    """Refuse an object that needs several names of the model's choice: the model could write one name twice."""
+    """Refuse an object that needs several names of the model's choice: it could write one name twice."""
     least = schema.get("minProperties")
     required = schema.get("required")
     is_open = schema.get("patternProperties") or schema.get("additionalProperties") is not False

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 FINE = ("NotStopped", "NoExtension", "NoExtensionBias", "EndOfSentence")  # endings of a matcher that are no failure
 SHOWN = re.compile(r"\^*|\d+ \|.*|<non-verbose/>")  # lines of an error that show the place in the source
-# Parts of the library's messages that say nothing to a client: options that it cannot set, a panic's backtrace.
+# Parts of the library's messages that say nothing to a client: options that it cannot set, a panic's
+# backtrace.
 HINT = re.compile(r"[.;] (?:Enable '|either increase limits).*|<backtrace>.*", re.DOTALL)
 RENAMED = (("panic: ", "llguidance failed: "), ("Expected f64 for", "Expected a number for"))
 DEAD_END = "no text satisfies it, or none from here on"

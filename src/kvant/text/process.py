@@ -167,7 +167,7 @@ class TextProcess:
                 view = view[stdin.write(view) :]
 
     def _read(self) -> bytes:
-        """Return the next line. The process is ended by its own timer, and here if it needs too much memory."""
+        """Return the next line. Its own timer ends a process that is slow, this one that needs much memory."""
         stdout = self._process.stdout
         assert stdout is not None
         end = time.monotonic() + WALL_LIMIT_S

@@ -28,7 +28,7 @@ HARMONY = Marks(
     "<|end|>",
     tuple(f"{start}<|channel|>{name}<|message|>" for start in ("", "<|start|>assistant") for name in HARMONY_SAID),
 )
-ENDS_ALONE = ("<mm:think>",)  # MiniMax M3 may begin an answer without thinking with the mark that ends thinking
+ENDS_ALONE = ("<mm:think>",)  # MiniMax M3 may begin an answer without thinking with the end mark
 IN_WORDS = Marks(("<think>",), "</think>")  # of Olmo 3 and others, whose vocabularies have no tokens for them
 
 

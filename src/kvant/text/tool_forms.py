@@ -106,8 +106,8 @@ class _QwenCoderReader(Reader):
                 return None
             if is_all and may_be_any(("</tool_call>",), text, following):
                 return len(text)
-            # A call with <tool_call> but without </tool_call> ends only before another call. One without <tool_call>
-            # ends here whatever follows.
+            # A call with <tool_call> but without </tool_call> ends only before another call. One without
+            # <tool_call> ends here whatever follows.
             is_end = not start or may_be_any(_CODER_BEGINS, text, following)
             if is_end and _ends_with_value(text, begun.end(), found):
                 return end
@@ -117,7 +117,7 @@ class _QwenCoderReader(Reader):
 
 
 def _ends_with_value(text: str, start: int, end: int) -> bool:
-    """Return whether the arguments from ``start`` to ``end`` end with a parameter's end, or there are none."""
+    """Return whether the arguments from ``start`` to ``end`` end as a parameter does, or there are none."""
     while end > start and text[end - 1].isspace():
         end -= 1
     return end == start or text.endswith("</parameter>", start, end)

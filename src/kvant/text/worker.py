@@ -1,10 +1,10 @@
 """The program that renders chat templates and runs the tokenizer; kvant.text.process starts it by its path.
 
-A request is a line of JSON and the bytes it announces as ``payload``. ``seconds`` is its limit of processor time, after
-which a signal ends this process, even if nobody waits for the answer any more. ``do`` says what to do: "load" a
-tokenizer, "render" a template, "check_grammar", or a method of encoding.Encoder; the rest are its arguments. The answer
-is a line of JSON, {"result": ...} or {"error": a line}, after a first line that says the process is ready. It ends when
-its standard input does.
+A request is a line of JSON and the bytes it announces as ``payload``. ``seconds`` is its limit of processor
+time, after which a signal ends this process, even if nobody waits for the answer any more. ``do`` says what
+to do: "load" a tokenizer, "render" a template, "check_grammar", or a method of encoding.Encoder; the rest are
+its arguments. The answer is a line of JSON, {"result": ...} or {"error": a line}, after a first line that
+says the process is ready. It ends when its standard input does.
 """
 
 import json
@@ -67,7 +67,7 @@ def limit(what: int, value: int) -> None:
 
 def main(memory_limit: int) -> None:
     """Serve standard input."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the default ends the process; the parent may ignore the signal
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process; the parent may ignore the signal
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a library that prints does not answer
     limit(resource.RLIMIT_CORE, 0)
