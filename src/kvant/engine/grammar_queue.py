@@ -1,4 +1,4 @@
-"""The queue of requests that wait to compile a grammar. That can take seconds, and one is compiled at a time."""
+"""Whose turn it is to compile a grammar: it can take seconds, and one is compiled at a time."""
 
 import asyncio
 from collections.abc import AsyncIterator, Hashable
@@ -7,15 +7,15 @@ from itertools import count
 
 from kvant.errors import QueueFullError
 
-PLACE_BYTES = 256  # a grammar lets one later arrival go first for each of these bytes of its size
+PLACE_BYTES = 256  # of a grammar, for which one that came later may go first
 
-Entry = tuple[int, int, "asyncio.Future[None]"]  # place, number of the arrival, and a future that its turn ends
+Entry = tuple[int, int, "asyncio.Future[None]"]  # its place, its arrival, and what is waited for
 
 
 class GrammarQueue:
-    """Gives requests their turns to compile a grammar, in the thread of one event loop.
+    """Gives turns in the thread of one event loop.
 
-    Clients take turns. Among one client's grammars the short ones go first, but a long one does not wait forever.
+    Clients take turns. Of one client's grammars the short ones go first, but none waits for ever.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class GrammarQueue:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for their turn."""
+        """How many wait for their turn."""
         return sum(map(len, self._waiting.values()))
 
     @asynccontextmanager
@@ -33,12 +33,9 @@ class GrammarQueue:
         """Wait for a turn, which lasts as long as the context.
 
         Args:
-            client: identifies the client whose grammar it is.
+            client: whose grammar it is.
             size: bytes of the grammar.
-            room: how many more requests may wait.
-
-        Raises:
-            QueueFullError: the request would have to wait, and there is no room.
+            room: how many more may wait. A QueueFullError is raised if this one has to, and there is none.
         """
         if self._busy:
             if room < 1:
@@ -59,12 +56,12 @@ class GrammarQueue:
         except asyncio.CancelledError:
             if entry[2].cancelled():
                 self._take(client, entry)
-            else:  # its turn began before the cancellation arrived
+            else:  # its turn came at the same moment
                 self._give_on()
             raise
 
     def _give_on(self) -> None:
-        """End a turn, and begin the next client's."""
+        """End a turn, and begin one of the next client."""
         self._busy = bool(self._waiting)
         if self._waiting:
             client, entries = next(iter(self._waiting.items()))
@@ -73,7 +70,7 @@ class GrammarQueue:
             entry[2].set_result(None)
 
     def _take(self, client: Hashable, entry: Entry) -> None:
-        """Remove an entry. Its client goes behind all other clients."""
+        """Take one out. Its client's others go behind those of other clients."""
         entries = self._waiting.pop(client)
         entries.remove(entry)
         if entries:

@@ -95,12 +95,10 @@ class Dialect:
         def read(sent: bytes) -> tuple[Any, Sequence[Generation], Encoder]:
             body = decode(sent, self.body, left_out, service.max_seq_len)
             name = service.check_model(body.model)
-            salt = request.state.salt
-            client = request.client.host if request.client else ""
-            asked = self.generations(body, service, left_out)
-            asked = [replace(each, salt=salt, client=client) for each in asked]
-            for form in sorted(unheld_formats(asked[0])):
-                left_out.add("format", form)
+            whose = {"salt": request.state.salt, "client": request.client.host if request.client else ""}
+            asked = [replace(each, **whose) for each in self.generations(body, service, left_out)]
+            for each in sorted(unheld_formats(asked[0])):
+                left_out.add("format", each)
             return body, asked, self.encoder(name, body, asked, service)
 
         body, generations, encoder = await read_body(request, read)
@@ -117,7 +115,7 @@ class Dialect:
 
 
 async def read_body(request: Request, read: Callable[[bytes], T]) -> T:
-    """Return what ``read`` makes of a request's body. A large body is read in a thread: other requests go on."""
+    """What a function makes of a body. A large one is read in a thread: others are answered meanwhile."""
     body = await request.body()
     if len(body) <= SMALL_BODY:
         return read(body)

@@ -30,7 +30,7 @@ HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]\s]+)(?::[0-9]{1,5})?", re.IGNORECAS
 MORE_BYTES = 64 << 20  # that are read of a body that is too long, and forgotten
 
 CLOSE = {"connection": "close"}
-HALF_CLOSED = "half_closed"  # key of a request's state, set when the client closes its sending side
+HALF_CLOSED = "half_closed"  # in a request's state: its client sends no more
 MAX_VALUES = 200_000  # of a body's JSON: decoded in a tenth of a second
 NO_MARKS = bytes(byte for byte in range(256) if byte not in b'",[{')
 PIECE_BYTES = 1 << 16
@@ -167,7 +167,7 @@ class Bodies:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service, self._limits = app, service, service.settings.limits
         self._held = 0  # bytes of the bodies of all requests under way
-        self._coming: set[Body] = set()  # bodies that are still being received
+        self._coming: set[Body] = set()  # those that have no end yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = Body()
@@ -261,20 +261,16 @@ def _ending() -> ApiError:
 
 
 def _replaying(body: bytes, receive: Receive, state: Mapping[str, Any]) -> Receive:
-    """Return a ``receive`` that gives the whole body, then what the client does next.
-
-    A client that closed its sending side counts as disconnected: it cannot be told from one that has gone.
-    """
-    whole = iter([{"type": "http.request", "body": body, "more_body": False}])
+    """The body that was read, and then what else comes: that the client has gone, or may have."""
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def replay() -> Message:
-        for request in whole:
-            return request
-        if not state.get(HALF_CLOSED):
+        message: Message | None = next(messages, None)
+        if message is None and not state.get(HALF_CLOSED):
             message = await receive()
-            if not state.get(HALF_CLOSED):
-                return message
-        return {"type": "http.disconnect"}
+            if state.get(HALF_CLOSED):
+                message = None
+        return {"type": "http.disconnect"} if message is None else message
 
     return replay
 

@@ -79,7 +79,7 @@ class QwenCoder(ToolFormat):
 _FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\s]+)\s*>(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\s]+)\s*>\n?(.*?)\n?</parameter>(?=\s*<parameter=|\s*\Z)", re.DOTALL)
 _FUNCTION_BEGUN = re.compile(r"<function=[^<>\s]+\s*>\s*")
-_CODER_BEGINS = ("<tool_call>", "<function=")  # what another call may begin with
+_CODER_BEGINS = ("<tool_call>", "<function=")  # of another call
 
 
 class _QwenCoderReader(Reader):

@@ -67,7 +67,7 @@ def limit(what: int, value: int) -> None:
 
 def main(memory_limit: int) -> None:
     """Serve standard input."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process; the parent may ignore the signal
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends it; whoever started this may ignore the signal
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a library that prints does not answer
     limit(resource.RLIMIT_CORE, 0)
