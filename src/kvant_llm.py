@@ -109,7 +109,8 @@ def _answer(name: str, prompt: llm.Prompt, stream: bool, response: llm.Response)
             stop=options.stop,
         )
         thinking = talk.thinking()
-        last, shown = None, "\n"
+        last = None
+        shown = "\n"
         for last in answer:
             pieces = [(False, last.text)] if thinking is None else thinking.add(last.text)
             if thinking is not None and last.finish_reason:
@@ -133,7 +134,7 @@ def _answer(name: str, prompt: llm.Prompt, stream: bool, response: llm.Response)
         elif last.finish_reason == "context":
             notes.append(f"the answer was cut; the context of {talk.limit} tokens is full")
         if notes and stream and not shown.endswith("\n") and not log.hasHandlers():
-            print(file=sys.stderr)  # where notes go then: in a terminal they come behind the answer's last word
+            print(file=sys.stderr)  # in a terminal the notes would follow the answer's last word
         for note in notes:
             log.warning("kvant: %s", note)
     finally:

@@ -1,8 +1,8 @@
 """SHA-256 digests of files, remembered in the user's cache for as long as a file is unchanged.
 
-A file is unchanged while its path, device, inode, size, time of modification and time of change are the same. No
-program can set the last of them, so an edit that restores the time of modification is noticed too. The record is never
-beside the file: whoever made a model's folder could put a false one there.
+A file is unchanged while its path, device, inode, size, modification time and change time are the same. No
+program can set the change time, so an edit that restores the modification time is noticed too. The record is
+never stored beside the file: whoever made a model's folder could put a false record there.
 """
 
 import contextlib
@@ -12,62 +12,88 @@ import os
 import time
 from io import BufferedReader
 from pathlib import Path
+from typing import NamedTuple
 
 from kvant.atomic import atomic_file
 from kvant.errors import CheckpointError, one_line
 from kvant.files import open_file, read_own, user_cache
 
 FILE = "digests.json"
-SMALL = 2**20  # bytes of a file that is hashed as fast as it is looked up
-MOST_FILES = 2**11  # the last ones are kept
-MAX_BYTES = 2**20  # more than all of these take
-SETTLED_NS = 10**8  # after a change, before which another one could have the same time
-SETTLED_COARSE_NS = 2 * 10**9  # where a file system counts whole seconds
+SMALL = 2**20  # bytes; a smaller file is hashed as fast as its digest is looked up
+MOST_FILES = 2**11  # the record keeps this many digests, the newest ones
+MAX_BYTES = 2**20  # of the record; MOST_FILES digests take less
+# A digest is remembered only if the file has been unchanged for this long: another change within the same
+# tick of the file system's clock would leave its times as they are.
+SETTLED_NS = 10**8
+SETTLED_COARSE_NS = 2 * 10**9  # for a file system that counts whole seconds
 
-FileState = tuple[int, ...]  # (): there is no file
+
+class FileState(NamedTuple):
+    """What changes when a file's content does; times are in nanoseconds."""
+
+    device: int
+    inode: int
+    size: int
+    modified: int
+    changed: int
+
+
+NO_FILE = FileState(0, 0, 0, 0, 0)
 
 
 def state_of(path: Path) -> FileState:
-    """What changes when a file does; (): there is none."""
+    """Return the state of a file, or :data:`NO_FILE` if it cannot be found."""
     try:
         return _state(os.stat(path))
     except (OSError, ValueError):
-        return ()
+        return NO_FILE
 
 
-def file_sha256(path: Path, state: FileState | None = None) -> str:
-    """Return the digest of a file of a model folder, 64 hexadecimal digits. It is computed unless it is remembered.
+def file_sha256(path: Path, expected: FileState | None = None) -> str:
+    """Return the digest of a file of a model folder, 64 hexadecimal digits; compute it unless it is remembered.
 
     Args:
         path: a file that :func:`kvant.files.open_file` opens.
-        state: what :func:`state_of` returned before the file was read; None: any.
+        expected: what :func:`state_of` returned before the file was used; None accepts any state.
 
     Raises:
-        CheckpointError: the file cannot be read, or was changed since or meanwhile.
+        CheckpointError: the file cannot be read, its state is not the expected one, or it changes while it is
+            hashed.
     """
     with open_file(path, error=CheckpointError) as file:
-        now = _state(os.fstat(file.fileno()))
-        digest = ""
-        try:
-            if state in (None, now):
-                digest = (now[2] > SMALL and _remembered().get(_key(path, now))) or hash_file(path, file)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {one_line(error)}") from error
-        if not digest or _state(os.fstat(file.fileno())) != now:
-            raise CheckpointError(f"{path}: changed since it was read; load the model again")
+        state = _state(os.fstat(file.fileno()))
+        changed = CheckpointError(f"{path}: changed since it was read; load the model again")
+        if expected is not None and state != expected:
+            raise changed
+        digest = _remembered().get(_key(path, state)) if state.size > SMALL else None
+        if digest is None:
+            try:
+                digest = hash_file(path, file)
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read: {one_line(error)}") from error
+        if _state(os.fstat(file.fileno())) != state:
+            raise changed
     return digest
 
 
 def hash_file(path: Path, file: BufferedReader) -> str:
-    """Return the digest of an open file, which is read whole, and remember it."""
+    """Read an open file to its end and return its digest as 64 hexadecimal digits, which is remembered.
+
+    Args:
+        path: what the digest is remembered under.
+        file: open for reading, at its beginning.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     state = _state(os.fstat(file.fileno()))
-    age_ns = time.time_ns() - state[-1]
+    age_ns = time.time_ns() - state.changed
     digest = hashlib.file_digest(file, "sha256").hexdigest()
-    # A change within the same tick of the file system's clock would not be noticed later.
-    if state[2] > SMALL and age_ns >= (SETTLED_NS if state[-1] % 10**9 else SETTLED_COARSE_NS):
+    has_coarse_times = state.changed % 10**9 == 0
+    if state.size > SMALL and age_ns >= (SETTLED_COARSE_NS if has_coarse_times else SETTLED_NS):
         known = _remembered()
         known[_key(path, state)] = digest
-        with contextlib.suppress(OSError):  # a full disk, a folder that cannot be written: it is hashed again
+        with contextlib.suppress(OSError):  # a full disk, a read-only folder: the file is hashed again next time
             _path().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with atomic_file(_path()) as record:
                 record.write(json.dumps(dict([*known.items()][-MOST_FILES:]), indent=0).encode())
@@ -79,7 +105,7 @@ def _path() -> Path:
 
 
 def _state(found: os.stat_result) -> FileState:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 def _key(path: Path, state: FileState) -> str:
@@ -87,6 +113,8 @@ def _key(path: Path, state: FileState) -> str:
 
 
 def _remembered() -> dict[str, str]:
-    """The digests by :func:`_key`; none if the record is not this user's alone."""
+    """Return the recorded digests by :func:`_key`; none if other users can write to the record."""
     read = read_own(_path(), MAX_BYTES)
-    return read if isinstance(read, dict) and all(isinstance(digest, str) for digest in read.values()) else {}
+    if not isinstance(read, dict) or not all(isinstance(digest, str) for digest in read.values()):
+        return {}
+    return read

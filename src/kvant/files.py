@@ -86,7 +86,10 @@ def read_bytes(path: Path, limit: int, folder: Path | None = None, error: type[M
 
 @contextmanager
 def open_given(path: str | Path, error: type[KvantError] = KvantError) -> Iterator[BufferedReader]:
-    """Open a regular file that the user named. Links are followed, ``~`` is their home, and a pipe does not block."""
+    """Open a regular file that the user named. Links are followed, and ``~`` is the user's home.
+
+    A pipe or a device is refused with ``error``, without being opened: a pipe would block.
+    """
     shown = Path(os.path.expanduser(path))
     try:
         real = shown.resolve(strict=True)
@@ -99,7 +102,7 @@ def open_given(path: str | Path, error: type[KvantError] = KvantError) -> Iterat
 
 
 def read_given(path: str | Path, limit: int, error: type[KvantError] = KvantError) -> bytes:
-    """The content of a file that the user named, at most ``limit`` bytes; other arguments as :func:`open_given`."""
+    """Return the content of a file that :func:`open_given` opens; more than ``limit`` bytes are refused."""
     with open_given(path, error) as file:
         return _content(file, Path(os.path.expanduser(path)), limit, error)
 
@@ -159,7 +162,7 @@ def user_cache() -> Path:
 
 
 def read_own(path: Path, limit: int) -> Any:
-    """Return the JSON of a record in the user's cache; None: there is none, it is cut, or others can write it."""
+    """Return the JSON of a record in the user's cache, or None if it is missing, cut or writable by others."""
     try:
         with open_regular(path, path, KvantError) as file:
             state = os.fstat(file.fileno())

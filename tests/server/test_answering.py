@@ -273,8 +273,6 @@ def completed(tokenizer: Tokenizer, prompt: str, ids: Sequence[int], read: int, 
             events += text.take(Token(REQUEST, 0, token, -0.5, [(token, -0.5)]))
     if text.stop is None:
         events += text.take(Token(REQUEST, 0, 0, -0.5, finish_reason="stop"))
-    global events_
-    events_ = events
     chunks = [told["choices"][0] for event in events for told in encoder.add(event)]
     joined = {
         "text": "".join(chunk["text"] for chunk in chunks),

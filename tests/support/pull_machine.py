@@ -52,6 +52,7 @@ requests, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO())
 for line in requests:
     arguments, patches = json.loads(line)
     known.known_models.cache_clear()
+    known.packaged_models.cache_clear()
     output, errors, code = io.StringIO(), io.StringIO(), 0
     with contextlib.ExitStack() as stack:
         for name, value in patches.items():

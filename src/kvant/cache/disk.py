@@ -26,11 +26,13 @@ QUEUE_BYTES = 128 << 20  # that wait to be written; what comes then is dropped
 BLOCK = 4096  # that a file system gives away at a time
 RETRY_S = 30.0  # after an error of the disk, until something is written again
 TURN_S = 1.0  # that a server writes, where others wait for the folder
-LOCK, LOCK_TEXT = "kvant-disk-cache.lock", b"kvant disk cache\n"  # the file's name, and what it begins with
-LOOK_S = 0.02  # between two looks whether another process still holds the folder
-LAST_S = 1.0  # that the last files wait for the folder after the cache was closed
+LOCK = "kvant-disk-cache.lock"
+LOCK_TEXT = b"kvant disk cache\n"  # the lock file begins with it; the id of the last writer follows
+LOCK_RETRY_S = 0.02  # between two attempts to lock the folder
+CLOSED_LOCK_S = 1.0  # a closed cache tries this long to lock the folder for its last files
 FILE, PART = re.compile(r"[0-9a-f]{64}\.kv"), re.compile(r"[0-9a-f]{64}\.kv\.part")
-DIGEST_BYTES, WRITER_BYTES = 32, 16
+DIGEST_BYTES = 32
+WRITER_BYTES = 16
 
 
 @dataclass(slots=True)
@@ -67,7 +69,7 @@ class DiskCache:
             self._lock_file = _open_lock(self.folder / LOCK)
         except (OSError, ValueError) as error:
             raise SnapshotError(f"{folder}: no folder for a disk cache: {one_line(error)}") from error
-        self._writer = LOCK_TEXT + os.urandom(WRITER_BYTES)  # the lock's file has it if it was the last that wrote
+        self._writer = LOCK_TEXT + os.urandom(WRITER_BYTES)  # is in the lock file if this cache wrote last
         self._changed = threading.Condition()
         self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()  # bytes and time of use, the oldest first
         self._waiting: dict[str, bytes] = {}
@@ -159,9 +161,10 @@ class DiskCache:
             return self._changed.wait_for(lambda: not self._jobs, timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Write what waits, for so long at most; another call does not wait again. It takes nothing more."""
+        """Take nothing more, and wait until the rest is written, at most ``timeout`` seconds in the first call."""
         with self._changed:
-            timeout = 0.0 if self._closed else timeout
+            if self._closed:
+                timeout = 0.0
             self._closed = True
             self._changed.notify_all()
         self._thread.join(timeout)
@@ -176,7 +179,7 @@ class DiskCache:
         descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         state = os.fstat(descriptor)
         if not stat.S_ISREG(state.st_mode) or state.st_size > QUEUE_BYTES + DIGEST_BYTES:
-            os.close(descriptor)  # before open(), which would leave a folder's open
+            os.close(descriptor)  # open() raises for a folder and leaves the descriptor open
             return b""
         with open(descriptor, "rb") as file:
             return file.read()
@@ -195,7 +198,8 @@ class DiskCache:
                         with self._changed:
                             self._jobs.popleft()
                             self._changed.notify_all()
-                time.sleep(2 * LOOK_S if self._jobs else 0)  # others that wait take it
+                if self._jobs:
+                    time.sleep(2 * LOCK_RETRY_S)  # long enough for another process to lock the folder
             except OSError as error:  # a full disk, a folder that went or became read-only
                 self._say(error)
                 with self._changed:
@@ -221,16 +225,19 @@ class DiskCache:
             fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
     def _lock(self) -> None:
-        """Wait until no other process holds the folder; a cache that was closed waits for a moment only."""
-        until = math.inf
+        """Wait until no other process has locked the folder; once the cache is closed, only for a moment."""
+        deadline = math.inf
         while True:
-            with suppress(BlockingIOError):
-                return fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self._closed:
-                until = min(until, time.monotonic() + LAST_S)
-            if time.monotonic() >= until:
-                raise BlockingIOError(errno.EAGAIN, "another process holds it", str(self.folder / LOCK))
-            time.sleep(LOOK_S)
+            try:
+                fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if self._closed:
+                    deadline = min(deadline, time.monotonic() + CLOSED_LOCK_S)
+                if time.monotonic() >= deadline:
+                    path = str(self.folder / LOCK)
+                    raise BlockingIOError(errno.EAGAIN, "another process holds it", path) from None
+            time.sleep(LOCK_RETRY_S)
 
     def _scan(self, *, is_held: bool = False) -> None:
         """Find the files that are there. Who holds the folder removes what a killed process left half written."""
@@ -288,7 +295,7 @@ class DiskCache:
                 self._counts.bytes += size
 
     def _is_blocked(self, name: str) -> bool:
-        """Whether a folder is where a file would be written."""
+        """Return whether a folder has the name that a file would be written under, and log it."""
         path = self._path(name)
         for place in (path, _part(path)):
             if place.is_dir() and not place.is_symlink():
@@ -301,7 +308,7 @@ class DiskCache:
         part = _part(path)
         try:
             with suppress(FileNotFoundError):
-                os.unlink(part)  # a pipe would block
+                os.unlink(part)  # opening a pipe would block
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(part, flags, 0o600), "wb") as file:
                 file.writelines(parts)
@@ -332,19 +339,20 @@ class DiskCache:
 
 
 def _open_lock(path: Path) -> int:
-    """The file that processes lock which use a folder; a SnapshotError for a file that is not kvant's."""
+    """Open the lock file of a folder, or create it; raise a SnapshotError for a file that is not kvant's."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     state = os.fstat(descriptor)
     if stat.S_ISREG(state.st_mode):
+        is_new = state.st_size == 0
         size = len(LOCK_TEXT) + WRITER_BYTES
-        if state.st_size == 0 or (state.st_size == size and os.pread(descriptor, size, 0).startswith(LOCK_TEXT)):
+        if is_new or (state.st_size == size and os.pread(descriptor, size, 0).startswith(LOCK_TEXT)):
             return descriptor
     os.close(descriptor)
-    raise SnapshotError(f"{path}: not a file of kvant's; expected none of this name; take another folder or remove it")
+    raise SnapshotError(f"{path}: not kvant's lock file; remove it or choose another folder")
 
 
 def _part(path: Path) -> Path:
-    """The name of a file while it is written."""
+    """Return the path of a file while it is written."""
     return path.with_name(f"{path.name}.part")
 
 

@@ -13,13 +13,18 @@ class Identity:
     """
 
     def __init__(self, model: str | Callable[[], str], tokenizer: str, folder: Path | None = None) -> None:
-        """``model``: the model's digest, or what computes it: that reads every byte of the weights."""
+        """``model``: the model's digest, or a function that computes it from every byte of the weights."""
         self._model = model
-        self.tokenizer, self.folder = tokenizer, folder
+        self.tokenizer = tokenizer
+        self.folder = folder
 
     @property
     def model(self) -> str:
-        """The digest of config.json, the weights and the adapter; 64 hexadecimal digits."""
+        """The digest of config.json, the weights and the adapter; 64 hexadecimal digits.
+
+        The first use may compute it, and raises a CheckpointError if the files were changed since they were
+        loaded.
+        """
         if not isinstance(self._model, str):
             self._model = self._model()
         return self._model

@@ -69,7 +69,7 @@ class PoolDisk:
         return self._get(None, digest, parse)
 
     def remove(self, part: PagedLayers, digest: bytes) -> None:
-        """Remove a page."""
+        """Remove a page's file, if there is one."""
         self.disk.remove(self._name(part, digest))
 
     def used(self, chain: Sequence[bytes]) -> None:

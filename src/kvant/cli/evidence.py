@@ -16,7 +16,7 @@ from kvant.cli.progress import LateProgress
 from kvant.engine.load import POCKET
 from kvant.errors import printable
 
-MAX_LINE = 1000  # columns of what a file says
+MAX_LINE = 1000  # characters of a printed line
 
 
 def evidence(
@@ -77,7 +77,8 @@ def _check(path: Path, as_json: bool) -> None:
     if not wrong:
         lines = [*(f"{name}: {figure}" for name, figure in figures(record)), *lines]
         lines.append("it is as it was written, and its figures are those of its rounds")
-    lines = [printable(line, MAX_LINE) for line in lines]  # the file may be a stranger's: none makes two of them
+    # A text of a stranger's file must not break a line or control the terminal.
+    lines = [printable(line, MAX_LINE) for line in lines]
     terminal.show({"left_out": missing, "wrong": wrong}, lines, as_json=as_json)
     if wrong:
         raise typer.Exit(1)

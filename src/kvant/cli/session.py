@@ -204,7 +204,7 @@ def load_session(
     if hashes or settings.cache.kv_format is not None:
         with LateProgress("hashing the weights", quiet=run.quiet):
             assert model.identity is not None
-            _ = model.identity.model
+            _ = model.identity.model  # computed here, with a progress line, rather than at its first use
     variables = options.template_variables(run.chat_template_config)
     try:
         check_variables(tokenizer, variables)

@@ -90,7 +90,7 @@ def pick_rows(logits: mx.array, rows: Sequence[Row]) -> Sampled:
 
 def read_tokens(logits: mx.array, tokens: Sequence[int], top: int) -> list[Picked]:
     """Tokens of a text, each with its log-probability and the ``top`` most probable ones by its logits (T, vocab)."""
-    if not tokens:  # nothing follows a prompt's last token, which may be fed alone
+    if not tokens:  # a prompt's last token may be fed alone, and no token of the prompt follows it
         return []
     logits = logits[: len(tokens)].astype(mx.float32)
     logprobs = logits - logsumexp(logits)

@@ -15,16 +15,23 @@ from kvant.text.tokenizer import Tokenizer
 
 XTC_THRESHOLD = 0.1  # mlx-lm's default
 MIN_TEMP = 1e-3  # logits divided by less leave float32
-MAX_LOGIT = 1e20  # a penalty is subtracted once an occurrence: with a context's worth of them it stays in float32
+# A penalty is subtracted for each occurrence of a token; a whole context of them stays within float32.
+MAX_LOGIT = 1e20
 FILE = "generation_config.json"
 
 Range = tuple[str, Callable[[Any], bool]]  # in words, and as a test
 
-TEMP: Range = ("0, or from 0.001 on, at most 1e+20", lambda value: value == 0 or MIN_TEMP <= value <= MAX_LOGIT)
+TEMP: Range = (
+    f"0, or from 0.001 on, at most {MAX_LOGIT:g}",
+    lambda value: value == 0 or MIN_TEMP <= value <= MAX_LOGIT,
+)
 SHARE: Range = ("above 0, at most 1", lambda value: 0 < value <= 1)
 FRACTION: Range = ("from 0 to 1", lambda value: 0 <= value <= 1)
 COUNT: Range = ("at least 1", lambda value: value >= 1)
-FINITE: Range = ("a finite number from -1e+20 to 1e+20", lambda value: -MAX_LOGIT <= value <= MAX_LOGIT)
+FINITE: Range = (
+    f"a finite number from {-MAX_LOGIT:g} to {MAX_LOGIT:g}",
+    lambda value: -MAX_LOGIT <= value <= MAX_LOGIT,
+)
 NUMBER: Range = ("0 or -1 (off), or more", lambda value: value >= -1)
 DIVISOR: Range = ("0 (off), or from 0.001 to 1000", lambda value: value == 0 or 0.001 <= value <= 1000)
 HALF: Range = ("from 0 to 0.5", lambda value: 0 <= value <= 0.5)
@@ -83,8 +90,8 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         check_bias(self.logit_bias)
-        if (token := min(self.logit_bias, default=0)) < 0:
-            raise ArgumentError("logit_bias", f"has token {token}; expected ids from 0 on")
+        if self.logit_bias and min(self.logit_bias) < 0:
+            raise ArgumentError("logit_bias", f"has token {min(self.logit_bias)}; expected ids from 0 on")
         check_ranges(**{name: getattr(self, name) for name in OPTIONS})
         for name in OFF:
             object.__setattr__(self, name, without_off(name, getattr(self, name)))
@@ -154,19 +161,20 @@ OPTIONS = {option.name: option for option in fields(SamplingOptions) if option.m
 NEEDS_TEMP = tuple(name for name, option in OPTIONS.items() if option.metadata["needs"] == "temp")
 # Of the options that a model may have settings of: the value that changes nothing.
 NEUTRAL = {"temp": 0.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "repetition_penalty": 1.0}
-OFF = {"top_k": -1, "repetition_penalty": 0}  # what switches an option off in vLLM and in mlx-lm
+OFF = {"top_k": -1, "repetition_penalty": 0}  # values that mean "off" in vLLM and in mlx-lm
 
 
 def without_off(name: str, value: Any) -> Any:
-    """Return an option's value, with the neutral one in place of another server's word for "off"."""
+    """Return an option's value, or its neutral value if the value is another program's way to say "off"."""
     return NEUTRAL[name] if name in OFF and value == OFF[name] else value
 
 
 def check_bias(logit_bias: Mapping[int, float]) -> None:
-    """Refuse a bias that leaves float32."""
+    """Raise an ArgumentError for a bias that could make a logit leave float32."""
     for token, bias in logit_bias.items():
         if not FINITE[1](bias):
-            raise ArgumentError("logit_bias", f"has {bias} for token {token}; expected finite numbers to 1e+20")
+            message = f"has {bias} for token {token}; expected finite numbers to {MAX_LOGIT:g}"
+            raise ArgumentError("logit_bias", message)
 
 
 def check_ranges(**given: object) -> None:

@@ -16,15 +16,19 @@ MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 
 
 def identify(folder: Path, adapter: Path | None = None) -> Identity:
-    """Return the identity of a model folder, and of an adapter: of config.json, tokenizer.json and the weights.
+    """Return the identity of a model folder: its config.json, tokenizer.json and weights, and an adapter's files.
 
-    The weights are hashed when the model's digest is first asked for, unless :mod:`kvant.digests` remembers them; a
-    CheckpointError if a file was changed since this call. So call it before the weights are loaded.
+    Call it before the weights are loaded. They are hashed when the model's digest is first read, unless
+    :mod:`kvant.digests` remembers them; that raises a CheckpointError if a file was changed since this call.
+
+    Raises:
+        ModelError: tokenizer.json or the index of the weights cannot be read.
     """
     files = [folder / "config.json", *tensor_files(folder)]
     if adapter is not None:
         files += [adapter / CONFIG_FILE, adapter / TENSORS_FILE]
-    return Identity(partial(_digest, {path: state_of(path) for path in files}), tokenizer_digest(folder), folder)
+    states = {path: state_of(path) for path in files}
+    return Identity(partial(_digest, states), tokenizer_digest(folder), folder)
 
 
 def tokenizer_digest(folder: Path) -> str:

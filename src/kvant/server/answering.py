@@ -54,7 +54,7 @@ async def answer(service: Service, generation: Generation) -> AsyncGenerator[Eve
 
 
 def read_prompt(service: Service, generation: Generation) -> Prompt:
-    """The prompt of a request. It waits for the tokenizer."""
+    """Return the prompt of a request. This waits for the tokenizer's process."""
     try:
         if generation.messages is not None:
             variables = {**service.settings.template_variables, **generation.variables}
@@ -110,7 +110,8 @@ async def _events(
     # Some tokenizers decode in their own process: whoever waits for that must not be the server's loop.
     waits = not isinstance(tokenizer.detokenizer, ByteDetokenizer)
     shown = shown_tools(service, generation)
-    texts = {number: _text(service, generation, prompt, shown, number) for number in range(generation.answers)}
+    numbers = range(generation.answers)
+    texts = {number: _text(service, generation, prompt, shown, number) for number in numbers}
     yield Begun(len(prompt.ids))
     has_begun = False
     while texts:
@@ -191,7 +192,7 @@ class AnswerText:
         self.tokens = self.calls = 0  # so far
         self.thinking_tokens = 0  # those before the answer itself, where the model thought
         self._number = number
-        self._prompt = 0  # characters of the prompt, if the text begins with it
+        self._prompt = 0  # characters of the prompt if the text begins with it, else 0
         self._tokenizer = tokenizer
         self._text = TextStream(tokenizer)
         self._parts = parts
@@ -199,7 +200,8 @@ class AnswerText:
         self._logprobs = logprobs
         # Tokens whose text is not out yet. Marks, and what is held back, come between a token and its text.
         self._pending: list[TokenLogprob] = []
-        self._written = 0  # bytes of the first of them whose text is out: it may end one character and begin the next
+        # Bytes of the first of them whose text is out: a token may end one character and begin the next.
+        self._written = 0
         self._thought = self._said = False
 
     @property
@@ -229,22 +231,30 @@ class AnswerText:
         return events
 
     def read(self, prompt: Prompt, others: Sequence[tuple[int, float, Any]]) -> list[TokenLogprob]:
-        """The tokens of a prompt that the text begins with, if log-probabilities are wanted. The first has none."""
+        """Begin the text with a prompt; return the prompt's tokens if log-probabilities are wanted.
+
+        Args:
+            prompt: that the text begins with.
+            others: every token but the first, which has no log-probability, with its own and the most probable ones.
+        """
         self._prompt = len(prompt.text)
         if not self._logprobs:
             return []
-        stream, places = TextStream(self._tokenizer), []
-        said = ""
+        stream = TextStream(self._tokenizer)
+        decoded = ""
+        places = []
         for token in prompt.ids:
             places.append(stream.length)
-            said += stream.add(token)
-        # The tokens may have what is not in the text: a mark of the beginning, a space before the first word.
-        before = max(0, (said + stream.finish()).find(prompt.text))
+            decoded += stream.add(token)
+        decoded += stream.finish()
+        # What the tokens say may begin before the text: with a start token, or a space before the first word.
+        start = max(0, decoded.find(prompt.text))
         told = [self._told(prompt.ids[0], None), *(self._told(*other) for other in others)]
-        return [
-            replace(each, place=min(max(0, place - before), self._prompt))
-            for each, place in zip(told, places, strict=True)
-        ]
+        found = []
+        for each, place in zip(told, places, strict=True):
+            in_text = min(max(0, place - start), self._prompt)
+            found.append(replace(each, place=in_text))
+        return found
 
     def _events(self, parts: Sequence[Part]) -> list[Text | Call]:
         events: list[Text | Call] = []
@@ -255,7 +265,8 @@ class AnswerText:
                 if held := self._stop.finish():
                     events.append(self._piece(held, False))
                 events.append(Call(self._number, self.calls, part.name, part.arguments))
-                self._pending, self._written = [], 0
+                self._pending = []
+                self._written = 0
                 self.calls += 1
                 self._said = True
             elif part.thinking:
@@ -275,16 +286,20 @@ class AnswerText:
         tokens, self._pending = self._pending, []
         content, written = text.encode("utf-8", "replace"), b"".join(token.bytes for token in tokens)
         places = [*accumulate((len(token.bytes) for token in tokens), initial=0)]
-        first, self._written = self._written, 0
-        begins = [first, *(place for place in places if place > first)]
-        at = next((place for place in begins if written.startswith(content, place)), written.find(content, first))
+        first = self._written
+        self._written = 0
+        starts = [first, *(place for place in places if place > first)]
+        at = next((place for place in starts if written.startswith(content, place)), -1)
+        if at < 0:
+            at = written.find(content, first)
         if at < 0:  # not the tokens' own bytes, such as marks of what is no character
             return tokens
         last = at + len(content)
         spans = list(zip(tokens, places, places[1:], strict=False))
         rest = [(token, start) for token, start, end in spans if end > last]
-        self._pending = [token for token, _ in rest]
-        self._written = max(0, last - rest[0][1]) if rest else 0
+        if rest:
+            self._pending = [token for token, _ in rest]
+            self._written = max(0, last - rest[0][1])
         return [token for token, start, end in spans if start < last and at < end <= last]
 
     def _told(self, token: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()) -> TokenLogprob:

@@ -49,7 +49,7 @@ CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "any": "required", "none": 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 BILLING = "x-anthropic-billing-header:"
 KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
-REFERENCE = "tool_reference"  # a part of a result: a tool that a search has found
+REFERENCE = "tool_reference"  # the type of a part of a result that names a tool which a search found
 EXPECTED = "text, a document of plain text, thinking, tool_use or tool_result"
 CacheControl = dict[str, Any] | None  # changes nothing: every prompt's beginning is shared with those that follow
 
@@ -124,7 +124,7 @@ class ToolBody(Fields, frozen=True, kw_only=True):
     description: str = ""
     input_schema: dict[str, Any]
     strict: bool = False
-    defer_loading: bool = False  # heeded if a result refers to it
+    defer_loading: bool = False  # takes effect if a result refers to the tool
     cache_control: CacheControl = None
     eager_input_streaming: bool | None = None  # in which pieces a call comes
 
@@ -253,18 +253,32 @@ def conversation(body: Conversation, service: Service, left_out: LeftOut) -> Gen
 
 
 def _tools(body: Conversation, left_out: LeftOut) -> tuple[Tool, ...]:
-    """The tools. A deferred one that a search has found is shown by the search's result; another is not deferred."""
-    blocks = [block for message in body.messages if isinstance(message.content, list) for block in message.content]
-    results = [block.get("content") for block in blocks if isinstance(block, dict)]
-    parts = [part for result in results if isinstance(result, list) for part in result if isinstance(part, dict)]
-    found = {str(part.get("tool_name")) for part in parts if part.get("type") == REFERENCE}
+    """Return the tools. One is deferred only if a result refers to it, which then shows it to the model."""
+    found = _referred_names(body)
     made: dict[str, Tool] = {}
     for at, each in known_of(body.tools, {"custom": ToolBody}, "tools", left_out, "custom"):
         deferred = each.defer_loading and each.name in found
         if each.defer_loading and not deferred:
             left_out.add(f"{at}.defer_loading")
-        made[f"{at}.name"] = Tool(each.name, each.description, each.input_schema, each.strict, deferred=deferred)
+        tool = Tool(each.name, each.description, each.input_schema, each.strict, deferred=deferred)
+        made[f"{at}.name"] = tool
     return checked_tools(made)
+
+
+def _referred_names(body: Conversation) -> set[str]:
+    """Return the names of the tools that the results in a conversation refer to."""
+    names: set[str] = set()
+    for message in body.messages:
+        for block in _objects(message.content):
+            for part in _objects(block.get("content")):
+                if part.get("type") == REFERENCE:
+                    names.add(str(part.get("tool_name")))
+    return names
+
+
+def _objects(value: object) -> list[dict[str, Any]]:
+    """Return the JSON objects in a list; none if the value is no list."""
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def shows_thinking(body: MessagesBody) -> bool:
@@ -297,7 +311,8 @@ def _messages(body: Conversation, tools: Sequence[Tool], left_out: LeftOut) -> l
             "messages ends with one of the assistant; expected the user's: an answer cannot be begun by the client",
             param="messages",
         )
-    turns, unseen = Turns(), {tool.name: tool for tool in tools}
+    turns = Turns()
+    unseen = {tool.name: tool for tool in tools}  # tools that no result has shown to the model yet
     if body.system:
         for at, text in enumerate([body.system] if isinstance(body.system, str) else [b.text for b in body.system]):
             if text.startswith(BILLING):  # it differs between sessions: they would share no beginning
@@ -318,7 +333,14 @@ def _messages(body: Conversation, tools: Sequence[Tool], left_out: LeftOut) -> l
     return turns.messages()
 
 
-def _add(turns: Turns, role: str, block: Block, place: str, unseen: dict[str, Tool], left_out: LeftOut) -> None:
+def _add(
+    turns: Turns,
+    role: str,
+    block: Block,
+    place: str,
+    unseen: dict[str, Tool],
+    left_out: LeftOut,
+) -> None:
     match block, role:
         case DocumentBlock(text=None), _:
             kind = str(block.source.get("media_type") or block.source.get("type"))
@@ -333,7 +355,8 @@ def _add(turns: Turns, role: str, block: Block, place: str, unseen: dict[str, To
         case ToolUseBlock(), "assistant":
             turns.add_call(block.id, block.name, block.input, place)
         case ToolResultBlock(), "user":
-            turns.add_result(block.tool_use_id, _result(block, place, unseen, left_out), f"{place}.tool_use_id")
+            result = _result(block, place, unseen, left_out)
+            turns.add_result(block.tool_use_id, result, f"{place}.tool_use_id")
         case _:
             raise ApiError(f"{place} is of the type {block.type!r}; it is no block of the {role}", param=place)
 
@@ -348,13 +371,13 @@ def _result(block: ToolResultBlock, place: str, unseen: dict[str, Tool], left_ou
 
 
 def _referred(part: Any, unseen: dict[str, Tool]) -> Any:
-    """A part of a result; if it refers to a tool, the tool in words, which is shown once."""
+    """Return a part of a result; the first reference to a tool becomes text that describes the tool."""
     if not isinstance(part, dict) or part.get("type") != REFERENCE:
         return part
     name = str(part.get("tool_name"))
     tool = unseen.pop(name, None)
-    said = described([tool]) if tool else f"[the tool {name[:80]} was shown before, or is none of this request]"
-    return {"type": "text", "text": said}
+    known = f"[the tool {name[:80]} was shown before, or is none of this request]"
+    return {"type": "text", "text": known if tool is None else described([tool])}
 
 
 class MessageStream(Encoder):

@@ -18,7 +18,7 @@ T = TypeVar("T")
 MAX_DEPTH = 64
 FLAT = {int, float, bool, str, type(None)}
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # texts of stop, and characters of one
-MAX_TOKENS = 1024  # of logit_bias, and of stop_token_ids
+MAX_TOKENS = 1024  # in logit_bias, and in stop_token_ids
 MAX_TOOLS = 1024  # agents with many servers of tools have more than OpenAI's 128
 MAX_PROMPTS = 128  # OpenAI's
 ALL_TOKENS = 2**30  # more than a context has
@@ -30,11 +30,16 @@ class Fields(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def decode(body: bytes, kind: type[T], left_out: LeftOut | None = None, tokens: float = math.inf) -> T:
-    """A JSON body as ``kind``.
+    """Return a JSON body as ``kind``.
 
     Args:
-        left_out: takes the names of unknown fields; without it they are refused.
-        tokens: how many a prompt may have.
+        body: JSON text.
+        kind: a :class:`Fields`.
+        left_out: collects the names of unknown fields; without it they are refused.
+        tokens: the most tokens that a prompt may have.
+
+    Raises:
+        ApiError: the body is not JSON, nested too deeply, too long in one of its lists, or not of this kind.
     """
     try:
         found = msgspec.json.decode(body)
@@ -47,9 +52,9 @@ def decode(body: bytes, kind: type[T], left_out: LeftOut | None = None, tokens: 
 
 
 def _check_counts(body: Mapping[str, Any], tokens: float) -> None:
-    """Refuse lists that are too long whatever is in them, before their entries are looked at one by one.
+    """Refuse lists that are too long whatever they contain, before their entries are converted one by one.
 
-    Every message, and every part of one, is at least a token.
+    Every message, and every part of a message, takes at least one token.
     """
     lists = {name: value for name, value in body.items() if isinstance(value, list)}
     tools = lists.get("tools", [])
@@ -67,7 +72,7 @@ def _check_counts(body: Mapping[str, Any], tokens: float) -> None:
 
 
 def _inner(entries: Iterable[Any], *names: str) -> int:
-    """How many entries the lists of these names have, in all of some objects."""
+    """Return the number of entries in all lists that the entries have under these names."""
     found = (entry.get(name) for entry in entries if isinstance(entry, dict) for name in names)
     return sum(len(value) for value in found if isinstance(value, list))
 
@@ -194,7 +199,8 @@ def sampling_options(given: SamplingFields) -> SamplingOptions:
             options |= {f"{name}_penalty": penalty, f"{name}_context_size": ALL_TOKENS}
     bias = given.logit_bias or {}
     if len(bias) > MAX_TOKENS:
-        raise ApiError(f"logit_bias has {len(bias)} tokens; expected at most {MAX_TOKENS}", param="logit_bias")
+        message = f"logit_bias has {len(bias)} tokens; expected at most {MAX_TOKENS}"
+        raise ApiError(message, param="logit_bias")
     for token, value in bias.items():
         check_range(f"logit_bias.{token}", value, -100, 100)
     options["logit_bias"] = bias

@@ -1,25 +1,38 @@
-"""Grammars of answers: what a request asks for, compiled when it is its turn."""
+"""The grammar that a request's answers have to follow, compiled when it is the request's turn."""
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 from kvant.server.errors import ApiError
 from kvant.server.generation import Generation, Tool
 from kvant.server.service import Service
 from kvant.server.turns import as_shown
 from kvant.text.grammar import Grammar, build_tool_grammar
-from kvant.text.grammar_source import Kind, unknown_formats
+from kvant.text.grammar_source import Kind, Source, unknown_formats
 
-# Of its own, and one: grammars that take long must not take the threads that others' prompts are read in.
+# One thread, apart from the default pool: a grammar that takes long must not delay the reading of others'
+# prompts.
 COMPILING = ThreadPoolExecutor(1, "kvant-grammar")
 
 
 async def grammar_of(service: Service, generation: Generation, prompt: str) -> Grammar | None:
-    """The grammar that a request's answers follow; None: they are free. ``prompt``: rendered, or continued.
+    """Return the grammar that a request's answers follow, or None if they are free.
 
-    One that was compiled lately does not wait.
+    A grammar that was compiled recently for the same salt is returned without waiting for a turn.
+
+    Args:
+        service: compiles it, one grammar at a time.
+        generation: what the request asks for.
+        prompt: the rendered prompt, or the text that is continued.
+
+    Raises:
+        ApiError: ``ignore_eos`` is given beside a format.
+        GrammarError: the grammar cannot be compiled.
+        QueueFullError: as many requests wait as may.
     """
-    if not _is_bound(generation):
+    if generation.format is None and not _bound_tools(generation):
         return None
     kind, document = await asyncio.to_thread(_document, service, generation, prompt)
     if (found := service.grammars.kept(document, generation.salt)) is not None:
@@ -27,41 +40,47 @@ async def grammar_of(service: Service, generation: Generation, prompt: str) -> G
     room = service.settings.max_queue - service.waiting
     async with service.compiling.turn((generation.salt, generation.client), len(document), room):
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(COMPILING, service.grammars.compile_document, kind, document, generation.salt)
-
-
-def _is_bound(generation: Generation) -> bool:
-    """Whether there is something that answers have to follow: a format of the text, or of calls."""
-    tools, choice = generation.tools, generation.tool_choice
-    calls = any(tool.strict for tool in tools) if choice == "auto" else bool(tools) and choice != "none"
-    return generation.format is not None or calls
+        compiling = service.grammars.compile_document
+        return await loop.run_in_executor(COMPILING, compiling, kind, document, generation.salt)
 
 
 def unheld_formats(generation: Generation) -> set[str]:
-    """Return the formats that the schemas of an answer name and no grammar holds it to."""
-    choice, form = generation.tool_choice, generation.format
-    tools = [choice] if isinstance(choice, Tool) else generation.tools if choice != "none" else ()
-    bound = [tool.parameters for tool in tools if tool.strict or choice != "auto" or form is not None]
-    text = [form.source] if form is not None and form.kind == "json_schema" else []
-    return unknown_formats([*bound, *text])
+    """Return the ``format`` names in the schemas of an answer that no grammar enforces."""
+    schemas: list[object] = [tool.parameters for tool in _bound_tools(generation)]
+    if generation.format is not None and generation.format.kind == "json_schema":
+        schemas.append(generation.format.source)
+    return unknown_formats(schemas)
+
+
+def _callable_tools(generation: Generation) -> Sequence[Tool]:
+    """Return the tools that an answer may call."""
+    if isinstance(generation.tool_choice, Tool):
+        return [generation.tool_choice]
+    return () if generation.tool_choice == "none" else generation.tools
+
+
+def _bound_tools(generation: Generation) -> list[Tool]:
+    """Return the tools whose calls have to satisfy their schemas."""
+    all_are = generation.tool_choice != "auto" or generation.format is not None
+    return [tool for tool in _callable_tools(generation) if tool.strict or all_are]
 
 
 def _document(service: Service, generation: Generation, prompt: str) -> tuple[Kind, str]:
-    """The kind of a grammar, and its document."""
+    """Return the kind of the grammar and its document."""
     if generation.ignore_eos:
-        raise ApiError("ignore_eos is true; expected false where a format says how the text ends", param="ignore_eos")
+        message = "ignore_eos is true; expected false where a format says how the text ends"
+        raise ApiError(message, param="ignore_eos")
     rendered = None if generation.messages is None else prompt
-    choice, text = generation.tool_choice, None
+    tools = _callable_tools(generation)
+    text: tuple[Kind, Source] | None = None
     if generation.format is not None:
-        text = generation.format.kind, generation.format.source
-        if not generation.tools or choice == "none":
-            return text[0], service.grammars.document(*text, rendered)
+        text = (generation.format.kind, generation.format.source)
+        if not tools:
+            return generation.format.kind, service.grammars.document(*text, rendered)
     assert service.tool_format is not None  # the prompt was rendered with tools
-    tools = [choice] if isinstance(choice, Tool) else generation.tools
     shown = [as_shown(tool) for tool in tools]
     for tool, made in zip(tools, shown, strict=True):
         made["function"] |= {"strict": tool.strict, "grammar": tool.grammar if tool.strict else ""}
-    source = build_tool_grammar(
-        service.tool_format, shown, "auto" if choice == "auto" else "required", generation.parallel_tool_calls, text
-    )
+    choice: Literal["auto", "required"] = "auto" if generation.tool_choice == "auto" else "required"
+    source = build_tool_grammar(service.tool_format, shown, choice, generation.parallel_tool_calls, text)
     return "tool_calls", service.grammars.document("tool_calls", source, rendered)

@@ -27,9 +27,10 @@ from kvant.server.service import Service
 T = TypeVar("T")
 PAUSE_S = 10.0  # without an event, after which a stream says that it goes on: clients and proxies give up
 COMMENT = b": the prompt is read\n\n"
-GONE = 499  # nginx's, read only by who closed one side of the connection
-SMALL_BODY = 64 << 10  # bytes of one that is read in some milliseconds, whatever is in it
-# Of its own, and one: bodies that take long must not take the threads that others' prompts are read in.
+GONE = 499  # nginx's status; only a client that closed just its sending side can read it
+SMALL_BODY = 64 << 10  # bytes; a body of this size is decoded in a few milliseconds, whatever it contains
+# One thread, apart from the default pool: a body that takes long must not delay the reading of others'
+# prompts.
 READING = ThreadPoolExecutor(1, "kvant-body")
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # a proxy passes on each event as it comes
 
@@ -176,8 +177,8 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            said = "the client closed its side of the connection; expected it open until the answer has come"
-            raise ApiError(said, status=GONE)
+            message = "the client closed its side of the connection; expected it open until the answer has come"
+            raise ApiError(message, status=GONE)
         return working.result()
     finally:
         await _end(working, watching)

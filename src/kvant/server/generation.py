@@ -22,8 +22,8 @@ class Tool:
     custom: bool = False  # it takes text, which is its one argument, ``input``, for the model
     grammar: str = ""  # of the text, in llguidance's form of Lark's language; "": any, or there is no text
     namespace: str | None = None  # that the client knows it in; its name begins with it
-    search: bool = False  # the client searches for further tools with what it is given
-    deferred: bool = False  # the result of a search shows it to the model, not the beginning of the prompt
+    search: bool = False  # a call is a search for more tools, which the client does
+    deferred: bool = False  # the model is shown it by the result of a search, not at the start of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Generation:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)  # the client's; the model's are filled in later
     max_tokens: int | None = None  # of each answer; None: as many as there is room for
     stop: Sequence[str] = ()  # texts that end an answer and are not part of it
-    stop_tokens: Sequence[int] = ()  # token ids that end an answer, whatever ``ignore_eos`` says, and are no part of it
+    stop_tokens: Sequence[int] = ()  # ids that end an answer, also with ``ignore_eos``; not part of its text
     answers: int = 1  # how many; answer i draws with the seed + i
     logprobs: bool = False  # log-probabilities are wanted, and of ``top_logprobs`` other tokens
     top_logprobs: int = 0
@@ -60,7 +60,7 @@ class Generation:
     thinking_budget: int | None = None  # tokens after which thinking ends; None: the model ends it
     draft: ServedSource | None = None  # what its answers draft from; None: what the server's do
     salt: bytes = b""  # prefixes are shared between requests with the same one
-    client: str = ""  # whose it is, by the address: clients take turns
+    client: str = ""  # the client's address; clients take turns at compiling grammars
     field: str = "messages"  # of the body that the prompt came from, for errors
 
 
@@ -75,7 +75,7 @@ class TokenLogprob:
     logprob: float | None
     bytes: bytes
     top: Sequence["TokenLogprob"] = ()
-    # Characters before it in the text that the tokens make; bytes of one character have the same number.
+    # Characters of the whole text before it; tokens that are bytes of one character have the same number.
     place: int = field(default=0, compare=False)
 
 

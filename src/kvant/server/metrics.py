@@ -25,7 +25,7 @@ class Metrics:
     """Counters of one server, in a registry of their own."""
 
     def __init__(self, engine: BatchEngine, pool: Pool, waiting: Callable[[], int]) -> None:
-        """``waiting``: how many requests wait."""
+        """``waiting``: returns how many requests wait."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for each: when it was first counted
         self._registry = CollectorRegistry()
         counter = partial(Counter, registry=self._registry)
@@ -51,7 +51,8 @@ class Metrics:
     def answered(self, route: str, status: int, left_out: LeftOut) -> None:
         """Count a response, and what was left out of its request; a name is logged when it first comes."""
         self._requests.labels(route, str(status)).inc()
-        for name, said in list(left_out.names.items()):  # a thread may still read the body of a client that left
+        # A copy: if the client has left, a thread may still be reading its body and adding names.
+        for name, said in list(left_out.names.items()):
             if name not in self._names and len(self._names) < MAX_IGNORED:
                 self._names.add(name)
                 logger.warning("left out of requests to %s, and said in x-kvant-ignored: %s", route, said)
@@ -86,7 +87,9 @@ class _State(Collector):
     """What is the case at the moment it is asked for."""
 
     def __init__(self, engine: BatchEngine, pool: Pool, waiting: Callable[[], int]) -> None:
-        self._engine, self._pool, self._waiting = engine, pool, waiting
+        self._engine = engine
+        self._pool = pool
+        self._waiting = waiting
 
     def collect(self) -> Iterable[Metric]:
         engine, pool, counts = self._engine, self._pool, self._engine.counts

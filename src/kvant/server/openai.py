@@ -239,14 +239,15 @@ def _common_fields(body: CommonBody, service: Service, left_out: LeftOut) -> dic
 
 
 def _stop_tokens(given: Sequence[int], service: Service) -> Sequence[int]:
-    """vLLM's stop_token_ids."""
+    """Return vLLM's ``stop_token_ids`` after checking their number and range."""
     if len(given) > MAX_TOKENS:
-        said = f"stop_token_ids has {len(given)} tokens; expected at most {MAX_TOKENS}"
-        raise ApiError(said, param="stop_token_ids")
+        message = f"stop_token_ids has {len(given)} tokens; expected at most {MAX_TOKENS}"
+        raise ApiError(message, param="stop_token_ids")
+    last = service.model.config.vocab_size - 1
     for token in given:
-        if not 0 <= token < service.model.config.vocab_size:
-            said = f"stop_token_ids has token {token}; the model knows 0 to {service.model.config.vocab_size - 1}"
-            raise ApiError(said, param="stop_token_ids")
+        if not 0 <= token <= last:
+            message = f"stop_token_ids has token {token}; the model knows 0 to {last}"
+            raise ApiError(message, param="stop_token_ids")
     return given
 
 
@@ -482,10 +483,12 @@ class ChatAnswers(_Answers):
     def text(self, event: Text) -> Iterator[dict[str, Any]]:
         kind = "reasoning_content" if event.thinking else "content"
         self._tokens[event.answer] = event.tokens
-        message, said = self._messages[event.answer], event.text
+        message = self._messages[event.answer]
+        said = event.text
         if said and not event.thinking and event.answer in self._called:
             self._called.discard(event.answer)
-            said = "\n" + said if any(message["content"]) else said  # a message has one text
+            if any(message["content"]):  # a message has one text: what follows a call begins a new line of it
+                said = "\n" + said
         message[kind].append(said)
         told = [] if event.thinking else logprobs_content(event.logprobs)
         self._choices[event.answer]["logprobs"] += told
@@ -547,7 +550,7 @@ class CompletionsAnswers(_Answers):
         return self._object("text_completion", choices, usage=self._usage())
 
     def _choice(self, number: int, texts: Sequence[Text], reason: str | None) -> dict[str, Any]:
-        """Pieces of an answer."""
+        """Return the pieces of an answer as a choice of the response or of a chunk."""
         logprobs = _legacy([each for piece in texts for each in piece.logprobs]) if self._logprobs else None
         text = "".join(piece.text for piece in texts)
         return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -155,7 +155,7 @@ class ReferenceItem(Fields, frozen=True, kw_only=True):
 
 
 class SearchCallItem(Fields, frozen=True, kw_only=True):
-    """A search for tools. One that OpenAI's server did has no ``call_id``."""
+    """A search for tools. It has no ``call_id`` if OpenAI's server did it."""
 
     type: Literal["tool_search_call"]
     call_id: str | None = None
@@ -166,7 +166,11 @@ class SearchCallItem(Fields, frozen=True, kw_only=True):
 
 
 class ToolsItem(Fields, frozen=True, kw_only=True):
-    """Tools that a conversation has from there on: Codex sends all of a newer model's so; or what a search found."""
+    """Tools that a conversation has from this item on.
+
+    Codex sends all tools of a newer model in ``additional_tools``; the result of a search is a
+    ``tool_search_output``.
+    """
 
     type: Literal["additional_tools", "tool_search_output"]
     tools: list[Any]
@@ -194,7 +198,7 @@ ITEMS: Mapping[str, type[Item]] = {
 
 class FunctionBody(Function, frozen=True, kw_only=True):
     type: Literal["function"]
-    defer_loading: bool = False  # heeded if a search has found it
+    defer_loading: bool = False  # takes effect in the output of a search
 
 
 class GrammarFormat(Fields, frozen=True, tag="grammar"):
@@ -222,7 +226,7 @@ class NamespaceBody(Fields, frozen=True, kw_only=True):
 
 
 class SearchBody(Fields, frozen=True, kw_only=True):
-    """A search for tools that the client has and does not send; the server's own is left out."""
+    """A search that the client does, for tools that it has not sent. The server's own search is left out."""
 
     type: Literal["tool_search"]
     execution: Literal["server", "client"] = "server"
@@ -232,7 +236,7 @@ class SearchBody(Fields, frozen=True, kw_only=True):
 
 TOOLS: Mapping[str, Any] = {"function": FunctionBody, "custom": CustomBody}
 OUTER_TOOLS: Mapping[str, Any] = {**TOOLS, "namespace": NamespaceBody, "tool_search": SearchBody}
-SEARCH = "tool_search"  # what the model knows a search as
+SEARCH = "tool_search"  # the name of the function that the model calls to search
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of custom tools
 
 
@@ -309,15 +313,15 @@ def responses_generation(body: ResponsesBody, service: Service, left_out: LeftOu
     top_logprobs = body.top_logprobs or 0
     check_range("top_logprobs", top_logprobs, 0, MAX_TOP_LOGPROBS)
     items = _items(body, left_out)
-    found = {
-        place: dict(_tools_of(item.tools, f"{place}.tools", service, left_out, found=item.call_id is not None))
-        for place, item in items
-        if isinstance(item, ToolsItem)
-    }
-    tools, choice = _tools(body, found, service, left_out)
+    added: dict[str, dict[str, Tool]] = {}  # tools of the input's items, by the items' places
+    for place, item in items:
+        if isinstance(item, ToolsItem):
+            is_found = item.call_id is not None
+            added[place] = dict(_tools_of(item.tools, f"{place}.tools", service, left_out, is_found=is_found))
+    tools, choice = _tools(body, added, service, left_out)
     reasoning = body.reasoning or Reasoning()
     return Generation(
-        messages=_messages(body, items, found, left_out),
+        messages=_messages(body, items, added, left_out),
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -333,7 +337,7 @@ def responses_generation(body: ResponsesBody, service: Service, left_out: LeftOu
 
 
 def _items(body: ResponsesBody, left_out: LeftOut) -> list[tuple[str, Item]]:
-    """The items of the input, and where each is. A text is one of the user's."""
+    """Return the places and items of the input. A text is a message of the user."""
     if isinstance(body.input, str):
         return [("input", MessageItem(role="user", content=body.input))]
     if not body.input:
@@ -342,20 +346,24 @@ def _items(body: ResponsesBody, left_out: LeftOut) -> list[tuple[str, Item]]:
 
 
 def _tools(
-    body: ResponsesBody, found: Mapping[str, Mapping[str, Tool]], service: Service, left_out: LeftOut
+    body: ResponsesBody, added: Mapping[str, Mapping[str, Tool]], service: Service, left_out: LeftOut
 ) -> tuple[Sequence[Tool], ToolChoice | Tool]:
-    """The tools, and which of them is to be called. ``found``: those of items, by the items' places.
+    """Return the tools and the choice among them. ``added``: the tools of items, by the items' places.
 
-    One of an item replaces an earlier one of its name. One that a search has found does not: it may be the same.
+    A tool of an item replaces an earlier one of its name, in that one's place. A tool that a search found
+    does not: the model was shown the earlier one.
     """
-    made = dict(_tools_of(body.tools or (), "tools", service, left_out))
-    places = {tool.name: place for place, tool in made.items()}
-    for tools_of_item in found.values():
-        for place, tool in tools_of_item.items():
-            if not (tool.deferred and tool.name in places):
-                made[places.get(tool.name, place)] = tool
-        for place, tool in tools_of_item.items():
-            places.setdefault(tool.name, place)
+    made: dict[str, Tool] = {}
+    places: dict[str, str] = {}  # of the earlier lists' tools, by name
+    for listed in (dict(_tools_of(body.tools or (), "tools", service, left_out)), *added.values()):
+        new_places: dict[str, str] = {}  # apart: checked_tools refuses a name that is in one list twice
+        for place, tool in listed.items():
+            if tool.name not in places:
+                made[place] = tool
+                new_places[tool.name] = place
+            elif not tool.deferred:
+                made[places[tool.name]] = tool
+        places |= new_places
     tools: Sequence[Tool] = checked_tools(made)
     choice = body.tool_choice
     if isinstance(choice, FunctionChoice | CustomChoice):
@@ -369,27 +377,28 @@ def _tools(
 
 
 def _tools_of(
-    given: Sequence[Any], place: str, service: Service, left_out: LeftOut, *, found: bool = False
+    given: Sequence[Any], place: str, service: Service, left_out: LeftOut, *, is_found: bool = False
 ) -> Iterator[tuple[str, Tool]]:
-    """The tools of a list, by the fields of their names. Those of a namespace carry its name before their own.
+    """Yield the tools of a list with the fields of their names. A namespace's name precedes its tools' names.
 
-    ``found``: they are the result of a search.
+    ``is_found``: the list is the result of a search, which shows its tools to the model.
     """
     for outer, tool in known_of(given, OUTER_TOOLS, place, left_out):
         if isinstance(tool, SearchBody):
-            made = Tool(SEARCH, tool.description or "", tool.parameters or {"type": "object"}, search=True)
             if tool.execution == "client":
-                yield f"{outer}.type", made
+                parameters = tool.parameters or {"type": "object"}
+                yield f"{outer}.type", Tool(SEARCH, tool.description or "", parameters, search=True)
             else:
                 left_out.add(outer, tool.type)
             continue
         space = tool.name if isinstance(tool, NamespaceBody) else None
         inner = [(outer, tool)] if space is None else known_of(tool.tools, TOOLS, f"{outer}.tools", left_out)
         for at, each in inner:
-            if each.defer_loading and not found:
+            if each.defer_loading and not is_found:
                 left_out.add(f"{at}.defer_loading")
             made = _custom(each, at, service, left_out) if isinstance(each, CustomBody) else tool_of(each)
-            yield f"{at}.name", replace(made, name=_named(each.name, space), namespace=space, deferred=found)
+            name = _named(each.name, space)
+            yield f"{at}.name", replace(made, name=name, namespace=space, deferred=is_found)
 
 
 def _custom(tool: CustomBody, place: str, service: Service, left_out: LeftOut) -> Tool:
@@ -412,7 +421,7 @@ def _named(name: str, namespace: str | None) -> str:
 def _messages(
     body: ResponsesBody,
     items: Sequence[tuple[str, Item]],
-    found: Mapping[str, Mapping[str, Tool]],
+    added: Mapping[str, Mapping[str, Tool]],
     left_out: LeftOut,
 ) -> list[dict[str, Any]]:
     turns = Turns()
@@ -422,7 +431,7 @@ def _messages(
     check_arguments([arguments for arguments in calls if isinstance(arguments, str)])
     for place, item in items:
         if isinstance(item, ToolsItem) and item.call_id is not None:
-            turns.add_result(item.call_id, described(found[place].values()), f"{place}.call_id")
+            turns.add_result(item.call_id, described(added[place].values()), f"{place}.call_id")
         else:
             _add(turns, item, place, left_out)
     return turns.messages()
@@ -547,8 +556,13 @@ class ResponseStream(Encoder):
         yield from self._close("completed")
         tool = self._tools.get(event.name, Tool(event.name))
         if tool.search:
-            search = {"type": "tool_search_call", "id": _id("tsc"), "call_id": _id("call"), "execution": "client"}
-            search["arguments"] = json.loads(event.arguments)
+            search = {
+                "type": "tool_search_call",
+                "id": _id("tsc"),
+                "call_id": _id("call"),
+                "execution": "client",
+                "arguments": json.loads(event.arguments),
+            }
             yield self._added({**search, "status": "in_progress"})
             yield self._done({**search, "status": "completed"})
             return

@@ -79,9 +79,10 @@ class Connection(H11Protocol):
             self._expect_headers()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open for the answer to a client that closed its sending side.
+        """Return whether to keep the connection after the client closed its sending side: if an answer is due.
 
-        Nobody can tell it from one that has gone, so a text that is being generated ends, as at a disconnect.
+        Such a client cannot be told from one that has gone, so the generation of a text ends as at a
+        disconnect.
         """
         if not self._answering or self.cycle.more_body:
             return False

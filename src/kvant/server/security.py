@@ -143,20 +143,22 @@ class Keys:
 
 
 class Body:
-    """What has come of a request's body, while there is room for it."""
+    """What was received of a request's body, as long as there is room for it."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
         self.parts: list[bytes] = []
         self.held = 0  # bytes of the parts
-        self.count = 0  # bytes that came, whether they are held or not
-        self.fits = True  # all of it is held
+        self.count = 0  # bytes received, with those that were dropped
+        self.fits = True  # nothing was dropped
 
     def drop(self) -> int:
-        """Forget the parts; what comes is read and not held. Returns how many bytes it held."""
-        held, self.held, self.fits = self.held, 0, False
+        """Drop what was received, and all that follows. Return how many bytes were freed."""
+        freed = self.held
+        self.held = 0
+        self.fits = False
         self.parts.clear()
-        return held
+        return freed
 
 
 class Bodies:
@@ -217,17 +219,18 @@ class Bodies:
         return whole
 
     async def _receive(self, receive: Receive, body: Body) -> None:
-        """Read a body to its end, or to what nobody sends by mistake.
+        """Receive a body to its end, or until it is too long to be a mistake.
 
-        One that is too long, or that there is no room for, is read on: its sender reads no answer before it has sent
-        it.
+        A body that is too long, or that there is no room for, is received too and dropped: its sender does
+        not read the answer before it has sent everything.
         """
         more = True
         while more and body.count <= self._limits.body_bytes + MORE_BYTES:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
-            part, more = message.get("body", b""), message.get("more_body", False)
+            part = message.get("body", b"")
+            more = message.get("more_body", False)
             body.count += len(part)
             if not body.fits:
                 continue
@@ -239,7 +242,10 @@ class Bodies:
                 self._held -= body.drop()
 
     def _has_room(self, count: int, body: Body) -> bool:
-        """Whether so many bytes more can be held. If not, the largest of the slow bodies gives way to one in time."""
+        """Return whether ``count`` more bytes of a body can be held.
+
+        If there is no room, the largest of the slow bodies are dropped, unless this body is slow itself.
+        """
         late = time.monotonic() - self._limits.slow_s
         while self._held + count > self._limits.all_bodies_bytes:
             slow = [each for each in self._coming if each.began < late and each.held]

@@ -27,7 +27,7 @@ class Limits:
     header_s: float = 10.0  # from a request's first byte, or the connection's start, to the end of its headers
     idle_s: float = 30.0  # that a connection may wait for its next request
     body_s: float = 60.0  # for the whole body
-    slow_s: float = 2.0  # after which a body that has not come whole gives way to others, if there is no room for them
+    slow_s: float = 2.0  # a body that takes longer is dropped if others need its room
     write_s: float = 60.0  # that a client may not read what is written to it
     drain_s: float = 30.0  # that requests under way may go on after the first signal
     stall_s: float = 120.0  # without a sign of life of the engine, after which it counts as failed

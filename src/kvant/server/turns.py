@@ -170,9 +170,9 @@ def tool_named(tools: Sequence[Tool], name: str, field: str = "tool_choice") -> 
 
 
 def shown_tools(service: Service, generation: Generation, *, deferred: bool = True) -> list[dict[str, Any]]:
-    """The tools that the model is told of, in OpenAI's form; none where it must not call one.
+    """Return the tools that the model is shown, in OpenAI's form; none if it must not call one.
 
-    ``deferred``: those among them that results of searches show.
+    ``deferred``: include the tools that only the results of searches show.
     """
     if generation.tool_choice == "none" or not generation.tools:
         return []
@@ -182,7 +182,7 @@ def shown_tools(service: Service, generation: Generation, *, deferred: bool = Tr
 
 
 def described(tools: Iterable[Tool]) -> str:
-    """Tools that a search found, as its result shows them to the model."""
+    """Return the text that shows the model the tools that a search found."""
     lines = [f"<function>{to_json(as_shown(tool)['function'])}</function>" for tool in tools]
     return "\n".join(lines) or "No tools were found."
 
@@ -304,7 +304,7 @@ class ThinkingBudget:
 
 
 def thinking_tokens(tokenizer: Tokenizer) -> tuple[int, int] | None:
-    """The tokens that begin and end thinking; None: the model does not think, or its marks are several tokens."""
+    """Return the tokens that begin and end thinking; None if there are no marks or a mark is several tokens."""
     marks = marks_of(tokenizer)
     if marks is None:
         return None
@@ -314,8 +314,16 @@ def thinking_tokens(tokenizer: Tokenizer) -> tuple[int, int] | None:
 
 
 def thinking_budget(tokenizer: Tokenizer, prompt: str, first: int, tokens: int) -> ThinkingBudget:
-    """The bound for the answers to a rendered prompt of ``first`` tokens, of a model with tokens of thinking."""
-    marks, found = marks_of(tokenizer), thinking_tokens(tokenizer)
+    """Return the limit on thinking for the answers to a rendered prompt.
+
+    Args:
+        tokenizer: one for which :func:`thinking_tokens` is not None.
+        prompt: its end may have opened the thinking.
+        first: tokens of the prompt.
+        tokens: the most tokens of thinking.
+    """
+    marks = marks_of(tokenizer)
+    found = thinking_tokens(tokenizer)
     assert marks is not None
     assert found is not None
     start, end = found

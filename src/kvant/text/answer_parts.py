@@ -52,7 +52,8 @@ class AnswerParts:
             prompt: the rendered messages; None: text goes on.
             tools: in OpenAI's form.
             format: of calls.
-            only_calls: a grammar allows nothing else, so text is the beginning of a call that was cut: it is left out.
+            only_calls: a grammar allows nothing but calls, so that text can only be a call that was cut. It
+                is dropped.
         """
         self._thinking = None if prompt is None else Thinking.of(tokenizer, prompt)
         self._tools = schemas(tools)
@@ -118,21 +119,28 @@ class AnswerParts:
             found = blank
         else:
             found = min((at for mark in marks if (at := self._held.find(mark)) >= 0), default=-1)
-        begun, is_whole = self._head(format.head) if format.head else (len(self._held), False)
-        if is_whole and not 0 <= found < begun:
-            found = begun
+        head_at = len(self._held)  # the text before it cannot be part of a head
+        is_head = False
+        if format.head:
+            head_at, is_head = self._find_head(format.head)
+        if is_head and not 0 <= found < head_at:
+            found = head_at
         if found >= 0:
             self._say(self._take(found), parts)
             self._reader = format.reader()
             return True
         kept = max((overlap(self._held, mark) for mark in marks), default=0)
-        certain = len(self._held) if is_all else min(begun, len(self._held) - kept)
+        certain = len(self._held) if is_all else min(head_at, len(self._held) - kept)
         self._say(self._take(certain), parts)
         return False
 
-    def _head(self, head: str) -> tuple[int, bool]:
-        """Where a line begins with a call of a known tool, without the mark before it; and whether all of that came."""
-        held, at = self._held, self._held.find(head)
+    def _find_head(self, head: str) -> tuple[int, bool]:
+        """Return where a line begins with a head and a known tool's name, and whether both are complete.
+
+        The place is the end of the text if there is no such line, even if more text comes.
+        """
+        held = self._held
+        at = held.find(head)
         while at >= 0:
             start = at + len(head)
             end = held.find(">", start)
@@ -147,6 +155,7 @@ class AnswerParts:
         return at if self._begins_line(at) else len(held), False
 
     def _begins_line(self, at: int) -> bool:
+        """Return whether a place of the held text is the start of a line, or of the answer."""
         before = self._held[at - 1] if at else self._space[-1:]
         return before == "\n" or (not at and self._state != "text" and not self._space)
 

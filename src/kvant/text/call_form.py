@@ -52,7 +52,8 @@ class ToolFormat(ABC):
     name: ClassVar[str]
     starts: ClassVar[tuple[str, ...]]  # texts that may begin calls anywhere in an answer
     first: ClassVar[str] = ""  # one that may begin them where an answer begins; "": none
-    head: ClassVar[str] = ""  # with a tool's name and ">" behind it, it begins calls at the start of a line; "": none
+    # Begins a call without a mark, at the start of a line, if a tool's name and ">" follow it; "": none.
+    head: ClassVar[str] = ""
     several: ClassVar[bool] = True  # an answer may have more than one call
     text_arguments: ClassVar[bool] = False  # the template takes arguments as JSON text
     writing: Writing | None = None  # None: arguments are not JSON, and calls cannot be forced
@@ -146,8 +147,8 @@ class _JsonReader(Reader):
         if not mark or not (self._form.needs_end or mark.startswith(text[at : at + len(mark)])):
             return self._end
         if not may_be_any((mark,), text, at) and may_be_any(self._form.starts, text, at):
-            whole = is_all or text.startswith(self._form.starts, at)
-            return self._end if whole else None  # another call begins
+            is_another = is_all or text.startswith(self._form.starts, at)
+            return self._end if is_another else None
         end = may_be(mark, text, at, self._end)
         # A model may end its answer without the mark. The call is whole.
         return len(text) if end is None and is_all else end
@@ -202,7 +203,7 @@ def may_be(mark: str, text: str, at: int, otherwise: int) -> int | None:
 
 
 def may_be_any(marks: Sequence[str], text: str, at: int) -> bool:
-    """Whether one of several marks is at a place, or may be once there is more text."""
+    """Return whether one of the marks is at a place in the text, or may be once there is more text."""
     return any(mark.startswith(text[at : at + len(mark)]) for mark in marks)
 
 

@@ -23,7 +23,8 @@ Json = dict[str, Any]
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token
 STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
 MAX_ID = 2**24  # a token's id is a place in a table
-# Tokens of a vocabulary -> the marks around its model's thoughts. mlx-lm knows those from <think> on, in this order.
+# Tokens of a vocabulary -> the marks around its model's thoughts. The first entry whose tokens are there
+# counts. From <think> on they are mlx-lm's, in its order.
 THINKING = {
     ("[THINK]", "[/THINK]"): ("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
     ("<mm:think>", "</mm:think>"): ("<mm:think>", "</mm:think>"),  # MiniMax M3
@@ -77,8 +78,8 @@ class Encoder:
         self._tokenizer.no_padding()
         if pipeline is not None:
             self._rebuild(pipeline, config)
-        elif makes_bytes and not _has_byte_level(self._decoder):  # some conversions have SentencePiece's decoder
-            self._decode_bytes()
+        elif makes_bytes and not _has_byte_level(self._decoder):
+            self._decode_bytes()  # some conversions have SentencePiece's decoder there
         defaults = {"pad_token": padding.get("pad_token"), **DEFAULTS.get(pipeline or "", {})}
         self._named, self._extra, adding = folder_tokens(
             present, pipeline is not None, defaults, config, special_tokens, added_tokens
@@ -224,7 +225,7 @@ def _step(step: Any, steps: str) -> Any:
 
 
 def _has_byte_level(step: Any) -> bool:
-    """Whether a normalizer, a pre-tokenizer or a decoder is a byte-level one, or has one among its steps."""
+    """Return whether a normalizer, a pre-tokenizer or a decoder is ByteLevel or has such a step."""
     if not isinstance(step, dict):
         return False
     return step.get("type") == "ByteLevel" or any(

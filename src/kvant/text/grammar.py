@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["Grammar", "Grammars", "Matcher", "ToolGrammar", "build_tool_grammar"]
 
 TIME_LIMIT_S = 2.0  # of processor time to compile; nearly all take milliseconds
-KEPT_BYTES = 256 << 10  # of documents whose grammars are kept; a compiled one takes some times as much
+KEPT_BYTES = 256 << 10  # of documents whose grammars are kept; a grammar takes several times its document
 
 
 class Grammars:
     """Compiles the grammars of one tokenizer, for threads of this process.
 
-    A grammar is compiled in a process of its own first, with 2 seconds of processor time: some take minutes, and the
-    library cannot be interrupted. Here it takes about as long again.
+    A grammar is first compiled in a separate process, within 2 seconds of processor time: some take minutes,
+    and the library cannot be interrupted. Compiling it again here takes about as long.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -32,7 +32,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._prepared: _Prepared | None = None
-        self._kept: dict[tuple[bytes, str], Grammar] = {}  # by salt and document, the one used last at the end
+        self._kept: dict[tuple[bytes, str], Grammar] = {}  # by salt and document, the last used at the end
 
     def prepare(self) -> "_Prepared":
         """Prepare the vocabulary now. Else the first grammar does, and no other thread goes on meanwhile."""
@@ -63,11 +63,11 @@ class Grammars:
         return self.compile_document(kind, self.document(kind, source, prompt))
 
     def document(self, kind: Kind, source: Source | ToolGrammar = "", prompt: str | None = None) -> str:
-        """The JSON document of a source, as llguidance takes it; arguments and errors are those of :meth:`compile`."""
+        """Return a source as a JSON document for llguidance. Arguments and errors are :meth:`compile`'s."""
         return document(kind, source, self.prepare().marked, prompt)
 
     def kept(self, text: str, salt: bytes = b"") -> "Grammar | None":
-        """The grammar of a document that was compiled lately, with the same salt."""
+        """Return the grammar of a document that was compiled recently with the same salt, or None."""
         with self._lock:
             found = self._kept.pop((salt, text), None)
             if found is not None:
@@ -75,7 +75,11 @@ class Grammars:
             return found
 
     def compile_document(self, kind: Kind, text: str, salt: bytes = b"") -> "Grammar":
-        """The grammar of a document of :meth:`document`. It is kept for those with the same salt."""
+        """Return the grammar of a document of :meth:`document`, and keep it for requests with the same salt.
+
+        Raises:
+            GrammarError: the grammar is wrong, or takes too long to compile.
+        """
         if (found := self.kept(text, salt)) is not None:
             return found
         prepared = self.prepare()

@@ -34,8 +34,8 @@ CONSTANTS = ("const", "enum")
 VALUES = (*CONSTANTS, "default", "examples")  # no schemas
 # What the library holds texts to. To JSON Schema a format is an annotation, so any other one is left out.
 FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
-UNWRITTEN = re.compile(r"\\u00(?:[01]|7f)")  # control characters in JSON that have no short escape
-MOST_EXACT = 2**63  # integers below it that a float64 has are written as they are
+CONTROL = re.compile(r"\\u00(?:[01]|7f)")  # in JSON: a control character without a short escape
+MOST_EXACT = 2**63  # below it the library writes every integer that a float64 can hold as it is
 NEXT = 1e-12
 # Comments, texts and regular expressions of a grammar. Their ends may be missing, so that nothing is read twice.
 QUOTED = re.compile(r'(?://|#)[^\n]*|"(?:\\.|[^"\\])*"?|/(?:\\.|[^/\\])*/?', re.DOTALL)
@@ -162,15 +162,19 @@ def _grammars(kind: Kind, source: Source | ToolGrammar, marked: Marked) -> list[
 
 
 def _json(name: str, schema: Mapping[str, Any], how: Mapping[str, Any]) -> dict[str, Any]:
-    """A grammar of JSON by its schema, under a name."""
-    exact = _exact(schema, closes=not OPEN & {key for part in _objects(schema) for key in part})
-    # Beside a listed "a" the library lets "\u0061" through as another name. It is the same one, with another schema.
-    named = any(LISTED & set(part) and part.get("additionalProperties") is not False for part in _objects(exact))
-    constants = [part[key] for part in _objects(exact) for key in CONSTANTS if key in part]
-    if named and UNWRITTEN.search(json.dumps(constants)):
-        raise GrammarError("the json_schema's constants have a control character; expected none beside open names")
-    escapes = {"json_allowed_escapes": 'nrbtf\\"' if named else 'nrbtf\\"u'}
-    return {"name": name, "json_schema": exact | {"x-guidance": {**how, **escapes}}}
+    """Return a grammar of JSON by its schema, under a name."""
+    keywords = {key for part in _objects(schema) for key in part}
+    exact = _exact(schema, closes=not OPEN & keywords)
+    escapes = 'nrbtf\\"u'
+    # Beside a listed "a" the library would take "\u0061" for a name that is not listed, and hold its value to
+    # another schema. So nothing may be written as \u in such a schema.
+    if any(LISTED & set(part) and part.get("additionalProperties") is not False for part in _objects(exact)):
+        escapes = escapes.removesuffix("u")
+        constants = [part[key] for part in _objects(exact) for key in CONSTANTS if key in part]
+        if CONTROL.search(json.dumps(constants)):
+            message = "the json_schema's constants have a control character; expected none beside open names"
+            raise GrammarError(message)
+    return {"name": name, "json_schema": exact | {"x-guidance": {**how, "json_allowed_escapes": escapes}}}
 
 
 def _without_temperature(source: str) -> str:
@@ -198,26 +202,31 @@ def _schema(source: object) -> Mapping[str, Any]:
     return schema
 
 
-def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Every JSON object inside a value: of a schema its parts, and those that name them."""
+def _values(value: Any) -> Iterator[Any]:
+    """Yield a JSON value and every value inside it, however deep."""
     left = [value]
     while left:
         part = left.pop()
+        yield part
         if isinstance(part, Mapping):
-            yield part
             left += part.values()
         elif isinstance(part, list | tuple):
             left += part
 
 
+def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the JSON objects in a value: a schema's parts, and the objects that hold parts by name."""
+    return (part for part in _values(value) if isinstance(part, Mapping))
+
+
 def unknown_formats(schema: object) -> set[str]:
-    """The formats in a schema that answers are not held to."""
+    """Return the names of a schema's formats that no grammar enforces."""
     found = (part.get("format") for part in _objects(schema))
     return {name for name in found if isinstance(name, str) and name not in FORMATS}
 
 
 def _exact(schema: Any, closes: bool) -> Any:
-    """A schema as answers are held to it: without unknown formats, and stricter than it is in two ways.
+    """Return a schema as answers are held to it: without unknown formats, and stricter in two ways.
 
     The library allows 9 where a number must be above 9 and at most 9.5. So an exclusive bound becomes the next number,
     nearly: one that is a billionth of a thousandth further.
@@ -258,11 +267,12 @@ def _exact(schema: Any, closes: bool) -> Any:
 
 
 def _check_least(schema: Mapping[str, Any]) -> None:
-    """Refuse an object that needs several properties with names of the model's choice: it may write one name twice."""
-    least, required = schema.get("minProperties"), schema.get("required")
-    free = schema.get("patternProperties") or schema.get("additionalProperties") is not False
+    """Refuse an object that needs several names of the model's choice: it could write one name twice."""
+    least = schema.get("minProperties")
+    required = schema.get("required")
+    is_open = schema.get("patternProperties") or schema.get("additionalProperties") is not False
     most = 1 + (len({*map(str, required)}) if isinstance(required, list | tuple) else 0)
-    if free and isinstance(least, int) and least > most:
+    if is_open and isinstance(least, int) and least > most:
         raise GrammarError(
             f"the json_schema's minProperties is {least}; expected at most {most}, one more than are required: "
             "a name that is not required could come twice"
@@ -270,14 +280,10 @@ def _check_least(schema: Mapping[str, Any]) -> None:
 
 
 def _check_numbers(key: str, value: Any) -> None:
-    """Refuse integers in a constant that the library would write as others: it has float64 alone."""
-    left = [value]
-    while left:
-        part = left.pop()
+    """Refuse an integer in a constant that the library would change: it reads every number as a float64."""
+    for part in _values(value):
         if isinstance(part, int) and (abs(part) >= MOST_EXACT or float(part) != part):
             raise GrammarError(f"the json_schema's {key} has the integer {part!s:.40}, which is not held exactly")
-        if isinstance(part, Mapping | list | tuple):
-            left += part.values() if isinstance(part, Mapping) else part
 
 
 def _move(schema: dict[str, Any], bound_name: str, by: float, strictest: Callable[[Any, Any], Any]) -> None:

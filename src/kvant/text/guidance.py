@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 FINE = ("NotStopped", "NoExtension", "NoExtensionBias", "EndOfSentence")  # endings of a matcher that are no failure
 SHOWN = re.compile(r"\^*|\d+ \|.*|<non-verbose/>")  # lines of an error that show the place in the source
-# The library's words: options that no client can set, a panic's backtrace, Rust's name of a number.
+# Parts of the library's messages that say nothing to a client: options that it cannot set, a panic's
+# backtrace.
 HINT = re.compile(r"[.;] (?:Enable '|either increase limits).*|<backtrace>.*", re.DOTALL)
 RENAMED = (("panic: ", "llguidance failed: "), ("Expected f64 for", "Expected a number for"))
 DEAD_END = "no text satisfies it, or none from here on"
-STOPPED = {  # what the library calls the end of a matcher, if it has no other message
+STOPPED = {  # the library's stop reasons, which are its message if it has no other
     "NoExtension": DEAD_END,
     "NoExtensionBias": DEAD_END,
     "LexerTooComplex": "its texts have too many states",

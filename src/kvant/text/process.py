@@ -21,8 +21,7 @@ from typing import Any
 from kvant.errors import EngineError, ModelError
 
 TIME_LIMIT_S = 5.0  # of processor time, a text; templates and tokenizers take milliseconds
-# For a process that is stopped, or never starts. A request of a busy machine is far from it.
-WALL_LIMIT_S = 60.0
+WALL_LIMIT_S = 60.0  # for a process that is stopped or never starts; a busy machine does not come near it
 MEMORY_LIMIT = 512 * 1024 * 1024  # beside the loaded tokenizer
 MAX_ANSWER = 160 * 1024 * 1024  # bytes: the longest text there can be
 LOOK_S = 0.1
@@ -50,9 +49,11 @@ class TextProcess:
     def __init__(
         self, tokenizer: tuple[dict[str, Any], bytes] | None = None, time_limit_s: float | None = None
     ) -> None:
-        """Start it. ``tokenizer``: the request that loads one, as in :meth:`load`.
+        """Start the process.
 
-        ``time_limit_s``: of processor time for a request; None: 5.
+        Args:
+            tokenizer: the request that loads a tokenizer, and its payload, as in :meth:`load`.
+            time_limit_s: seconds of processor time for a request; None is :data:`TIME_LIMIT_S`.
         """
         self._given_limit_s = time_limit_s
         self._lock = threading.RLock()  # a thread that was interrupted while it gave the lock back may go on
@@ -166,7 +167,7 @@ class TextProcess:
                 view = view[stdin.write(view) :]
 
     def _read(self) -> bytes:
-        """One line, while the process stays within the memory. Its own timer ends it when its time is used up."""
+        """Return the next line. Its own timer ends a process that is slow, this one that needs much memory."""
         stdout = self._process.stdout
         assert stdout is not None
         end = time.monotonic() + WALL_LIMIT_S

@@ -23,7 +23,7 @@ class TextStream:
 
     @property
     def length(self) -> int:
-        """Whole characters of the tokens so far, what is held back for a stop string among them."""
+        """Return the number of whole characters so far, with those that are held back for a stop string."""
         return len(self._detokenizer.text)
 
     def add(self, token: int) -> str:

@@ -38,7 +38,7 @@ def choose_template(templates: str | Mapping[str, str] | None, wanted: str | Non
 
 
 def all_templates(templates: str | Mapping[str, str] | None) -> str:
-    """The sources of a model's templates, one behind the other."""
+    """Return the sources of a model's templates, joined by newlines."""
     return templates if isinstance(templates, str) else "\n".join((templates or {}).values())
 
 

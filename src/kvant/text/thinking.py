@@ -28,14 +28,15 @@ HARMONY = Marks(
     "<|end|>",
     tuple(f"{start}<|channel|>{name}<|message|>" for start in ("", "<|start|>assistant") for name in HARMONY_SAID),
 )
-ENDS_ALONE = ("<mm:think>",)  # MiniMax M3 may begin an answer without thinking with the mark that ends it
-IN_WORDS = Marks(("<think>",), "</think>")  # of Olmo 3 and others, whose vocabulary does not have them as tokens
+ENDS_ALONE = ("<mm:think>",)  # MiniMax M3 may begin an answer without thinking with the end mark
+IN_WORDS = Marks(("<think>",), "</think>")  # of Olmo 3 and others, whose vocabularies have no tokens for them
 
 
 def marks_of(tokenizer: Tokenizer) -> Marks | None:
-    """The marks that a tokenizer's vocabulary or its chat template has; None: its model does not think aloud."""
+    """Return the marks of thinking in a tokenizer's vocabulary or chat template; None if there are none."""
     if tokenizer.think_start is not None and tokenizer.think_end is not None:
-        start, end = tokenizer.think_start, tokenizer.think_end
+        start = tokenizer.think_start
+        end = tokenizer.think_end
         return Marks((start,), end, (end,) if start in ENDS_ALONE else ())
     ids = tokenizer.convert_tokens_to_ids(HARMONY_TOKENS)
     if None not in ids and tokenizer.unk_token_id not in ids:

@@ -89,30 +89,35 @@ class _QwenCoderReader(Reader):
     def end(self, text: str, is_all: bool) -> int | None:
         start = len("<tool_call>") if text.startswith("<tool_call>") else 0
         at = skip_space(text, start)
-        if may_be("<function=", text, at, start) is not None and (begun := _FUNCTION_BEGUN.match(text, at)):
-            if not may_be_any(("<parameter=", "</function>"), text, begun.end()):
-                raise NoCallError("neither a parameter nor the end", begun.end())
-            self._at = max(self._at, begun.end())
-            while (found := text.find("</function>", self._at)) >= 0:
-                end = found + len("</function>")
-                behind = skip_space(text, end)
-                if text.startswith("</tool_call>", behind):
-                    return behind + len("</tool_call>")
-                if not is_all and may_be_any(("</tool_call>", *_CODER_BEGINS), text, behind):
-                    return None
-                if is_all and may_be_any(("</tool_call>",), text, behind):
-                    return len(text)
-                # Without the mark that begins it, a call ends whatever comes behind it.
-                is_end = not start or may_be_any(_CODER_BEGINS, text, behind)
-                if is_end and _ends_with_value(text, begun.end(), found):
-                    return end
-                self._at = end
-            self._at = max(self._at, len(text) - len("</function>"))
+        begun = None
+        if may_be("<function=", text, at, start) is not None:
+            begun = _FUNCTION_BEGUN.match(text, at)
+        if begun is None:
+            return len(text) if is_all else None
+        if not may_be_any(("<parameter=", "</function>"), text, begun.end()):
+            raise NoCallError("neither a parameter nor the end", begun.end())
+        self._at = max(self._at, begun.end())
+        while (found := text.find("</function>", self._at)) >= 0:
+            end = found + len("</function>")
+            following = skip_space(text, end)
+            if text.startswith("</tool_call>", following):
+                return following + len("</tool_call>")
+            if not is_all and may_be_any(("</tool_call>", *_CODER_BEGINS), text, following):
+                return None
+            if is_all and may_be_any(("</tool_call>",), text, following):
+                return len(text)
+            # A call with <tool_call> but without </tool_call> ends only before another call. One without
+            # <tool_call> ends here whatever follows.
+            is_end = not start or may_be_any(_CODER_BEGINS, text, following)
+            if is_end and _ends_with_value(text, begun.end(), found):
+                return end
+            self._at = end
+        self._at = max(self._at, len(text) - len("</function>"))
         return len(text) if is_all else None
 
 
 def _ends_with_value(text: str, start: int, end: int) -> bool:
-    """Whether the arguments from ``start`` to ``end`` end as a parameter does, or there are none."""
+    """Return whether the arguments from ``start`` to ``end`` end as a parameter does, or there are none."""
     while end > start and text[end - 1].isspace():
         end -= 1
     return end == start or text.endswith("</parameter>", start, end)
@@ -463,7 +468,7 @@ def _form_of(tokenizer: Tokenizer, prompt: str, called: str, forms: Sequence[Too
         parts = AnswerParts(tokenizer, prompt[:same], [PROBE_TOOL], form)
         begin = form.writing.begin if form.writing is not None else ""
         if form.head and form.starts[0] not in written:
-            continue  # the mark before the head is another
+            continue  # a family with another mark before the head
         if begin in written and CallPart(PROBE, '{"value":"x"}') in [*parts.add(written), *parts.finish()]:
             return form
     return None

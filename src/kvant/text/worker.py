@@ -1,10 +1,10 @@
 """The program that renders chat templates and runs the tokenizer; kvant.text.process starts it by its path.
 
-A request is a line of JSON and the bytes it announces as ``payload``. It may take ``seconds`` of processor time: then a
-signal ends this process, also if nobody waits for it any more. ``do`` says what is done: "load" a tokenizer,
-"render" a template, "check_grammar", or a method of encoding.Encoder; the rest are its arguments. The answer is a line
-of JSON, {"result": ...} or {"error": a line}, after a first line that says the process is ready. It ends when its
-standard input does.
+A request is a line of JSON and the bytes it announces as ``payload``. ``seconds`` is its limit of processor
+time, after which a signal ends this process, even if nobody waits for the answer any more. ``do`` says what
+to do: "load" a tokenizer, "render" a template, "check_grammar", or a method of encoding.Encoder; the rest are
+its arguments. The answer is a line of JSON, {"result": ...} or {"error": a line}, after a first line that
+says the process is ready. It ends when its standard input does.
 """
 
 import json

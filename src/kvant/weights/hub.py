@@ -1,7 +1,7 @@
 """The hub, asked through huggingface_hub: a commit's files into the cache it shares with others.
 
-Nothing that a hub sends is believed. Paths are made of the checked names of a listing, and of nothing in a header.
-Whatever is read has a limit. Errors are a line each.
+Nothing that a hub sends is believed. Paths are made of the checked names of a listing, and of nothing in a
+header. Whatever is read has a limit. Errors are a line each.
 """
 
 import errno
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import quote, urljoin, urlsplit
 
 from kvant.errors import WeightsError, one_line
@@ -40,7 +40,8 @@ MAX_LISTING_BYTES = 8 * 1024 * 1024  # some 30,000 files of a repository, whatev
 MAX_FILES = 10_000  # to pull; the largest published models have some 200
 MAX_FILE_BYTES = 2**40
 MAX_REDIRECTS = 10
-MAX_FAILURES = 5  # of a transfer, one after the other without a new byte
+MAX_FAILURES = 5  # of a transfer, in a row and without a new byte
+RETRY_S = 1.0  # between a failure and the next attempt
 FILE_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,200}", re.ASCII)
 DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -85,9 +86,12 @@ def list_files(repository: str, revision: str | None) -> Listing:
 
 
 def download(repository: str, listing: Listing, name: str) -> None:
-    """Bring a listed file into huggingface_hub's cache, unless it is there. Its digest is not computed here.
+    """Bring a listed file into huggingface_hub's cache, unless it is there. The caller checks its digest.
 
-    The headers that come with it are compared with the listing before any of its content is asked for.
+    The file's headers are compared with the listing before any of its content is requested.
+
+    Raises:
+        WeightsError: the hub refuses, contradicts its listing, or sends another number of bytes.
     """
     path = snapshot_folder(repository, listing.commit) / name
     if path.exists():
@@ -103,10 +107,10 @@ def download(repository: str, listing: Listing, name: str) -> None:
         place = blob if are_symlinks_supported(cache_folder()) else path
         blob.parent.mkdir(parents=True, exist_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(repository, digest):  # as huggingface_hub does
+        with locked(repository, digest):  # huggingface_hub uses the same lock
             if not place.exists():
-                for left in blob.parent.glob(f"{digest}.*.incomplete"):  # of a process that was killed
-                    left.unlink(missing_ok=True)
+                for stale in blob.parent.glob(f"{digest}.*.incomplete"):  # of a process that was killed
+                    stale.unlink(missing_ok=True)
                 part = blob.with_name(f"{digest}.{os.urandom(4).hex()}.incomplete")
                 try:
                     _fetch(part, name, listing.files[name].bytes, url, found)
@@ -167,7 +171,7 @@ def _digits(what: str, kind: str, value: object, count: int) -> str | None:
 
 
 def _checked_digest(listing: Listing, name: str, found: "HfFileMetadata") -> str:
-    """The digest that names a file's blob. Headers of the file that contradict the listing are refused."""
+    """Return the digest that names a file's blob; refuse headers that contradict the listing."""
     listed = listing.files[name]
     stated = listed.sha256 or listed.git_blob
     if found.commit_hash != listing.commit:
@@ -180,57 +184,76 @@ def _checked_digest(listing: Listing, name: str, found: "HfFileMetadata") -> str
 
 
 def _fetch(part: Path, name: str, size: int, url: str, found: "HfFileMetadata") -> None:
-    """Write ``size`` bytes and no more. After a connection breaks, the rest is asked for."""
-    import httpx2
+    """Write a file's content to ``part``, with a progress bar."""
     from huggingface_hub.file_download import is_xet_available, xet_get
     from huggingface_hub.utils import build_hf_headers, tqdm
 
     class Bar(tqdm):
-        """Has the file's name, and is drawn on the terminal itself: the command's standard error is escaped."""
+        """Has the file's name, and is drawn on the terminal: the command's own standard error is escaped."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options | {"desc": name, "file": sys.__stderr__})  # type: ignore[no-untyped-call]
+            options |= {"desc": name, "file": sys.__stderr__}
+            super().__init__(*arguments, **options)  # type: ignore[no-untyped-call]
 
-    # Xet's client compares the size when it is done, however much comes; so it is for Hugging Face's own hub.
-    xet, login = found.xet_file_data, build_hf_headers(library_name="kvant")
+    # Xet's client compares the size only at the end, however much was sent. So only Hugging Face's hub is trusted
+    # with it.
+    xet = found.xet_file_data
     if xet is not None and is_xet_available() and constants().ENDPOINT == HUGGING_FACE:
+        login = build_hf_headers(library_name="kvant")
         xet_get(incomplete_path=part, xet_file_data=xet, headers=login, expected_size=size, tqdm_class=Bar)
         return
-    failures = 0
     with open(part, "xb") as file, Bar(total=size, unit="B", unit_scale=True, disable=None) as bar:
-        while (start := file.tell()) < size:
-            try:
-                with _get(url, start) as response:
-                    if response.status_code != httpx2.codes.PARTIAL_CONTENT:  # all of it again
-                        file.seek(0)
-                        file.truncate()
-                    for piece in response.iter_bytes():
-                        if file.tell() + len(piece) > size:
-                            raise ValueError(f"the hub sends more than the {size} bytes that it lists")
-                        file.write(piece)
-                        bar.update(file.tell() - bar.n)
-                if file.tell() < size:
-                    raise ValueError(f"the hub sends {file.tell()} bytes; expected {size}")
-            except (httpx2.NetworkError, httpx2.TimeoutException, httpx2.RemoteProtocolError):
-                failures = 0 if file.tell() > start else failures + 1
-                if failures > MAX_FAILURES:
-                    raise
-                time.sleep(1)
+        for written in _received(file, size, url):
+            bar.update(written - bar.n)
+
+
+def _received(file: BinaryIO, size: int, url: str) -> Iterator[int]:
+    """Write ``size`` bytes and no more to an empty file; yield how many it has. After a broken connection, go on."""
+    import httpx2
+
+    failures = 0
+    while (start := file.tell()) < size:
+        try:
+            with _get(url, start) as response:
+                if response.status_code != httpx2.codes.PARTIAL_CONTENT:  # the hub begins again
+                    file.seek(0)
+                    file.truncate()
+                for piece in response.iter_bytes():
+                    if file.tell() + len(piece) > size:
+                        raise ValueError(f"the hub sends more than the {size} bytes that it lists")
+                    file.write(piece)
+                    yield file.tell()
+            if file.tell() < size:
+                raise ValueError(f"the hub sends {file.tell()} bytes; expected {size}")
+        except (httpx2.NetworkError, httpx2.TimeoutException, httpx2.RemoteProtocolError):
+            failures = 0 if file.tell() > start else failures + 1
+            if failures > MAX_FAILURES:
+                raise
+            time.sleep(RETRY_S)
 
 
 @contextmanager
 def _get(url: str, start: int = 0) -> Iterator["Response"]:
-    """The hub's answer from a byte on, its body unread. A refusal is raised. Only a hub gets the login."""
+    """Request a file from byte ``start`` on; give the response, its body unread. A refusal is raised.
+
+    Only the hub and huggingface.co get the login, whatever a redirect leads to.
+    """
     from httpx2 import Response
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-    hubs = urlsplit(url)[:2], urlsplit(HUGGING_FACE)[:2]
-    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
+    trusted = [urlsplit(hub)[:2] for hub in (url, HUGGING_FACE)]
+    headers = {"Accept-Encoding": "identity"}
+    if start:
+        headers["Range"] = f"bytes={start}-"
     timeout = float(constants().HF_HUB_DOWNLOAD_TIMEOUT)
-    for _ in range(MAX_REDIRECTS):  # httpx2 would read a redirect's whole body, huggingface_hub a refusal's
-        token = None if urlsplit(url)[:2] in hubs else False
-        sent = headers | build_hf_headers(token=token, library_name="kvant")
-        with get_session().stream("GET", url, headers=sent, timeout=timeout, follow_redirects=False) as response:
+    for _ in range(MAX_REDIRECTS):
+        token = None if urlsplit(url)[:2] in trusted else False
+        login = build_hf_headers(token=token, library_name="kvant")
+        # httpx2 would read the whole body of a redirect, and huggingface_hub that of a refusal. So redirects are
+        # followed here, and a response without a body is given to hf_raise_for_status.
+        with get_session().stream(
+            "GET", url, headers=headers | login, timeout=timeout, follow_redirects=False
+        ) as response:
             if not response.has_redirect_location:
                 codes = {name: text for name, text in response.headers.items() if name.startswith("x-")}
                 hf_raise_for_status(Response(response.status_code, headers=codes, request=response.request))

@@ -61,7 +61,7 @@ def read_locks() -> Iterator[Lock]:
 
 @contextmanager
 def locked(repository: str, name: str = "kvant") -> Iterator[None]:
-    """Change the record, or the blob of that name, inside: other processes wait."""
+    """Lock a repository's record, or its blob ``name``, against other processes."""
     from huggingface_hub.utils import WeakFileLock
 
     place = cache_folder() / ".locks" / repository_folder(repository).name / f"{name}.lock"

@@ -21,15 +21,17 @@ from kvant.tools.evidence.measure import Record, drifts, figures, file_digests
 
 
 def _is_list(value: Any, of: type | UnionType) -> bool:
-    return isinstance(value, list) and all(isinstance(each, of) and not isinstance(each, bool) for each in value)
+    if not isinstance(value, list):
+        return False
+    return all(isinstance(each, of) and not isinstance(each, bool) for each in value)
 
 
 FORMAT = "kvant evidence 1"
 DIGEST = "sha256"
 MAX_BYTES = 4 * 1024 * 1024  # a file has a tenth of a megabyte
-MAX_RUNS = 100  # of all models: a file has half as many, and the drift of many takes long
-PARTS = ("the whole command", "a token of ", "the quality of ", "attention to ")  # how the parts of a record begin
-# Fields that a check reads first: whether a value is right, and what is expected.
+MAX_RUNS = 100  # of all models together: a real file has half as many, and the drift of many runs takes long
+PARTS = ("the whole command", "a token of ", "the quality of ", "attention to ")  # a record has one of each
+# Fields that are read before their digest is checked: a test of the value, and what is expected.
 KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("left_out", "unchecked", "parts"), (partial(_is_list, of=str), "a list of texts")),
     **dict.fromkeys(("attention", "models"), (partial(_is_list, of=dict), "a list of objects")),
