@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from copy import copy
 from dataclasses import replace
@@ -25,8 +26,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from support.interfaces import CHAT, COMPLETIONS, MESSAGES, RESPONSES
-from support.server import SOON, Running, read_all, served, started
+from support.server import SOON, Running, read_all, served, started, wait
 
+from kvant.server import endpoint
 from kvant.server.body import MAX_DEPTH, Fields, decode
 from kvant.server.errors import ApiError
 from kvant.server.run import READ_BYTES, Connection
@@ -377,6 +379,48 @@ def test_many_entries_do_not_hold_the_loop(
     before = timed.client.get("/clock").json()
     assert timed.client.post(path, content=body).status_code in (200, 400)
     assert timed.client.get("/clock").json() - before < 0.2
+
+
+def test_a_body_takes_no_room_while_it_is_answered(short: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once three bodies of blanks, with long answers, shut out every other request until they were answered."""
+    monkeypatch.setattr(short.service, "submit", lambda *given: None)  # an answer that does not end
+    body = CHAT.body("x", stream=True)
+    head = f"POST {CHAT.path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {LONG}\r\n\r\n"
+    with ExitStack() as held:
+        for _ in range(3):
+            connection = held.enter_context(short.connect())
+            connection.sendall(head.encode() + json.dumps(body).encode().ljust(LONG))
+            assert _status(connection.recv(100)) == 200
+        assert short.client.post("/length", content=b"x" * LONG).status_code == 200
+
+
+def test_large_bodies_are_read_in_turns_by_client(pocket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client's many, which take long, once came all before another's one. They wait within --max-queue."""
+    read: list[str] = []
+    ready = threading.Semaphore(0)
+
+    def slow(sent: bytes, *given: Any) -> Any:
+        read.append(json.loads(sent)["user"])
+        assert ready.acquire(timeout=SOON)
+        return decode(sent, *given)
+
+    monkeypatch.setattr(endpoint, "decode", slow)
+    with ThreadPoolExecutor(6) as threads, served(*pocket, api_keys=("a", "b"), max_queue=4) as found:
+
+        def post(name: str) -> httpx2.Response:
+            content = json.dumps(CHAT.body("x", tokens=1) | {"user": name}).ljust(LONG)
+            return found.client.post(CHAT.path, content=content, headers={"x-api-key": name[0]})
+
+        asked: dict[str, Future[httpx2.Response]] = {}
+        for name in ("a0", "a1", "a2", "a3", "b0"):
+            asked[name] = threads.submit(post, name)
+            wait(lambda: len(read) + found.service.reading.waiting == len(asked))
+        refused = post("b1")
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        for name in ("a0", "a1", "b0", "a2", "a3"):
+            ready.release()
+            assert asked[name].result(SOON).status_code == 200
+    assert read == ["a0", "a1", "b0", "a2", "a3"]
 
 
 SERVE_FEW = """

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.counts import count
+from support.processor_time import at_most
 from support.tokenizers_made import make_tokenizer
 
 from kvant.text.answer_parts import AnswerParts, CallPart, Part, TextPart
@@ -366,6 +367,25 @@ def test_a_forced_call_that_is_cut_anywhere_is_no_text(tokenizer: Tokenizer, for
         assert said == ("thinking", "hm")
         assert calls in ([], [ROME])  # of some forms a call is whole before its end mark
     assert calls == [ROME]
+
+
+@pytest.mark.parametrize(
+    ("form", "begun", "more"),
+    [
+        (Hermes(), "<tool_call>", "    "),
+        (Hermes(), HERMES_ROME.removesuffix("</tool_call>"), "\n\n\n\n"),
+        (QwenCoder(), CODER_ROME.removesuffix("</tool_call>"), "    "),
+        (QwenCoder(), "<tool_call><function=", "name"),
+    ],
+)
+def test_a_call_that_goes_on_without_end(tokenizer: Tokenizer, form: ToolFormat, begun: str, more: str) -> None:
+    """The server's loop reads it token by token: 16,000 tokens of blanks once took it 34 s."""
+    parts = AnswerParts(tokenizer, "", TOOLS, form)
+    with at_most(3):
+        parts.add(begun)
+        for _ in range(10_000):
+            parts.add(more)
+        parts.finish()
 
 
 def test_a_text_that_is_no_call_comes_before_it_ends(tokenizer: Tokenizer) -> None:

@@ -126,6 +126,21 @@ def test_many_empty_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         load_tokenizer(folder)
 
 
+def test_a_limit_that_no_parent_switches_off() -> None:
+    """A process has its parent's blocked and ignored signals."""
+    usual = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+    try:
+        process = bounded.TextProcess(time_limit_s=0.5)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.signal(signal.SIGPROF, usual)
+    loop = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(bounded.TextError, match="takes longer"):
+        process.ask({"do": "render", "template": loop, "variables": {}})
+    process.close()
+
+
 def test_ctrl_c_during_a_long_text(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(spoiled(tmp_path, "unigram", pieces_of_a))
     expected = tokenizer.encode("aaa z")

@@ -161,6 +161,12 @@ def _text(
     return AnswerText(number, service.tokenizer, parts, generation.stop, logprobs=generation.logprobs)
 
 
+def busy(error: QueueFullError) -> ApiError:
+    """What a client is told whose request has no place to wait."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return ApiError(str(error), status=429, code="rate_limit_exceeded", headers=headers)
+
+
 def _failure(error: Exception, generation: Generation) -> ApiError:
     """What a client is told of an error that it, or the server's state, is to blame for."""
     said = str(error)
@@ -168,8 +174,7 @@ def _failure(error: Exception, generation: Generation) -> ApiError:
         case ArgumentError():
             return refused(error)
         case QueueFullError():
-            headers = {"Retry-After": str(RETRY_AFTER_S)}
-            return ApiError(said, status=429, code="rate_limit_exceeded", headers=headers)
+            return busy(error)
         case EngineError():
             failed = "the engine failed; the server's log has the kind of the error"  # what by is for the log alone
             return ApiError(said if error.__cause__ is None else failed, status=503)

@@ -16,12 +16,14 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvant.server.answering import answer
+from kvant.errors import QueueFullError
+from kvant.server.answering import answer, busy
 from kvant.server.body import decode
 from kvant.server.compiling import unheld_formats
 from kvant.server.errors import ApiError, described, log_cause, logger
 from kvant.server.generation import Begun, Call, End, Event, Generation, Text
 from kvant.server.left_out import LeftOut
+from kvant.server.security import FORGET, count_marks
 from kvant.server.service import Service
 
 T = TypeVar("T")
@@ -92,34 +94,51 @@ class Dialect:
         service: Service = request.app.state.service
         left_out: LeftOut = request.state.left_out
 
-        def read(sent: bytes) -> tuple[Any, Sequence[Generation], Encoder]:
+        def read(sent: bytes) -> tuple[bool, Sequence[Generation], Encoder]:
             body = decode(sent, self.body, left_out, service.max_seq_len)
             name = service.check_model(body.model)
-            whose = {"salt": request.state.salt, "client": request.client.host if request.client else ""}
-            asked = [replace(each, **whose) for each in self.generations(body, service, left_out)]
+            salt, client = _whose(request)
+            asked = [replace(each, salt=salt, client=client) for each in self.generations(body, service, left_out)]
             for each in sorted(unheld_formats(asked[0])):
                 left_out.add("format", each)
-            return body, asked, self.encoder(name, body, asked, service)
+            return bool(body.stream), asked, self.encoder(name, body, asked, service)
 
-        body, generations, encoder = await read_body(request, read)
+        streams, generations, encoder = await read_body(request, read)
         events = together(
             [answer(service, each) for each in generations],
             generations[0].answers,
             service.settings.sequences // generations[0].answers,
         )
-        if body.stream:
-            first = await unless_gone(request.receive, anext(events))
+        first = await unless_gone(request.receive, anext(events))
+        getattr(request.state, FORGET)()  # an answer can take minutes
+        if streams:
             return EventStream(_lines(first, events, encoder, request.state.request_id))
-        await unless_gone(request.receive, _take_all(events, encoder))
+        await unless_gone(request.receive, _take_all(first, events, encoder))
         return Response(msgspec.json.encode(encoder.whole()), media_type="application/json")
 
 
+def _whose(request: Request) -> tuple[bytes, str]:
+    """The key and the address that a request came with."""
+    return request.state.salt, request.client.host if request.client else ""
+
+
 async def read_body(request: Request, read: Callable[[bytes], T]) -> T:
-    """What a function makes of a body. A large one is read in a thread: others are answered meanwhile."""
-    body = await request.body()
+    """What a function makes of a body. A large one is read in a thread, by turns: others are answered meanwhile."""
+    body = b"".join([part async for part in request.stream()])  # Request.body() would keep it
     if len(body) <= SMALL_BODY:
         return read(body)
-    return await unless_gone(request.receive, asyncio.get_running_loop().run_in_executor(READING, read, body))
+    service: Service = request.app.state.service
+    line, loop = service.reading, asyncio.get_running_loop()
+
+    async def read_in_turn() -> T:
+        room = service.settings.max_queue - line.waiting
+        async with line.turn(_whose(request), count_marks(body), room):
+            return await loop.run_in_executor(READING, read, body)
+
+    try:
+        return await unless_gone(request.receive, read_in_turn())
+    except QueueFullError as error:
+        raise busy(error) from error
 
 
 async def together(
@@ -197,9 +216,11 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _take_all(events: AsyncGenerator[Event, None], encoder: Encoder) -> None:
-    async with aclosing(events):
-        async for event in events:
+async def _take_all(first: Event, rest: AsyncGenerator[Event, None], encoder: Encoder) -> None:
+    async with aclosing(rest):
+        for _ in encoder.add(first):
+            pass
+        async for event in rest:
             for _ in encoder.add(event):
                 pass
 

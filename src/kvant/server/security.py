@@ -12,6 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -31,6 +32,7 @@ MORE_BYTES = 64 << 20  # that are read of a body that is too long, and forgotten
 
 CLOSE = {"connection": "close"}
 HALF_CLOSED = "half_closed"  # in a request's state: its client sends no more
+FORGET = "forget_body"  # in a request's state: called when nothing needs its body any more
 MAX_VALUES = 200_000  # of a body's JSON: decoded in a tenth of a second
 NO_MARKS = bytes(byte for byte in range(256) if byte not in b'",[{')
 PIECE_BYTES = 1 << 16
@@ -166,14 +168,14 @@ class Bodies:
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service, self._limits = app, service, service.settings.limits
-        self._held = 0  # bytes of the bodies of all requests under way
+        self._held = 0  # bytes of the bodies that requests still need
         self._coming: set[Body] = set()  # those that have no end yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = Body()
         self._coming.add(body)
         try:
-            whole = await self._read(Headers(scope=scope), receive, body)
+            await self._read(Headers(scope=scope), receive, body)
         except ApiError as refused:
             await error_response(scope, refused)(scope, receive, send)
         except ClientDisconnect:
@@ -184,16 +186,21 @@ class Bodies:
                 await error_response(scope, _ending())(scope, receive, send)
                 return
             self._service.active += works
+            scope["state"][FORGET] = partial(self._forget, body)
             try:
-                await self._app(scope, _replaying(whole, receive, scope["state"]), send)
+                await self._app(scope, _replaying(body.parts, receive, scope["state"]), send)
             finally:
                 self._service.active -= works
         finally:
             self._coming.discard(body)
-            self._held -= body.held
+            self._forget(body)
 
-    async def _read(self, headers: Headers, receive: Receive, body: Body) -> bytes:
-        """A whole body."""
+    def _forget(self, body: Body) -> None:
+        """Make room for others."""
+        self._held -= body.drop()
+
+    async def _read(self, headers: Headers, receive: Receive, body: Body) -> None:
+        """Read a body whole. It is then the only one of its parts."""
         limits = self._limits
         message = f"the body is longer than {limits.body_bytes} bytes"
         too_long = ApiError(message, status=413, code="request_too_large", headers=CLOSE)
@@ -211,12 +218,11 @@ class Bodies:
             message = "the server holds as many bytes of requests as it may; try again later"
             raise ApiError(message, status=503, headers={"retry-after": "1"})
         whole = b"".join(body.parts)
-        body.parts.clear()
+        body.parts[:] = [whole]
         if (count := count_marks(whole)) > MAX_VALUES:
             count = await asyncio.to_thread(count_values, whole)  # commas of texts do not count
         if count > MAX_VALUES:
             raise ApiError(f"the body has {count} values of JSON; expected {MAX_VALUES} at most")
-        return whole
 
     async def _receive(self, receive: Receive, body: Body) -> None:
         """Receive a body to its end, or until it is too long to be a mistake.
@@ -239,7 +245,7 @@ class Bodies:
                 body.held += len(part)
                 self._held += len(part)
             else:
-                self._held -= body.drop()
+                self._forget(body)
 
     def _has_room(self, count: int, body: Body) -> bool:
         """Return whether ``count`` more bytes of a body can be held.
@@ -260,13 +266,14 @@ def _ending() -> ApiError:
     return ApiError("the server is ending; it takes no further requests", status=503, headers=headers)
 
 
-def _replaying(body: bytes, receive: Receive, state: Mapping[str, Any]) -> Receive:
-    """The body that was read, and then what else comes: that the client has gone, or may have."""
-    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+def _replaying(parts: list[bytes], receive: Receive, state: Mapping[str, Any]) -> Receive:
+    """The body that was read, which is then forgotten here, and what else comes: that the client may have gone."""
 
     async def replay() -> Message:
-        message: Message | None = next(messages, None)
-        if message is None and not state.get(HALF_CLOSED):
+        message: Message | None = None
+        if parts:
+            message = {"type": "http.request", "body": parts.pop(), "more_body": False}
+        elif not state.get(HALF_CLOSED):
             message = await receive()
             if state.get(HALF_CLOSED):
                 message = None

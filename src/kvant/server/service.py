@@ -11,11 +11,11 @@ from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool
 from kvant.engine.batch_engine import BatchEngine, Deliver
 from kvant.engine.drafts import Drafts, ServedSource, drafts_of
-from kvant.engine.grammar_queue import GrammarQueue
 from kvant.engine.load import find_model
 from kvant.engine.model_drafts import PooledDrafts
 from kvant.engine.request import Request
 from kvant.engine.sampling import read_model_sampling
+from kvant.engine.turn_queue import TurnQueue
 from kvant.errors import ArgumentError, ContextError, EngineError, GrammarError
 from kvant.models import LanguageModel
 from kvant.models.caches import DEFAULT_RESERVATION
@@ -56,7 +56,7 @@ class Service:
         self.tool_format = tool_format(tokenizer)  # of the model's tool calls; None: its template takes no tools
         self.system_place = system_place(tokenizer)  # where its template takes system messages
         self.grammars = Grammars(tokenizer, model.config.vocab_size)  # that answers can be held to
-        self.compiling = GrammarQueue()
+        self.reading, self.compiling = TurnQueue(), TurnQueue()  # of large bodies, of grammars
         with suppress(GrammarError):  # whoever asks for a format is told
             self.grammars.prepare()  # a second of a large vocabulary, in which no thread goes on
         limit = context_limit(model, pool.max_seq_len)

@@ -21,7 +21,7 @@ class Limits:
     """Bounds of what a client may send or hold. Times are seconds."""
 
     body_bytes: int = 8 << 20  # of a request's body
-    all_bodies_bytes: int = 32 << 20  # of all bodies that are being read or answered; beyond them a request gets 503
+    all_bodies_bytes: int = 32 << 20  # of all bodies until their prompts are accepted; beyond them a request gets 503
     header_bytes: int = 64 << 10  # of a request's line and headers that come in pieces
     connections: int = 1000  # at once; one more is answered with 503
     header_s: float = 10.0  # from a request's first byte, or the connection's start, to the end of its headers

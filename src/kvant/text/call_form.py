@@ -184,13 +184,14 @@ class _JsonReader(Reader):
 
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _IN_STRING = re.compile(r'\\.|"', re.DOTALL)
+_SPACE = re.compile(r"\s*")
 
 
 def skip_space(text: str, at: int) -> int:
     """The place of the first character from there on that is no whitespace."""
-    while text[at : at + 1].isspace():
-        at += 1
-    return at
+    found = _SPACE.match(text, at)  # a model may write blanks without end, and they are skipped again at each token
+    assert found is not None
+    return found.end()
 
 
 def may_be(mark: str, text: str, at: int, otherwise: int) -> int | None:

@@ -78,7 +78,7 @@ class QwenCoder(ToolFormat):
 # A value may have the marks in it, where they are not followed by what follows a value.
 _FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\s]+)\s*>(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\s]+)\s*>\n?(.*?)\n?</parameter>(?=\s*<parameter=|\s*\Z)", re.DOTALL)
-_FUNCTION_BEGUN = re.compile(r"<function=[^<>\s]+\s*>\s*")
+_FUNCTION_BEGUN = re.compile(r"<function=[^<>\s]{1,256}\s*>\s*")  # looked for at each token: no name is longer
 _CODER_BEGINS = ("<tool_call>", "<function=")  # of another call
 
 

@@ -1,4 +1,4 @@
-"""Whose turn it is to compile a grammar: in turns by client, short ones first, none forgotten, and a bound."""
+"""Whose turn it is: in turns by client, short ones first, none forgotten, and a bound."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvant.engine.grammar_queue import PLACE_BYTES, GrammarQueue
+from kvant.engine.turn_queue import PLACE_SIZE, TurnQueue
 from kvant.errors import QueueFullError
 
 ROOM = 1000  # enough
@@ -16,7 +16,7 @@ class Line:
     """Requests that are compiled one after the other, each when the test says so."""
 
     def __init__(self) -> None:
-        self.queue = GrammarQueue()
+        self.queue = TurnQueue()
         self.begun: list[str] = []
         self._end = asyncio.Semaphore(0)
 
@@ -63,8 +63,8 @@ async def test_clients_take_turns() -> None:
 @in_a_loop
 async def test_short_ones_go_first_and_long_ones_not_last_for_ever() -> None:
     line = Line()
-    tasks = [await line.add("first", "a", 9 * PLACE_BYTES)]
-    tasks += [await line.add(f"long {number}", "a", 9 * PLACE_BYTES) for number in range(2)]
+    tasks = [await line.add("first", "a", 9 * PLACE_SIZE)]
+    tasks += [await line.add(f"long {number}", "a", 9 * PLACE_SIZE) for number in range(2)]
     tasks += [await line.add(f"short {number}") for number in range(20)]
     begun = await line.end_all(*tasks)
     assert begun[:3] == ["first", "short 0", "short 1"]

@@ -1,4 +1,4 @@
-"""Whose turn it is to compile a grammar: it can take seconds, and one is compiled at a time."""
+"""Whose turn it is where one thing is done at a time and may take seconds: a grammar, a large body."""
 
 import asyncio
 from collections.abc import AsyncIterator, Hashable
@@ -7,15 +7,15 @@ from itertools import count
 
 from kvant.errors import QueueFullError
 
-PLACE_BYTES = 256  # of a grammar, for which one that came later may go first
+PLACE_SIZE = 256  # of an entry's size, for which one that came later may go first
 
 Entry = tuple[int, int, "asyncio.Future[None]"]  # its place, its arrival, and what is waited for
 
 
-class GrammarQueue:
+class TurnQueue:
     """Gives turns in the thread of one event loop.
 
-    Clients take turns. Of one client's grammars the short ones go first, but none waits for ever.
+    Clients take turns. Of one client's entries the small ones go first, but none waits for ever.
     """
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class GrammarQueue:
         """Wait for a turn, which lasts as long as the context.
 
         Args:
-            client: whose grammar it is.
-            size: bytes of the grammar.
+            client: whose turn it is.
+            size: what it takes about, such as the bytes of a grammar or the marks of a body.
             room: how many more may wait. A QueueFullError is raised if this one has to, and there is none.
         """
         if self._busy:
@@ -49,7 +49,7 @@ class GrammarQueue:
 
     async def _wait(self, client: Hashable, size: int) -> None:
         arrival = next(self._arrivals)
-        entry: Entry = (arrival + size // PLACE_BYTES, arrival, asyncio.get_running_loop().create_future())
+        entry: Entry = (arrival + size // PLACE_SIZE, arrival, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(client, []).append(entry)
         try:
             await entry[2]
