@@ -13,19 +13,19 @@ REPOSITORY = Path(__file__).parents[1]
 # What each room may hold. The sizes leave about 5 % of air, so that nobody packs statements to stay within them.
 BUDGET = {
     "cli": 6200,
-    "server": 4720,
+    "server": 4860,
     "tools": 6850,
     "engine": 4200,
     "ranks": 1210,
     "bridge": 2420,
     "models": 3640,
     "text": 3520,
-    "cache": 3820,
+    "cache": 4000,
     "operators": 3460,
     "weights": 1260,
 }
 TOP = 1760  # modules beside the rooms, kvant_command.py and kvant_llm.py among them
-TESTS = 41500  # with their support
+TESTS = 42000  # with their support
 SCRIPTS = 7500  # without scripts/pocket, which made the model once
 PAGES = 16
 TOUR = 2600  # lines of what docs/tour.md says to read on the way of a token
