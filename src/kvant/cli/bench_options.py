@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from kvant import blas
-from kvant.cache.kv_format import KVFormat
+from kvant.cache.kv_format import PMX, KVFormat
 from kvant.cli.options import BadValueError, check_kernels, named, refuse, whole_numbers
 from kvant.engine.load import POCKET, find_model
 from kvant.fields import MAX_SIZE
@@ -110,7 +110,7 @@ def specs(
     if not any(bits):
         refuse("--kv-bits 0 does not quantize", kv_group_size=kv_group_size)
     head_dim = getattr(sizes, "head_dim", None)  # a bridged model's layers may differ
-    if kv_format is not None:
+    if kv_format not in (None, PMX):
         KVFormat.of(kv_format)  # one that is wrong is refused with its own flag
     with named("--engine"):
         names = engines or ("kvant", theirs)

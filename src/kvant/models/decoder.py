@@ -20,6 +20,7 @@ from kvant.models.caches import (
     check_cache,
     check_memory,
     default_reservation,
+    layer_choice,
     longest_sequence,
     pool_format,
 )
@@ -275,7 +276,9 @@ class Decoder:
         check_memory(tokens, pool_bytes(formats, **sizes))
         splits = [None if bias is None else bias.split(self.config, max_seq_len) for bias in biases]
         fronts = [
-            chosen.layer(number).front(held_heads, self.config.head_dim, split)
+            layer_choice(self.config, chosen, number, split and split.pairs).front(
+                held_heads, self.config.head_dim, split
+            )
             for number, split in zip(held_layers, splits, strict=True)
         ]
         pool = Pool(
