@@ -337,5 +337,5 @@ def _counted(layers: int) -> str:
 def _described(own: LayerFormat, max_seq_len: int, nbytes: int) -> str:
     kind = "chunks" if own.kind == "chunks" else "a window"
     seen = "" if own.window is None else f" for {kind} of {own.window} tokens"
-    how = describe_formats([own]).partition(",")[0] if own.kv_bits else "not quantized"
+    how = describe_formats([own]) if own.kv_bits else "not quantized"
     return f"{rows_alone(own.window, max_seq_len)} rows{seen}, {how}, {format_bytes(nbytes)}"
