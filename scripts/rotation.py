@@ -88,13 +88,13 @@ def main() -> None:
                     _, both, values = figures(model, text, formats[1:], by_token=by_token)
                 rows[leg] |= {"4g32, values rotated too": both, "4g32:pmx, values rotated": values}
         digest = None if path == "built-in" else hashlib.sha256(Path(path).read_bytes()).hexdigest()
-        found[path] = {"sha256": digest, "tokens": len(text.pieces[0]), **rows}
+        found[Path(path).name] = {"sha256": digest, "tokens": len(text.pieces[0]), **rows}
     caches = [own.make_cache(model, TOKENS) for own in formats]
     for cache in caches:
         mx.eval(model(mx.array([[5] * PROMPT]), cache=cache)[:, -1])
-    times = sorted(step_ms(model, caches) for _ in range(TIMES))
+    times = [step_ms(model, caches) for _ in range(TIMES)]
     weights = hashlib.sha256((find_model(name) / "model.safetensors").read_bytes()).hexdigest()
-    record = {**asdict(environment()), "model": name, "weights_sha256": weights, "texts": found}
+    record = {**asdict(environment()), "model": Path(name).name, "weights_sha256": weights, "texts": found}
     medians = [sorted(own)[TIMES // 2] for own in zip(*times, strict=True)]
     record["ms_per_token"] = dict(zip(names[1:], medians, strict=True))
     record["ms_ratio_4g32_to_pmx"] = [round(rotating / plain, 3) for _, rotating, plain in times]
