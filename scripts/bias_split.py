@@ -95,7 +95,10 @@ def main() -> None:
         for constant in SWEEP:
             model, _ = load_folder(plant(source, Path(scratch) / f"{constant:g}", constant))
             groups = GROUPS if tabled(constant) else (32,)
-            formats = [REFERENCE, *(CacheFormat(b, g, s) for b in BITS for g in groups for s in (True, False))]
+            formats = [
+                REFERENCE,
+                *(CacheFormat(b, g, s, rotates=False) for b in BITS for g in groups for s in (True, False)),
+            ]
             for row in measure(plain, model, text, recall, constant, formats):
                 print(json.dumps(row), flush=True)
                 if tabled(constant):

@@ -110,9 +110,9 @@ def main() -> None:
     for name, plant in plants().items():
         with planted(*plant):
             fitted, stored_tokens.FITTED_BITS = stored_tokens.FITTED_BITS, 0
-            own = figures(model, other, {"8 bits": CacheFormat(8), "4 bits, PMX": CacheFormat(4)})
+            own = figures(model, other, {"8 bits": CacheFormat(8), "4 bits, PMX": CacheFormat(4, rotates=False)})
             stored_tokens.FITTED_BITS = fitted
-            formats = {"4 bits": CacheFormat(4)}
+            formats = {"4 bits": CacheFormat(4, rotates=False), "4 bits, rotated": CacheFormat(4)}
             for kind, most in (("tuned, the same bytes", 100.0), ("tuned to 0.005", 0.005)):
                 chosen, _ = tune(model, chooses, kv_bits=4, kv_group_size=32, max_kld=most)
                 formats[kind] = CacheFormat(kv_format=chosen)

@@ -164,6 +164,7 @@ def main() -> None:
         tune = [sys.executable, "-m", "kvant", "report", "--tune", str(tuned), "-q"]
         subprocess.run([*tune, "--tokens", "16384", "--max-kld", "1"], check=True, capture_output=True)
         formats = {"kvant 0": CacheFormat(0), "kvant 8": CacheFormat(8), "kvant 4": CacheFormat(4)}
+        formats["kvant 4, pmx"] = CacheFormat(4, rotates=False)
         formats["kvant 4, tuned"] = CacheFormat.of(kv_format=tuned)
         found |= of_kvant(model, reference, formats)
     machine = environment()

@@ -111,7 +111,9 @@ def test_formats_of_before_have_no_front() -> None:
     assert read(tuned) == tuned
     with pytest.raises(ValueError, match="front is 3"):
         read(tuned, front=3)
-    assert describe_formats([own, tuned]) == "4 and 8 bits in groups of 32, scales fitted, rotate"
+    assert (
+        describe_formats([own, tuned]) == "4 and 8 bits in groups of 32, scales fitted, keys rotated in 1 of 2 layers"
+    )
     floats = LayerFormat.of_rows(2, 64, 64, 0, 32, "F16", window=None, max_seq_len=9)
     assert describe_formats([floats]) == "float16"
     assert describe_formats([floats, own]) == "4 bits in groups of 32 and float16, scales fitted"
@@ -162,3 +164,9 @@ def test_options() -> None:
         LayerChoice(0, 32, value_bits=4)
     with pytest.raises(ArgumentError, match="kv_group_size is 8; it goes by the kv_format"):
         CacheOptions.of(kv_group_size=8, kv_format=TUNED)
+    plain = CacheOptions.of(kv_bits=4, kv_format="pmx")
+    assert CacheOptions.of(**plain.fields) == plain != CacheOptions(4)
+    assert [own.layer(0).rotates for own in (plain, CacheOptions(4), CacheOptions(8))] == [False, True, False]
+    for bits in (None, 8, 0):
+        with pytest.raises(ArgumentError, match="kv_format is pmx, a format of 4 bits"):
+            CacheOptions.of(kv_bits=bits, kv_format="pmx")

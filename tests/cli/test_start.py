@@ -209,11 +209,15 @@ def test_a_format_in_the_file_gives_way_to_a_flag_and_takes_a_setting_s_place(
 ) -> None:
     drawn_format(pocket[0], 4, 32).write(tmp_path / "tuned.json")
     write(f"kv-format = '{tmp_path / 'tuned.json'}'\n")
-    line = "4 bits in groups of 32, scales fitted, center+balance+rotate,"
+    line = "4 bits in groups of 32, scales fitted, keys centered+balanced+rotated,"
     assert line in call("generate", QUESTION, "-m", "1").stderr
     assert "8 bits in groups of 32," in call("generate", QUESTION, "-m", "1", "--kv-bits", "8").stderr
     write("kv-bits = 8\nkv-group-size = 64\n")
     assert line in call("generate", QUESTION, "-m", "1", "--kv-format", str(tmp_path / "tuned.json")).stderr
+    write("kv-format = 'pmx'\n")  # of 4 bits: it gives way to others
+    assert "8 bits in groups of 32," in call("generate", QUESTION, "-m", "1").stderr
+    assert "scales fitted, " in (plain := call("generate", QUESTION, "-m", "1", "--kv-bits", "4").stderr)
+    assert "rotated" not in plain
 
 
 def test_a_model_of_the_environment(

@@ -16,10 +16,12 @@ from support.pools import TEXT, next_logits, prefill, tiny_model
 from kvant import load_prompt_cache, make_prompt_cache, stream_generate
 from kvant.cache import CacheOptions
 from kvant.cache.kv_format import KVFormat, LayerChoice
+from kvant.cache.layer_format import describe_formats
 from kvant.cache.pool import sizes_alone
 from kvant.errors import ArgumentError, SnapshotError
 from kvant.models import Decoder, LanguageModel, load_decoder
 from kvant.models.caches import pool_size
+from kvant.operators.stored_tokens import float_tokens
 
 Pocket = tuple[Decoder, Any]
 NEAR = 1e-5  # of the largest logit
@@ -75,6 +77,44 @@ def test_a_bridged_model(name: str) -> None:
         return model(mx.array([[5], [9]]), cache=pool.batch(sequences))[:, 0]
 
     assert relative_error(of_a_pool(kv_format=tuned), of_a_pool()) < NEAR
+
+
+def test_keys_of_four_bits_are_stored_rotated(pocket: Pocket, tmp_path: Path) -> None:
+    """By the Hadamard matrix: the first layer's keys are the same in every cache. And a file of plain ones is read."""
+    model, _ = pocket
+    tokens, split = mx.array([TEXT[:200]]), {"bias_split": False}
+
+    def keys(**options: Any) -> tuple[mx.array, Any]:
+        cache = model.make_cache(300, **options, **split)
+        model(tokens, cache=cache)
+        stored = [array[..., :200, :] for array in cache.pool.layers[0].arrays]
+        return float_tokens(stored, quant_bit=options["kv_bits"], dtype=mx.float32)[0][0], cache
+
+    (exact, _), (default, cache), (plain, of_pmx) = keys(kv_bits=0), keys(kv_bits=4), keys(kv_bits=4, kv_format="pmx")
+    step = mx.array([[1.0, 1.0], [1.0, -1.0]])
+    matrix = mx.ones((1, 1))
+    while len(matrix) < 64:
+        matrix = mx.kron(matrix, step)
+    assert relative_error(default, exact @ matrix / 8) < 0.15
+    assert relative_error(plain, exact) < 0.15
+    assert "keys rotated" in describe_formats(cache.formats)
+    of_pmx.save(tmp_path / "plain")
+    with pytest.raises(SnapshotError, match=r"written with kv_format pmx"):
+        model.make_cache(300, kv_bits=4, **split).load(tmp_path / "plain")
+    read = load_prompt_cache(tmp_path / "plain")
+    assert mx.array_equal(model(mx.array([[7, 9]]), cache=read), model(mx.array([[7, 9]]), cache=of_pmx))
+    assert "keys rotated" not in describe_formats(read.cache.formats)
+
+
+def test_layers_that_cannot_be_rotated_stay_as_they_were(tmp_path: Path) -> None:
+    """With biases of rotary pairs split off; and latents that are keys and values at once."""
+    model = tiny_model(tmp_path, (None, 40))
+    options: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 16}
+    assert [own.front for own in model.make_cache(9, **options).formats] == ["", ""]
+    assert all(own.front for own in model.make_cache(9, **options, bias_split=False).formats)
+    fronts = {name: {own.front[:6] for own in bridged(name).make_cache(9, **options).formats} for name in KINDS}
+    assert fronts.pop("deepseek_v32") == {""}
+    assert all("rotate" in own for own in fronts.values())
 
 
 @pytest.mark.parametrize("bits", [0, 84, 48])

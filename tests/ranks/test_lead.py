@@ -224,8 +224,9 @@ def test_memory_is_given_back_everywhere(led: tuple[Lead, Loopback]) -> None:
     first = lead.make_cache(40)
     lead.next_logits(mx.array([TEXT[:4]]), first)
     del first
-    lead.make_cache(40)
+    lead.make_cache(40, kv_bits=4, kv_format="pmx", kv_group_size=16, bias_split=False)
     assert list(other.follower._held) == [1]
+    assert {own.front for own in other.follower._held[1].formats} == {""}
 
 
 def test_a_call_on_sequences_of_a_pool(led: tuple[Lead, Loopback]) -> None:

@@ -14,6 +14,7 @@ from kvant.bridge.architectures import ONE_AT_A_TIME
 from kvant.bridge.layers import BridgedLayer, StepRows
 from kvant.bridge.probe import Attention, Entry, Model, as_text, caches_of, leaves_of, probe
 from kvant.cache import ModelCache
+from kvant.cache.kv_format import LayerChoice
 from kvant.cache.layer_format import DTYPES, Arrays, LayerFormat, State, describe_formats
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pool import Pool, check_sizes, pool_bytes, rows_alone, sizes_alone
@@ -21,7 +22,7 @@ from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.errors import ModelError
 from kvant.models.caches import check_memory
-from kvant.operators.front import PLAIN, Front
+from kvant.operators.front import PLAIN, Front, can_rotate
 from kvant.sizes import format_bytes
 
 TRIED = (0, 1, 21)  # tokens of the sequences that a model is tried with: none, fewer than a state looks back, and more
@@ -210,8 +211,8 @@ def reserve(
     check_memory(sizes["tokens"], sum(pool_needs(own, sizes, options)))
     formats = formats_of(found, sizes["max_seq_len"], options, absent)
     fronts = [
-        options.layer(number).front(range(own.num_kv_heads), own.head_dim) if own.num_kv_heads else PLAIN
-        for number, own in enumerate(formats)
+        choice.front(range(own.num_kv_heads), own.head_dim) if own.num_kv_heads else PLAIN
+        for choice, own in zip(_choices(found, options), formats, strict=True)
     ]
     further = {"checkpoints": options.checkpoints, "kernels": options.kernels, "dtype": dtype}
     return BridgedPool(found, formats, fronts, **sizes, **further, make_cache=make_cache)
@@ -288,9 +289,10 @@ def formats_of(
         raise ValueError(f"kv_group_size is {options.kv_group_size}; expected a multiple of 8")
     if options.kv_format is not None:
         options.kv_format.check_layers(len(leaves_of(found, Attention)))
+    choices = iter(_choices(found, options))
     for number, entry in enumerate(found):
         for leaf in leaves_of([entry], Attention):
-            choice = options.layer(len(formats))
+            choice = next(choices)
             formats.append(
                 LayerFormat.of_rows(
                     0 if number in absent else leaf.num_kv_heads,
@@ -310,6 +312,19 @@ def formats_of(
     return formats
 
 
+def _choices(found: Sequence[Entry], options: CacheOptions) -> list[LayerChoice]:
+    """Return how each layer that keeps rows stores tokens.
+
+    Keys are rotated by default if queries meet them in mlx-lm's attention function, where they are rotated too. A model
+    that attends in its own way, such as to latents that are keys and values at once, would have them turned back at
+    every step.
+    """
+    return [
+        options.layer(number, can_rotate=leaf.query_heads > 0 and not leaf.value_is_key and can_rotate(leaf.key_dim))
+        for number, leaf in enumerate(leaves_of(found, Attention))
+    ]
+
+
 def _padded(array: mx.array, shape: tuple[int, ...]) -> mx.array:
     """An array with zeros in front."""
     return mx.pad(array, [(most - own, 0) for own, most in zip(array.shape, shape, strict=True)])
@@ -322,5 +337,5 @@ def _counted(layers: int) -> str:
 def _described(own: LayerFormat, max_seq_len: int, nbytes: int) -> str:
     kind = "chunks" if own.kind == "chunks" else "a window"
     seen = "" if own.window is None else f" for {kind} of {own.window} tokens"
-    how = describe_formats([own]).partition(",")[0] if own.kv_bits else "not quantized"
+    how = describe_formats([own]) if own.kv_bits else "not quantized"
     return f"{rows_alone(own.window, max_seq_len)} rows{seen}, {how}, {format_bytes(nbytes)}"

@@ -22,6 +22,7 @@ from kvant.operators.front import Front
 from kvant.operators.quantization import QUANT_BITS
 
 NAME = "kv_format"
+PMX = "pmx"  # in place of a file: PMX's symmetric groups, nothing done to keys before
 FORMAT, VERSION = "kvant kv format", 2  # 1: its model's digest was of a sample of the weights
 MAX_BYTES = 16 * 1024 * 1024
 MAX_EXPONENT = 24  # of a channel's balance

@@ -2,6 +2,7 @@
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -21,6 +22,7 @@ DTYPES = {
     "I64": mx.int64,
 }
 FLOAT_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+KEY_WORDS = {"norms": "balanced by norms", "center": "centered", "balance": "balanced", "rotate": "rotated"}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 KINDS = ("quantized", "chunks", "state")  # of those that are saved
 FILE_WORDS = {"kv_bits": "quant_bit", "kv_group_size": "quant_group"}  # PMX's, in files of version 1
@@ -243,9 +245,15 @@ def describe_formats(formats: Sequence[LayerFormat]) -> str:
     found = ", ".join([*([f"{alike} bits"] if alike else []), *apart])
     found += f" in groups of {' or '.join(map(str, groups))}"
     found += "".join(f" and {FLOAT_NAMES.get(own, own)}" for own in floats if own)
-    fronts = sorted({own.front.partition(":")[0] for own in rows} - {""})
-    parts = [*(["scales fitted"] if any(FITTED_BITS in kind for kind in kinds) else []), *fronts]
-    return ", ".join([found, *parts])
+    fitted = ["scales fitted"] if any(FITTED_BITS in kind for kind in kinds) else []
+    fronts = Counter(own.front.partition(":")[0] for own in rows)
+    changes = [
+        f"keys {'+'.join(KEY_WORDS.get(part, part) for part in front.split('+'))}"
+        + ("" if count == len(rows) else f" in {count} of {len(rows)} layers")
+        for front, count in sorted(fronts.items())
+        if front
+    ]
+    return ", ".join([found, *fitted, *changes])
 
 
 def stored_of(arrays: Iterable[mx.array | None]) -> tuple[Stored | None, ...]:
@@ -325,7 +333,9 @@ def difference(given: LayerFormat, own: LayerFormat, given_reserved: int, reserv
     expected = asdict(own)
     for name, value in asdict(given).items():
         if name not in ignored and value != expected[name]:
-            return f"{name} is {_shown(value)}; expected {_shown(expected[name])}"
+            is_plain = name == "front" and not value and given.kv_bits == FITTED_BITS
+            hint = " (it was written with kv_format pmx, or by an older kvant)" if is_plain else ""
+            return f"{name} is {_shown(value)}; expected {_shown(expected[name])}{hint}"
     return None
 
 

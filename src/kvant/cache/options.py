@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
-from kvant.cache.kv_format import KVFormat, LayerChoice
+from kvant.cache.kv_format import PMX, KVFormat, LayerChoice
 from kvant.errors import ArgumentError
 from kvant.operators.dispatch import KERNELS
-from kvant.operators.quantization import QUANT_BITS, check_quantization
+from kvant.operators.quantization import FITTED_BITS, QUANT_BITS, check_quantization
 
 DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE = 8, 32
 
@@ -37,6 +37,8 @@ class CacheOptions:
         kernels: "fused" or "unfused"; None: KVANT_KERNELS, else fused on a GPU that it works on.
         checkpoints: places in texts that can be gone back to, where windows and states move on: so many at once.
         kv_format: of each layer, as ``kvant report --tune`` measured it; None: all have the same.
+        rotates: without a format, keys of 4 bits go through a Hadamard transform, as in
+            :class:`kvant.operators.front.Front`. A caller's ``kv_format="pmx"`` turns it off.
 
     Raises:
         ArgumentError: a field out of range. Whether a group divides a head is checked with the model.
@@ -48,6 +50,7 @@ class CacheOptions:
     kernels: str | None = None
     checkpoints: int = 0
     kv_format: KVFormat | None = None
+    rotates: bool = True
 
     def __post_init__(self) -> None:
         if self.kv_format is not None:
@@ -66,9 +69,17 @@ class CacheOptions:
 
     @classmethod
     def of(cls, **fields: Unpack[CacheFields]) -> Self:
-        """Options of what a caller gives: None is the default, and a format may be its file."""
+        """Return the options a caller asks for: None is the default, and a format may be its file or ``"pmx"``."""
         given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
-        if "kv_format" in given:
+        if given.get("kv_format") == PMX:
+            if (bits := given.get("kv_bits", DEFAULT_KV_BITS)) != FITTED_BITS:
+                problem = (
+                    f"is {PMX}, a format of {FITTED_BITS} bits; the cache has {bits!r:.80}: choose {FITTED_BITS} with"
+                )
+                raise ArgumentError("kv_format", problem, "kv_bits")
+            del given["kv_format"]
+            given["rotates"] = False
+        elif "kv_format" in given:
             given["kv_format"] = KVFormat.of(given["kv_format"])
         made = cls(**given)
         for name in ("kv_bits", "kv_group_size"):
@@ -78,14 +89,23 @@ class CacheOptions:
 
     @property
     def fields(self) -> CacheFields:
-        """The fields by name."""
-        return {name: getattr(self, name) for name in CacheFields.__annotations__}  # type: ignore[return-value]
+        """Return the options by name, as :meth:`of` takes them."""
+        found: Any = {name: getattr(self, name) for name in CacheFields.__annotations__}
+        if not self.rotates and self.kv_bits == FITTED_BITS:
+            found["kv_format"] = PMX
+        return found  # type: ignore[no-any-return]
 
-    def layer(self, number: int) -> LayerChoice:
-        """How a layer stores its tokens, of those that keep keys and values."""
-        if self.kv_format is None:
-            return LayerChoice(self.kv_bits, self.wanted_group)
-        return self.kv_format.layers[number]
+    def layer(self, number: int, *, can_rotate: bool = True) -> LayerChoice:
+        """Return how a layer stores its tokens.
+
+        Args:
+            number: of the layer, of those that keep keys and values.
+            can_rotate: whether its keys can go through a Hadamard transform. A tuned format has decided that itself.
+        """
+        if self.kv_format is not None:
+            return self.kv_format.layers[number]
+        rotates = self.rotates and can_rotate and self.kv_bits == FITTED_BITS
+        return LayerChoice(self.kv_bits, self.wanted_group, rotates)
 
     def of_layer(self, number: int) -> "CacheOptions":
         """Those of a cache of this layer alone."""

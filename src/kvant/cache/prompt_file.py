@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvant.cache.kv_format import PMX
 from kvant.cache.model import KVCache, ModelCache
 from kvant.cache.snapshot import read_header
 from kvant.errors import ContextError, SnapshotError
+from kvant.operators.quantization import FITTED_BITS
 from kvant.operators.stored_tokens import fitted_tokens
 
 UNKNOWN_ID = 0  # of a token whose id the file does not say
@@ -42,6 +44,8 @@ class PromptCacheFile(Sequence[KVCache]):
         options: dict[str, Any] = {"kv_bits": max((max(layer.bits.values()) for layer in layers), default=0)}
         if options["kv_bits"]:  # a bridged layer's group may be a part of the one asked for
             options["kv_group_size"] = math.lcm(*(layer.kv_group_size for layer in layers))
+        if options["kv_bits"] == FITTED_BITS and not any(layer.front.count("rotate") for layer in layers):
+            options["kv_format"] = PMX  # written with nothing done to keys, also by versions that rotated none
         options["bias_split"] = any(layer.split_pairs is not None for layer in layers)
         try:
             made = make_cache(self._max_seq_len, **options)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from kvant import blas
-from kvant.cache.kv_format import KVFormat
+from kvant.cache.kv_format import PMX, KVFormat
 from kvant.cli.options import BadValueError, check_kernels, named, refuse, whole_numbers
 from kvant.engine.load import POCKET, find_model
 from kvant.fields import MAX_SIZE
@@ -113,7 +113,7 @@ def specs(
     head_dim = getattr(sizes, "head_dim", None)  # a bridged model's layers may differ
     # mlx-lm's quantized cache raises for windows and some other layers, and takes few widths of heads.
     unfit = engines is None and kv_bits is None and (head_dim is None or not mlx_lm_groups(head_dim))
-    if kv_format is not None:
+    if kv_format not in (None, PMX):
         KVFormat.of(kv_format)  # one that is wrong is refused with its own flag
     with named("--engine"):
         made = partial(

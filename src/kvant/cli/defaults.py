@@ -6,7 +6,9 @@ from typing import Any
 import typer
 from typer.exceptions import TyperException
 
+from kvant.cache.kv_format import PMX
 from kvant.errors import did_you_mean
+from kvant.operators.quantization import FITTED_BITS
 
 CONFIGURED = ("generate", "chat", "serve", "plan", "report")  # commands that take defaults from the config file
 OF_THE_TEMPLATE = ("system_prompt", "chat_template_config")  # they do nothing without a chat template
@@ -70,8 +72,10 @@ def source_of(context: typer.Context, name: str) -> str | None:
 
 def blocked_by(name: str, values: Mapping[str, Any]) -> str | None:
     """The other parameter whose value leaves this one without effect; the two together would be refused."""
-    if name in ("kv_bits", "kv_group_size") and values.get("kv_format"):
+    if name in ("kv_bits", "kv_group_size") and values.get("kv_format") not in (None, "", PMX):
         return "kv_format"
+    if name == "kv_format" and values[name] == PMX:
+        return None if values.get("kv_bits") == FITTED_BITS else "kv_bits"
     if name == "kv_format":
         return next((other for other in ("kv_bits", "kv_group_size") if values.get(other) is not None), None)
     if name == "kv_group_size":

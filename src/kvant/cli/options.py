@@ -101,7 +101,11 @@ DiskCacheSize = Annotated[
 
 KvFormat = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="Store each layer of the cache as `kvant report --tune` measured for the model."),
+    typer.Option(
+        metavar="FILE|pmx",
+        help="Store each layer of the cache as `kvant report --tune` measured for the model; or pmx: 4 bits, and keys "
+        "not rotated.",
+    ),
 ]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower.")

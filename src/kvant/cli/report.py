@@ -7,11 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
+from kvant.cache.kv_format import PMX
 from kvant.cli import options, terminal
 from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
 from kvant.engine.load import POCKET, find_model, load_folder
 from kvant.errors import KvantError
+from kvant.operators.quantization import FITTED_BITS
 from kvant.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS, TUNED_TOKENS = 4096, 8192
@@ -31,8 +33,9 @@ def report(
         str | None,
         typer.Option(
             metavar="F,F...",
-            help="Cache formats: bits, g, group, :nosplit for biases in the cache, such as 8g32,4g64:nosplit; 0 is the "
-            "reference; default: 8 and 4 bits in groups of 32 and 64, with and without the bias split.",
+            help="Cache formats: bits, g, group, :nosplit for biases in the cache, :pmx for keys that are not rotated, "
+            "such as 8g32,4g64:nosplit,4g32:pmx; 0 is the reference; default: 8 and 4 bits in groups of 32 and 64, "
+            "with and without the bias split.",
         ),
     ] = None,
     text: Annotated[
@@ -122,7 +125,11 @@ def report(
     with options.named("--formats"):
         wanted = None if formats is None else parse_formats(formats)
     if kv_format is not None:
-        wanted = [*(wanted or []), CacheFormat.of(kv_format=kv_format)]
+        bits = FITTED_BITS if kv_format == PMX else None
+        added = CacheFormat.of(kv_bits=bits, kv_format=kv_format)
+        if wanted is not None and added in wanted:
+            raise BadValueError(f"--kv-format is {kv_format}, which --formats has as {added.label}")
+        wanted = [*(wanted or []), added]
     if plot is not None:
         with options.named("--plot"):
             check_plot_path(plot)

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
+from kvant.cache.kv_format import LayerChoice
 from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, narrow_window
 from kvant.cache.options import CacheOptions
 from kvant.cache.pool import pool_bytes
@@ -17,6 +18,7 @@ from kvant.cache.prompt_file import PromptCacheFile
 from kvant.errors import ContextError
 from kvant.models.config import ModelConfig
 from kvant.models.language_model import LanguageModelConfig
+from kvant.operators.front import can_rotate
 from kvant.sizes import format_bytes, physical_memory
 
 DEFAULT_RESERVATION = 4096  # tokens
@@ -69,6 +71,11 @@ def check_batch(batch: PoolBatch, config: ModelConfig) -> PoolBatch:
     return batch
 
 
+def layer_choice(config: ModelConfig, options: CacheOptions, layer: int, pairs: Sequence[int] | None) -> LayerChoice:
+    """Return how a layer stores its tokens; its keys are not rotated if biases of some rotary pairs are split off."""
+    return options.layer(layer, can_rotate=not pairs and can_rotate(config.head_dim))
+
+
 def pool_format(
     config: ModelConfig,
     options: CacheOptions,
@@ -87,7 +94,7 @@ def pool_format(
     """
     options = options.fitted(config.head_dim)
     options.check_head(config.head_dim)
-    choice = options.layer(layer)
+    choice = layer_choice(config, options, layer, pairs)
     return LayerFormat.of_rows(
         config.num_key_value_heads,
         config.head_dim,

@@ -20,6 +20,7 @@ from kvant.models.caches import (
     check_cache,
     check_memory,
     default_reservation,
+    layer_choice,
     longest_sequence,
     pool_format,
 )
@@ -274,10 +275,10 @@ class Decoder:
         sizes |= {"prefill_step_size": prefill_step_size, "checkpoints": chosen.checkpoints}
         check_memory(tokens, pool_bytes(formats, **sizes))
         splits = [None if bias is None else bias.split(self.config, max_seq_len) for bias in biases]
-        fronts = [
-            chosen.layer(number).front(held_heads, self.config.head_dim, split)
-            for number, split in zip(held_layers, splits, strict=True)
-        ]
+        fronts = []
+        for number, split in zip(held_layers, splits, strict=True):
+            choice = layer_choice(self.config, chosen, number, None if split is None else split.pairs)
+            fronts.append(choice.front(held_heads, self.config.head_dim, split))
         pool = Pool(
             formats,
             fronts,

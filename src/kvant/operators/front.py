@@ -106,6 +106,11 @@ def _compiled(x: mx.array, center: mx.array, factor: mx.array) -> mx.array:
     return (x - center) * factor
 
 
+def can_rotate(width: int) -> bool:
+    """Return whether :func:`rotated` changes vectors of this width: an odd one has blocks of one element."""
+    return width % 2 == 0
+
+
 def rotated(x: mx.array) -> mx.array:
     """The orthonormal Hadamard transform of the last dimension, in blocks; it is its own inverse."""
     width = x.shape[-1]

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
-from kvant.cache.kv_format import KVFormat
+from kvant.cache.kv_format import PMX, KVFormat
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
 from kvant.errors import RanksError, one_line
@@ -98,7 +98,7 @@ class Lead:
 
     def _told_made(self, made: object, kind: str, options: dict[str, Any]) -> None:
         """Have the others make the same. The others do not know the model's digest, which was checked here."""
-        if options.get("kv_format") is not None:
+        if options.get("kv_format") not in (None, PMX):
             options["kv_format"] = KVFormat.of(options["kv_format"]).as_json() | {"model": ""}
         number = self._made
         self._made += 1

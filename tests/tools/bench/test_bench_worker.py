@@ -199,6 +199,9 @@ def test_kvant_with_a_tuned_format(expected: list[list[int]], tmp_path: Path, po
     assert [(spec.label, spec.kv_bits) for spec in (tuned, plain)] == [("kvant tuned", 0), ("kvant 8-bit", 8)]
     engine = Kvant(tuned, find_model("pocket"), 512)
     assert [list(engine.tokens(prompt, TOKENS)) for prompt in PROMPTS] == expected
+    pmx, four = engine_specs(["kvant"], [4], None, 64, kv_format="pmx")
+    assert (pmx.label, four.label) == ("kvant 4-bit PMX", "kvant 4-bit")
+    assert len(list(Kvant(pmx, find_model("pocket"), 512).tokens(PROMPTS[0], 2))) == 2
 
 
 @pytest.mark.parametrize(

@@ -144,11 +144,16 @@ def test_an_adapter(pocket_folder: Path, tmp_path: Path) -> None:
 def test_json_of_a_text(tmp_path: Path) -> None:
     text = tmp_path / "a text.txt"
     text.write_text("The fox went home. " * 20, encoding="utf-8")
-    found = json.loads(report("--text", str(text), "--tokens", "64", "--formats", "4g32:nosplit,0", "--json"))
+    found = json.loads(
+        report("--text", str(text), "--tokens", "64", "--formats", "4g32:nosplit,0,4g32:nosplit:pmx", "--json")
+    )
     assert found["model"] == "pocket"
     assert found["text"] == {"name": str(text), "tokens": 64, "pieces": 1, "tokens_left_out": 101 - 64}
     assert found["versions"].keys() == {"kvant", "mlx", "mlx_lm", "transformers", "python"}
-    four, none = found["formats"]
+    four, none, plain = found["formats"]
+    assert plain["flags"] == f"{four['flags']} --kv-format pmx"
+    assert plain["bytes_per_token"] == four["bytes_per_token"]
+    assert plain["mean_kld_nats"] != four["mean_kld_nats"]
     assert none == found["reference"]
     assert four["format"] == "4g32:nosplit"
     assert four["flags"] == "--kv-bits 4 --kv-group-size 32 --no-kv-bias-split"

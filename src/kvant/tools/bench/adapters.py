@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from kvant.bridge.config import is_bridged
 from kvant.cache import ModelCache
+from kvant.cache.kv_format import PMX
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.drafts import DraftCounts, Drafts, drafts_of
@@ -44,7 +45,7 @@ class Kvant:
 
     def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
         """Load the model; a KvantError for a folder that cannot be loaded."""
-        identity = None if spec.kv_format is None else identify(folder)
+        identity = None if spec.kv_format in (None, PMX) else identify(folder)
         self._model = load_model(folder)
         self._draft_model = None if spec.draft_model is None else load_model(Path(spec.draft_model))
         drafting = 0 if self._draft_model is None else self._draft_model.nbytes
@@ -57,7 +58,9 @@ class Kvant:
             "kv_group_size": spec.kv_group_size,
             "kernels": spec.kernels,
         }
-        if spec.kv_format is not None:
+        if spec.kv_format == PMX:
+            self._cache_options["kv_format"] = PMX
+        elif spec.kv_format is not None:
             self._model.identity = identity
             self._cache_options = {"kv_format": spec.kv_format, "kernels": spec.kernels}
         self._cache: ModelCache | None = None

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvant.cache.kv_format import PMX
 from kvant.cache.options import DEFAULT_KV_GROUP_SIZE, CacheOptions
 from kvant.operators.dispatch import KERNELS
-from kvant.operators.quantization import check_quantization
+from kvant.operators.quantization import FITTED_BITS, check_quantization
 
 DTYPES = ("float32", "float16", "bfloat16")
 OPENBLAS = "openblas"
@@ -32,7 +33,7 @@ class EngineSpec:
     draft: str = "none"  # kvant's drafts come from "prompt" or "model"
     draft_model: str | None = None  # the folder of the model that drafts
     num_draft_tokens: int | None = None  # its tokens a step
-    kv_format: str | None = None  # of kvant: the file of a tuned format, in place of bits and group
+    kv_format: str | None = None  # of kvant: the file of a tuned format, in place of bits and group; or "pmx"
 
     @property
     def label(self) -> str:
@@ -40,7 +41,9 @@ class EngineSpec:
         if self.name == "server":
             return self.title
         if self.name == "kvant":
-            own = "kvant tuned" if self.kv_format else f"kvant {self.kv_bits}-bit" if self.kv_bits else "kvant full"
+            own = f"kvant {self.kv_bits}-bit" if self.kv_bits else "kvant full"
+            if self.kv_format is not None:
+                own = f"{own} PMX" if self.kv_format == PMX else "kvant tuned"
             own += f" {self.kernels}" if self.kernels else ""
             return own + DRAFTS * (self.draft != "none") + ONE_BY_ONE * self.one_by_one
         bits = f"{self.kv_bits}-bit" if self.kv_bits else None
@@ -79,8 +82,12 @@ def engine_specs(
         first = chosen[0][0] if chosen[0] else None
         dtype, kernels = (first, None) if name == "mlx-lm" else (None, first)
         if kv_format is not None and name == "kvant":
-            own = CacheOptions.of(kv_format=kv_format)
-            stored = own.kv_bits, own.kv_group_size
+            stored: tuple[int, int | None]
+            if kv_format == PMX:
+                stored = FITTED_BITS, _group_size(name, kv_group_size, head_dim)
+            else:
+                own = CacheOptions.of(kv_format=kv_format)
+                stored = own.kv_bits, own.kv_group_size
             specs.append(EngineSpec(name, *stored, dtype, OPENBLAS in settings, kernels, kv_format=kv_format))
         for bits in [0] if streams and name == "mlx-lm" else kv_bits:
             group = _group_size(name, kv_group_size, head_dim) if bits else None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvant.cache.kv_format import PMX
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.engine.request import PREFILL_STEP_SIZE
@@ -87,6 +88,7 @@ def settings_record(settings: Settings) -> dict[str, Any]:
         "kv_group_size": cache.wanted_group,
         "kv_bias_split": cache.bias_split,
     }
-    stored |= {} if cache.kv_format is None else {"kv_format": cache.kv_format.path}
+    if cache.kv_format is not None or not cache.rotates:
+        stored["kv_format"] = PMX if cache.kv_format is None else cache.kv_format.path
     fed = {"checkpoints": cache.checkpoints, "prefill_step_size": settings.prefill_step_size}
     return stored | fed | {"sequences": settings.sequences}

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvant.cache import ModelCache
+from kvant.cache.kv_format import PMX
 from kvant.cache.options import CacheOptions
 from kvant.cache.pool import sizes_alone
 from kvant.models import Decoder, LanguageModel
+from kvant.operators.quantization import FITTED_BITS
 
-NOTATION = "0, or BITSgGROUP with 8 or 4 bits, such as 8g32 or 4g64:nosplit"
+NOTATION = "0, or BITSgGROUP with 8 or 4 bits, such as 8g32, 4g64:nosplit or 4g32:pmx"
 DEFAULT_BITS, DEFAULT_GROUPS = (8, 4), (32, 64)
 MANY = 2**24  # tokens; more than any window
 
-_PATTERN = re.compile(r"(?P<bits>[84])g(?P<group>\d{1,6})(?P<whole>:nosplit)?")
+_PATTERN = re.compile(r"(?P<bits>[84])g(?P<group>\d{1,6})(?P<whole>:nosplit)?(?P<pmx>:pmx)?")
 
 
 class CacheFormat(CacheOptions):
@@ -22,11 +24,12 @@ class CacheFormat(CacheOptions):
 
     @property
     def label(self) -> str:
-        """The format as it is given: 8g32, 4g32:nosplit, 0, or the name of its file."""
+        """The format as it is given: 8g32, 4g32:nosplit, 4g32:pmx, 0, or the name of its file."""
         if self.kv_format is not None:
             return Path(self.kv_format.path).name or "tuned"
         whole = "" if self.bias_split else ":nosplit"
-        return f"{self.kv_bits}g{self.kv_group_size}{whole}" if self.kv_bits else "0"
+        pmx = "" if self.rotates else f":{PMX}"
+        return f"{self.kv_bits}g{self.kv_group_size}{whole}{pmx}" if self.kv_bits else "0"
 
     @property
     def flags(self) -> str:
@@ -36,7 +39,8 @@ class CacheFormat(CacheOptions):
         if not self.kv_bits:
             return "--kv-bits 0"
         whole = "" if self.bias_split else " --no-kv-bias-split"
-        return f"--kv-bits {self.kv_bits} --kv-group-size {self.kv_group_size}{whole}"
+        pmx = "" if self.rotates else f" --kv-format {PMX}"
+        return f"--kv-bits {self.kv_bits} --kv-group-size {self.kv_group_size}{whole}{pmx}"
 
     def make_cache(self, model: LanguageModel, max_seq_len: int) -> ModelCache:
         return model.make_cache(max_seq_len, **self.fields)
@@ -67,7 +71,10 @@ def parse_formats(text: str) -> list[CacheFormat]:
         if name == "0":
             parsed = REFERENCE
         elif match:
-            parsed = CacheFormat(int(match["bits"]), int(match["group"]), match["whole"] is None)
+            bits, split = int(match["bits"]), match["whole"] is None
+            if match["pmx"] and bits != FITTED_BITS:
+                raise ValueError(f"format {name} is PMX's without :{PMX}, too; expected {bits}g{match['group']}")
+            parsed = CacheFormat(bits, int(match["group"]), split, rotates=match["pmx"] is None)
         else:
             raise ValueError(f"format {name[:40]!r} is unknown; expected {NOTATION}")
         if parsed in found:
