@@ -1,6 +1,7 @@
 """Whose turn it is: in turns by client, short ones first, none forgotten, and a bound."""
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -100,3 +101,34 @@ async def test_those_that_leave() -> None:
     await settle()
     assert line.begun == ["first", "stays", "again"]
     await line.end_all(again)
+
+
+@in_a_loop
+async def test_one_that_leaves_as_a_turn_ends() -> None:
+    """The turn was lost, and nobody had another one."""
+    for first_leaves in (True, False):
+        line = Line()
+        first, leaves, last = [await line.add(name) for name in ("first", "leaves", "last")]
+        for task in (first, leaves) if first_leaves else (leaves, first):
+            task.cancel()
+        await settle()
+        assert line.begun == ["first", "last"]
+        await line.end_all(last)
+        await line.end_all(await line.add("again"))
+
+
+@in_a_loop
+async def test_clients_that_leave_at_random() -> None:
+    rng = random.Random(1)
+    line = Line()
+    for _ in range(300):
+        tasks = [asyncio.ensure_future(line.ask("x", rng.choice("abc"), rng.randrange(999))) for _ in range(9)]
+        for _ in range(30):
+            await asyncio.sleep(0)
+            for task in rng.sample(tasks, rng.randrange(3)):
+                task.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert line.queue.waiting == 0
+        await line.end_all(await line.add("again", "a", 1, 0))  # nobody has the turn

@@ -54,20 +54,22 @@ class TurnQueue:
         try:
             await entry[2]
         except asyncio.CancelledError:
-            if entry[2].cancelled():
-                self._take(client, entry)
-            else:  # its turn came at the same moment
+            if not entry[2].cancelled():  # its turn came at the same moment
                 self._give_on()
+            elif entry in self._waiting.get(client, ()):  # no turn ended at the same moment
+                self._take(client, entry)
             raise
 
     def _give_on(self) -> None:
         """End a turn, and begin one of the next client."""
-        self._busy = bool(self._waiting)
-        if self._waiting:
+        self._busy = False
+        while self._waiting and not self._busy:
             client, entries = next(iter(self._waiting.items()))
             entry = min(entries)
             self._take(client, entry)
-            entry[2].set_result(None)
+            if not entry[2].cancelled():
+                entry[2].set_result(None)
+                self._busy = True
 
     def _take(self, client: Hashable, entry: Entry) -> None:
         """Take one out. Its client's others go behind those of other clients."""
