@@ -40,7 +40,7 @@ MAX_LISTING_BYTES = 8 * 1024 * 1024  # some 30,000 files of a repository, whatev
 MAX_FILES = 10_000  # to pull; the largest published models have some 200
 MAX_FILE_BYTES = 2**40
 MAX_REDIRECTS = 10
-MAX_FAILURES = 5  # of a transfer, one after the other without a new byte
+MAX_FAILURES = 5  # of a transfer, one after the other without a byte that did not come before
 FILE_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,200}", re.ASCII)
 DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -196,7 +196,7 @@ def _fetch(part: Path, name: str, size: int, url: str, found: "HfFileMetadata") 
     if xet is not None and is_xet_available() and constants().ENDPOINT == HUGGING_FACE:
         xet_get(incomplete_path=part, xet_file_data=xet, headers=login, expected_size=size, tqdm_class=Bar)
         return
-    failures = 0
+    failures = most = 0
     with open(part, "xb") as file, Bar(total=size, unit="B", unit_scale=True, disable=None) as bar:
         while (start := file.tell()) < size:
             try:
@@ -212,7 +212,8 @@ def _fetch(part: Path, name: str, size: int, url: str, found: "HfFileMetadata") 
                 if file.tell() < size:
                     raise ValueError(f"the hub sends {file.tell()} bytes; expected {size}")
             except (httpx2.NetworkError, httpx2.TimeoutException, httpx2.RemoteProtocolError):
-                failures = 0 if file.tell() > start else failures + 1
+                failures = 0 if file.tell() > most else failures + 1
+                most = max(most, file.tell())
                 if failures > MAX_FAILURES:
                     raise
                 time.sleep(1)
