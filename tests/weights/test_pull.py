@@ -453,6 +453,13 @@ def test_what_does_not_end_is_left(machine: Machine, hub: Hub, files: dict[str, 
     machine.pull(REPOSITORY)
 
 
+def test_a_connection_that_always_breaks(machine: Machine, hub: Hub) -> None:
+    """Each second answer, from the beginning, brought more than the one before: it was asked for without end."""
+    hub.cuts[WEIGHTS] = [300, 200]
+    assert WEIGHTS in machine.refuses("pull", REPOSITORY)
+    assert len(hub.fetched(WEIGHTS)) < 10
+
+
 def test_a_listing_of_many_names(machine: Machine, hub: Hub) -> None:
     """Checked in time that grows with their number: 30 s of processor time are many times what is needed."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_CPU, (30, 30))"

@@ -40,7 +40,7 @@ MAX_LISTING_BYTES = 8 * 1024 * 1024  # some 30,000 files of a repository, whatev
 MAX_FILES = 10_000  # to pull; the largest published models have some 200
 MAX_FILE_BYTES = 2**40
 MAX_REDIRECTS = 10
-MAX_FAILURES = 5  # of a transfer, in a row and without a new byte
+MAX_FAILURES = 5  # of a transfer, in a row and without a byte that did not come before
 RETRY_S = 1.0  # between a failure and the next attempt
 FILE_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,200}", re.ASCII)
 DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
@@ -212,6 +212,7 @@ def _received(file: BinaryIO, size: int, url: str) -> Iterator[int]:
     import httpx2
 
     failures = 0
+    most = 0  # bytes that one of the attempts reached
     while (start := file.tell()) < size:
         try:
             with _get(url, start) as response:
@@ -226,7 +227,8 @@ def _received(file: BinaryIO, size: int, url: str) -> Iterator[int]:
             if file.tell() < size:
                 raise ValueError(f"the hub sends {file.tell()} bytes; expected {size}")
         except (httpx2.NetworkError, httpx2.TimeoutException, httpx2.RemoteProtocolError):
-            failures = 0 if file.tell() > start else failures + 1
+            failures = 0 if file.tell() > most else failures + 1
+            most = max(most, file.tell())
             if failures > MAX_FAILURES:
                 raise
             time.sleep(RETRY_S)
