@@ -73,7 +73,7 @@ def test_random_schemas(pocket: Pocket, grammars: Grammars, random_model: Decode
     rng = random.Random(bits)
     for model, compiler in ((pocket[0], grammars), (random_model, Grammars(tokenizer, PADDED))):
         scheduler, _ = scheduler_of(model, bits, pool={"kv_group_size": 16})
-        schemas = [random_root(rng) for _ in range(count(3, 100))]
+        schemas = [random_root(rng) for _ in range(count(6, 100))]
         requests = {}
         for schema in schemas:
             sampler = make_sampler(rng.choice([0.0, 0.7, 1.5]), rng.choice([0.0, 0.9]), seed=rng.randrange(1000))

@@ -113,7 +113,14 @@ def report(
         raise BadValueError(f"--reference {reference} has its own text; leave out {'--text' if text else '--tune'}")
 
     from kvant.tools.drawing import check_plot_path
-    from kvant.tools.report.formats import DEFAULT_BITS, CacheFormat, check_formats, default_formats, parse_formats
+    from kvant.tools.report.formats import (
+        DEFAULT_BITS,
+        DEFAULT_GROUPS,
+        CacheFormat,
+        check_formats,
+        default_formats,
+        parse_formats,
+    )
     from kvant.tools.report.measure import figures_json, measure
     from kvant.tools.report.reference import read_reference
     from kvant.tools.report.runs import timing_room
@@ -125,8 +132,8 @@ def report(
     with options.named("--formats"):
         wanted = None if formats is None else parse_formats(formats)
     if kv_format is not None:
-        bits = FITTED_BITS if kv_format == PMX else None
-        added = CacheFormat.of(kv_bits=bits, kv_format=kv_format)
+        own = (FITTED_BITS, DEFAULT_GROUPS[0]) if kv_format == PMX else (None, None)
+        added = CacheFormat.of(kv_bits=own[0], kv_group_size=own[1], kv_format=kv_format)
         if wanted is not None and added in wanted:
             raise BadValueError(f"--kv-format is {kv_format}, which --formats has as {added.label}")
         wanted = [*(wanted or []), added]
