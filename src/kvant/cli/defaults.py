@@ -6,9 +6,7 @@ from typing import Any
 import typer
 from typer.exceptions import TyperException
 
-from kvant.cache.kv_format import PMX
 from kvant.errors import did_you_mean
-from kvant.operators.quantization import FITTED_BITS
 
 CONFIGURED = ("generate", "chat", "serve", "plan", "report")  # commands that take defaults from the config file
 OF_THE_TEMPLATE = ("system_prompt", "chat_template_config")  # they do nothing without a chat template
@@ -72,6 +70,9 @@ def source_of(context: typer.Context, name: str) -> str | None:
 
 def blocked_by(name: str, values: Mapping[str, Any]) -> str | None:
     """The other parameter whose value leaves this one without effect; the two together would be refused."""
+    from kvant.cache.kv_format import PMX  # not for the help: it imports MLX
+    from kvant.operators.quantization import FITTED_BITS
+
     if name in ("kv_bits", "kv_group_size") and values.get("kv_format") not in (None, "", PMX):
         return "kv_format"
     if name == "kv_format" and values[name] == PMX:

