@@ -46,6 +46,8 @@ MARKS = {
         cli/test_bench_cli.py
         cli/test_cli.py
         cli/test_drafts_cli.py
+        cli/test_head_widths.py::test_every_command_starts_without_a_flag_and_says_the_group
+        cli/test_head_widths.py::test_reports_and_benchmarks_of_it
         cli/test_import.py::test_a_killed_imports_leftovers_are_removed
         cli/test_import.py::test_an_interrupted_import_leaves_nothing
         cli/test_interrupts.py
@@ -72,6 +74,7 @@ MARKS = {
         cli/test_hostile_kinds.py
         models/test_hostile.py
         models/test_hostile_files.py
+        server/test_bodies.py::test_many_entries_do_not_hold_the_loop
         server/test_bodies.py::test_no_body_holds_the_server
         test_patterns.py
         text/test_tokenizer_limits.py
@@ -87,6 +90,7 @@ MARKS = {
         engine/test_drafts_composed.py
         engine/test_draws.py
         engine/test_fronts.py
+        engine/test_prefix_replays.py
         engine/test_scheduler_company.py
         engine/test_threads.py
         names/test_keywords.py::test_a_cache_of_either_kind_of_model
@@ -127,6 +131,7 @@ SAMPLES = """
     engine/test_conversation_kinds.py::test_turns_and_forgettings[qwen2-4]
     engine/test_drafts.py::test_the_same_text_and_cache
     engine/test_drafts_composed.py::test_many_texts[4]
+    engine/test_prefix_replays.py::test_a_planted_fact_is_recalled_after_a_hit
     engine/test_scheduler_company.py::test_tokens_are_those_of_a_request_alone[8]
     models/test_adapter.py::test_logits_are_mlx_lms[qwen2]
     operators/kernels/test_dispatch.py::test_the_operator_is_the_oracle_s_either_way[changes0-8]
