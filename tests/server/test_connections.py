@@ -6,9 +6,11 @@ import os
 import random
 import re
 import socket
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import ExitStack, suppress
+from itertools import chain, repeat
 from typing import Any
 
 import load_test
@@ -18,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from support.counts import count
 from support.interfaces import CHAT, COMPLETIONS, FOX, MESSAGES, RESPONSES, Interface
-from support.server import Running, read_all, served, wait
+from support.server import SOON, Running, read_all, served, wait
 
 from kvant.models import Decoder
 from kvant.server import endpoint
@@ -44,15 +46,15 @@ async def endless(request: Request) -> Response:
 
 @pytest.fixture(scope="module")
 def strict(pocket: Any) -> Iterator[Running]:
-    """A server of few connections and short times."""
-    limits = Limits(connections=6, header_s=0.7, idle_s=0.7, write_s=0.7)
+    """A server of short times."""
+    limits = Limits(header_s=0.7, idle_s=0.7, write_s=0.7)
     with served(*pocket, routes=[Route("/endless", endless)], limits=limits) as found:
         yield found
 
 
 def _is_closed(connection: socket.socket, pieces: Iterator[bytes]) -> bool:
-    """Whether the server closes a connection on which these come, one each 0.05 s, within 4 s."""
-    end = time.monotonic() + 4
+    """Whether the server closes a connection on which these come, one each 0.05 s."""
+    end = time.monotonic() + SOON
     connection.settimeout(0.05)
     try:
         while time.monotonic() < end:
@@ -78,40 +80,44 @@ def _read_answers(connection: socket.socket, number: int) -> None:
     ("first", "pieces"),
     [
         (b"", []),
-        (b"", [b"G"] * 1),
-        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", [b"X-a: b\r\n"] * 200),
-        (ASK, [b"GET /health HTTP/1.1\r\n"] + [b"X-a: b\r\n"] * 200),
+        (b"", [b"G"]),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", repeat(b"X-a: b\r\n")),
+        (ASK, chain([b"GET /health HTTP/1.1\r\n"], repeat(b"X-a: b\r\n"))),
         (ASK, []),
-        (b"POST /nothing HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 999\r\n\r\n", [b"x"] * 200),
+        (b"POST /nothing HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 999\r\n\r\n", repeat(b"x")),
     ],
     ids=["silent", "a byte", "slow headers", "slow headers of a second request", "idle", "a slow body nobody reads"],
 )
-def test_a_connection_cannot_be_held(strict: Running, first: bytes, pieces: list[bytes]) -> None:
+def test_a_connection_cannot_be_held(strict: Running, first: bytes, pieces: Iterable[bytes]) -> None:
     with strict.connect() as connection:
         connection.sendall(first)
         assert _is_closed(connection, iter(pieces))
 
 
-def test_one_connection_for_many_requests(strict: Running) -> None:
-    with strict.connect() as connection:
-        for _ in range(8):
+def test_one_connection_for_many_requests(pocket: Any) -> None:
+    """The time for a request's headers does not run on when they have come."""
+    passed = threading.Event()
+    with served(*pocket, limits=Limits(header_s=1.0)) as server, server.connect() as connection:
+        for _ in range(3):
             connection.sendall(ASK)
             _read_answers(connection, 1)
-            time.sleep(0.1)
+        loop = server.server.servers[0].get_loop()
+        loop.call_soon_threadsafe(loop.call_later, 1.1, passed.set)
+        assert passed.wait(SOON)
         connection.sendall(ASK * 5)  # and some at once
         _read_answers(connection, 5)
 
 
-def test_too_many_connections(strict: Running) -> None:
-    with ExitStack() as held:
-        for _ in range(6):
-            held.enter_context(strict.connect())
-        time.sleep(0.1)
-        answer = strict.exchange(b"")
-        assert answer.startswith(b"HTTP/1.1 503 ")
-        assert b"retry-after: 1" in answer
-        closing = ASK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
-        wait(lambda: strict.exchange(closing).startswith(b"HTTP/1.1 200"))
+def test_too_many_connections(pocket: Any) -> None:
+    closing = ASK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    with served(*pocket, limits=Limits(connections=6)) as server:
+        with ExitStack() as held:
+            for _ in range(6):
+                held.enter_context(server.connect())
+            answer = server.exchange(b"")
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after: 1" in answer
+        wait(lambda: server.exchange(closing).startswith(b"HTTP/1.1 200"))
 
 
 def test_a_client_that_does_not_read(strict: Running) -> None:
@@ -137,16 +143,17 @@ def test_bytes_that_are_no_http(pocket: Any) -> None:
         b'Connection: close\r\n\r\n{"prompt": "abc"}'
     )
     statuses = set()
-    with served(*pocket, limits=Limits(header_s=0.3, body_s=0.3, idle_s=0.3)) as server:
+    with served(*pocket, limits=Limits(header_s=1.0, body_s=1.0, idle_s=1.0)) as server:
         for _ in range(count(3, 100)):
             with ExitStack() as held:
-                connections = [held.enter_context(server.connect()) for _ in range(80)]
-                for connection in connections:
+                connections = []
+                for _ in range(80):
                     changed = bytearray(whole)
                     for _ in range(rng.randint(0, 6)):
                         at = rng.randrange(len(changed))
                         changed[at : at + rng.randint(0, 4)] = rng.randbytes(rng.randint(0, 4))
-                    connection.sendall(changed)
+                    connections.append(held.enter_context(server.connect()))
+                    connections[-1].sendall(changed)
                 statuses |= {read_all(connection)[9:12] for connection in connections}
         assert {b"200", b"400", b"403", b"404", b"408"} <= statuses <= {b"200", b"400", b"403", b"404", b"405", b"408"}
         assert server.client.get("/health").json() == {"status": "ok", "waiting": 0, "running": 0}
@@ -247,7 +254,7 @@ def test_a_slow_reader_holds_nobody_up(narrow: Running) -> None:
         CHAT.ask(narrow, tokens=5)
         # The engine is done with the slow one before anything of it is read.
         wait(lambda: is_free(narrow))
-        time.sleep(0.1)
+        CHAT.ask(narrow, tokens=1)
         assert narrow.service.active == 1  # its answer is not sent
         read = b""
         while not read.endswith(b"0\r\n\r\n"):
@@ -258,9 +265,9 @@ def test_a_slow_reader_holds_nobody_up(narrow: Running) -> None:
 
 def test_only_answers_that_are_allowed_and_every_page_is_free_afterwards(server: Running) -> None:
     figures = load_test.load(server.url, os.getpid(), count(1.5, 20.0), count(60, 200))
-    assert load_test.judge(figures, health_ms=5000) == []
+    assert load_test.judge(figures, health_ms=60_000) == []
     for change in ({"statuses": {"200": 1, "400": 1, "429": 1, "500": 1}}, {"idle_afterwards": False}):
-        (found,) = load_test.judge(figures | change, health_ms=5000)
+        (found,) = load_test.judge(figures | change, health_ms=60_000)
         assert found.startswith(*change)
-    assert figures["health_asked"] > 3
+    assert figures["health_asked"] > 0
     assert set(figures["kinds"]) == set(load_test.KINDS)

@@ -171,7 +171,7 @@ def test_compiling_has_an_end(pocket: tuple[Any, Tokenizer], monkeypatch: pytest
         started = time.monotonic()
         with pytest.raises(GrammarError, match=r"json_schema cannot be used: it takes longer than 0.7 s"):
             grammars.compile("json_schema", schema)
-        assert time.monotonic() - started < 20  # the machine may be busy
+        assert time.monotonic() - started < 60
     monkeypatch.undo()
     assert accepts(grammars.compile("regex", "a"), pocket[1].encode("a"))
 

@@ -70,7 +70,7 @@ def test_a_hostile_template(monkeypatch: Any, process: TextProcess, source: str,
         monkeypatch.setattr(bounded, "TIME_LIMIT_S", 0.5)
     with pytest.raises(PromptError, match=message) as caught:
         render(process, source, {"messages": [{}]})
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     assert str(caught.value).isprintable()
     monkeypatch.undo()
     assert render(process, "{{ a }}", {"a": "still there"}) == "still there"
