@@ -87,7 +87,7 @@ def load(url: str, pid: int, seconds: float, clients: int) -> dict[str, Any]:
         found, memory = asyncio.run(_clients(url, pid, seconds, clients))
         said, _ = watcher.communicate()
     times = sorted(json.loads(said))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (state := _state(url)) != (0, 0, True) and time.monotonic() < deadline:
         time.sleep(0.02)
     return {
@@ -250,14 +250,15 @@ def serving(*arguments: str) -> "Iterator[tuple[subprocess.Popen[str], str]]":
 
 def watch(url: str) -> None:
     """Ask for the health until the standard input ends, and print the milliseconds of each."""
-    times = []
-    while not select.select([sys.stdin], [], [], WATCH_S)[0]:
+    times, ended = [], False
+    while not ended:
         started = time.perf_counter()
         connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
         connection.request("GET", "/health")
         status = connection.getresponse().status
         times.append(round((time.perf_counter() - started) * 1e3, 1) if status == 200 else 1e6)
         connection.close()
+        ended = bool(select.select([sys.stdin], [], [], WATCH_S)[0])
     print(json.dumps(times))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.nn as nn
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from support.checkpoints import load_reference, qwen2_config, reference_model, save_checkpoint
 from support.completions import served  # noqa: F401, a fixture
 from support.counts import count
@@ -28,7 +28,10 @@ from kvant.models import Decoder
 from kvant.tools.report.texts import heldout_documents
 
 # The gate draws the same examples every time: it goes by no luck. The long run draws others.
-settings.register_profile("gate", derandomize=count(True, False))
+# A busy machine is no finding.
+settings.register_profile(
+    "gate", derandomize=count(True, False), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("gate")
 
 HOST_RUNS = pytest.StashKey[list[str]]()

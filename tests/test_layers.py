@@ -29,10 +29,19 @@ def _modules() -> dict[str, Path]:
 MODULES = _modules()
 
 
+def _is_for_annotations(node: ast.If) -> bool:
+    return ast.unparse(node.test).rpartition(".")[2] == "TYPE_CHECKING"
+
+
 @cache
 def _imported(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """Return the modules that a file imports when it runs: those under ``TYPE_CHECKING`` are for annotations."""
+    found, tree = set(), ast.parse(path.read_text(encoding="utf-8"))
+    blocks = [
+        part for node in ast.walk(tree) if isinstance(node, ast.If) and _is_for_annotations(node) for part in node.body
+    ]
+    skipped = {node for block in blocks for node in ast.walk(block)}
+    for node in {*ast.walk(tree)} - skipped:
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"

@@ -186,14 +186,14 @@ def _harm(disk: DiskCache, data: st.DataObject, rng: random.Random) -> None:
             path.write_bytes(path.read_bytes()[: rng.randrange(200)])
 
 
-@settings(max_examples=count(12, 300), deadline=None, derandomize=count(True, False))
+@settings(max_examples=count(12, 300))
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss"])
 def test_any_turns_under_eviction(name: str, data: st.DataObject) -> None:
     _any_turns(bridged(name, **TWO[name]), data)
 
 
-@settings(max_examples=count(6, 300), deadline=None, derandomize=count(True, False))
+@settings(max_examples=count(6, 300))
 @given(data=st.data())
 @pytest.mark.parametrize("name", TWO)
 def test_any_files_that_go_or_are_wrong(

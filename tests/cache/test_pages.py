@@ -25,7 +25,7 @@ def test_the_smallest_stretch_that_is_long_enough_is_taken() -> None:
     assert pages.allocate(0) == []
 
 
-@settings(max_examples=count(50, 5000), deadline=None)
+@settings(max_examples=count(50, 5000))
 @given(
     st.integers(1, 40),
     st.lists(st.tuples(st.sampled_from(["allocate", "share", "release", "release"]), st.integers(0, 12)), max_size=40),

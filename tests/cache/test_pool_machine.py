@@ -385,9 +385,7 @@ class _Machine(RuleBasedStateMachine):
 
 
 def _run(case: type[_Machine], examples: int, steps: int) -> None:
-    case.TestCase.settings = settings(
-        max_examples=examples, stateful_step_count=steps, deadline=None, derandomize=count(True, False), print_blob=True
-    )
+    case.TestCase.settings = settings(max_examples=examples, stateful_step_count=steps, print_blob=True)
     case.TestCase().runTest()
 
 

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 from support.checkpoints import change_tensors
 from support.command import COMMAND, QUESTION, call, refusal, run
 from support.golden import CASES, GOLDEN
+from support.server import wait
 from support.terminal import Terminal
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -167,12 +167,16 @@ def test_progress_appears_late_and_on_a_terminal(
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr("kvant.cli.progress.DELAY_S", delay)
     monkeypatch.setenv("TERM", "xterm")
+    appears = is_terminal and not quiet and delay < 1
     with LateProgress("loading", quiet=quiet) as progress:
         for done in range(4):
             progress.update(done + 1, 4)
-            time.sleep(0.2)
+            if appears:
+                wait(
+                    lambda done=done: re.search(f"{done + 1}/4" if done < 3 else "(?s)3/4.*loading", stream.getvalue())
+                )
     shown = stream.getvalue()
-    assert ("loading" in shown) == ("3/4" in shown) == (is_terminal and not quiet and delay < 1)
+    assert ("loading" in shown) == ("3/4" in shown) == appears
     assert "4/4" not in shown
     assert "loading" in shown.rpartition("3/4")[2] or not shown
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,7 +74,7 @@ def test_a_server(tmp_path: Path) -> None:
             sampler = make_sampler(temp=1.0, seed=seed)
             assert text == kvant.generate(*kvant.load("pocket"), body["prompt"], max_tokens=20, sampler=sampler)
         server.terminate()
-        assert server.wait(20) in (0, 143)
+        assert server.wait(60) in (0, 143)
 
 
 def test_the_doctor() -> None:
@@ -199,11 +198,9 @@ def test_all_end(begun: bool, sign: signal.Signals, to: int | None, code: int, l
             while len(ranks) < 2 and launcher.poll() is None:
                 ranks = children(launcher.pid)
             os.kill(launcher.pid if to is None else next(each for each in ranks if rank_of(each) == to), sign)
-            began = time.monotonic()
             launcher.stdout.read()
             assert launcher.wait(60) == code, said.read_text()
-            assert are_gone(ranks, 5.0 if begun else 60.0), "a rank stays"  # which may have to start first
-            assert time.monotonic() - began < (15.0 if begun else 70.0)
+            assert are_gone(ranks), "a rank stays"  # which may have to start first
             assert line in said.read_text()  # MLX's launcher says it too, and may be first
             assert said.read_text().count("kvant: error: ") <= bool(line)
             assert not any(text in said.read_text() for text in ("Traceback", "code 130"))

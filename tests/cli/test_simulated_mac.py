@@ -140,7 +140,7 @@ def test_serve(mac: Mac, answer: str) -> None:
         assert answered["choices"][0]["message"]["content"] == answer.rstrip("\n")
         workers = children(process.pid)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     assert are_gone(workers)
     assert mac.ran("-m kvant", "worker.py")
 

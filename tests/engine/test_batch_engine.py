@@ -156,8 +156,7 @@ def test_the_watchdog(make: Callable[..., BatchEngine]) -> None:
     assert engine.alive  # it sleeps
     answers = asked(engine, Request([5], max_tokens=5, sampler=hang))
     assert busy.wait(SOON)
-    time.sleep(0.02)
-    assert engine.age > 0.01
+    wait(lambda: engine.age > 0.01)
     with pytest.raises(EngineError, match="the engine's thread failed: no sign of life for "):
         list(answers)
     assert not engine.alive

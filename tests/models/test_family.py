@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from support.checkpoints import (
@@ -183,10 +183,8 @@ NAMES += ["beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_facto
 
 @settings(
     max_examples=count(40, 400),
-    deadline=None,  # a busy machine is no finding
     derandomize=True,
     database=None,
-    suppress_health_check=[HealthCheck.too_slow],
 )
 @given(
     st.sampled_from(["linear", "dynamic", "llama3", "yarn"]),

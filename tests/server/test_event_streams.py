@@ -272,7 +272,7 @@ def test_text_before_and_after_a_call_has_a_line_each() -> None:
 
 
 @given(answers())
-@settings(max_examples=count(30, 2000), deadline=None)
+@settings(max_examples=count(30, 2000))
 def test_a_client_adds_up_the_answer(events: list[Event]) -> None:
     said = "".join(event.text for event in events if isinstance(event, Text) and not event.thinking)
     calls = sum(isinstance(event, Call) for event in events)

@@ -115,8 +115,8 @@ LONG = COMPLETIONS.body("Once upon a time", 400, ignore_eos=True)
 
 @pytest.fixture
 def before(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
-    """What the engine does before each of its steps."""
-    real, acts = Scheduler.step, [lambda: time.sleep(0.005)]
+    """What the engine does before each of its steps. It is so slow that a long answer does not end by itself."""
+    real, acts = Scheduler.step, [lambda: time.sleep(0.05)]
 
     def doing(self: Scheduler) -> list[Token]:
         acts[0]()
@@ -137,14 +137,13 @@ def _fail() -> None:
 @pytest.mark.parametrize("stalls", [False, True])
 def test_an_engine_that_fails(pocket: Any, before: Any, stalls: bool, caplog: pytest.LogCaptureFixture) -> None:
     go = threading.Event()
-    limits = Limits(stall_s=0.4 if stalls else 120.0)
+    limits = Limits(stall_s=1.5 if stalls else 120.0)
     with served(*pocket, sequences=2, max_kv_size=512, limits=limits) as found:
         client = found.client
         with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream:
             lines = stream.iter_lines()
             assert _data(next(lines))["choices"]
             before[0] = (lambda: go.wait(SOON)) if stalls else _fail
-            began = time.monotonic()
             last = [line for line in lines if line][-1]
         assert "the server's log" in _data(last)["error"]["message"]
         health = client.get("/health")
@@ -156,7 +155,6 @@ def test_an_engine_that_fails(pocket: Any, before: Any, stalls: bool, caplog: py
         assert client.get("/live").status_code == 503
         assert client.get("/v1/models").status_code == 200
         assert "kvant_engine_alive 0.0" in client.get("/metrics").text
-        assert time.monotonic() - began < 10
         go.set()
     logged = [record.getMessage() for record in caplog.records if record.name == "kvant.server"]
     kind = "TimeoutError" if stalls else "MemoryError at test_run.py:"

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request as HttpRequest
 from support.interfaces import CHAT
 from support.pools import tiny_model
-from support.server import SOON, Running, start
+from support.server import SOON, Running, start, wait
 
 from kvant.cache.pool import Pool
 from kvant.engine.request import Request
@@ -44,8 +44,7 @@ def _samples(server: Running) -> dict[str, float]:
 
 
 def test_metrics_count_what_happened(server: Running) -> None:
-    while server.client.get("/health").json()["running"]:  # an answer whose client has gone
-        time.sleep(0.01)
+    wait(lambda: not server.client.get("/health").json()["running"])  # an answer whose client has gone
     before = _samples(server)
     usages = [server.client.post("/v1/completions", json=ASK).json()["usage"] for _ in range(2)]
     after = _samples(server)

@@ -100,10 +100,10 @@ def children(process: int) -> list[int]:
     return [int(line.split()[0]) for line in listed.splitlines() if int(line.split()[1]) == process]
 
 
-def are_gone(processes: Iterable[int], within_s: float = 5.0) -> bool:
-    """Whether all end in time. One that only waits for its exit code to be read has ended."""
+def are_gone(processes: Iterable[int]) -> bool:
+    """Whether all end within a minute. One that only waits for its exit code to be read has ended."""
     command = ["ps", "-o", "state=", "-p", ",".join(map(str, processes))]
-    until = time.monotonic() + within_s
+    until = time.monotonic() + 60
     while time.monotonic() < until:
         states = subprocess.run(command, capture_output=True, text=True).stdout.split()
         if all(state.startswith("Z") for state in states):

@@ -25,7 +25,7 @@ from kvant.server.service import Service, make_pool
 from kvant.server.settings import Settings
 from support.command import COMMAND
 
-SOON = 30  # seconds until which a test waits for what should be immediate
+SOON = 60  # seconds until which a test waits for what should be immediate
 
 
 @dataclass(frozen=True, slots=True)

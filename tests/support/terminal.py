@@ -51,13 +51,13 @@ class Terminal:
         self._stream.feed(piece)
         return running
 
-    def wait(self, holds: Callable[[], bool], seconds: float = 20) -> None:
+    def wait(self, holds: Callable[[], bool], seconds: float = 60) -> None:
         end = time.monotonic() + seconds
         while not holds():
             running = self.read()
             assert holds() or (running and time.monotonic() < end), "\n".join([*self.history, *self.lines])
 
-    def wait_for(self, text: str, seconds: float = 20) -> None:
+    def wait_for(self, text: str, seconds: float = 60) -> None:
         """Read until the screen shows a text, whatever the line breaks in it."""
         self.wait(lambda: squeezed(text) in squeezed("\n".join(self.lines)), seconds)
 

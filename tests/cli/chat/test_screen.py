@@ -207,7 +207,7 @@ MARKS += ["**", "*", "`", "[a](b)", "![c](d)", "<p>", "&amp;", "\\", "word ", "\
 TEXTS = st.lists(st.sampled_from([*MARKS, "- [ ] "]) | st.text(max_size=8), max_size=40)
 
 
-@settings(max_examples=count(30, 2000), deadline=None)
+@settings(max_examples=count(30, 2000))
 @given(TEXTS, st.integers(1, 60), st.integers(1, 12), st.booleans())
 def test_any_text_in_any_window(pieces: list[str], columns: int, rows: int, markdown: bool) -> None:
     window, one = _Window(columns, rows), _Window(columns, rows)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,15 +101,21 @@ def test_a_librarys_print_is_no_answer() -> None:
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_it_ends_with_its_input(pocket_folder: Path, busy: bool) -> None:
+def test_it_ends_with_its_input(pocket_folder: Path, monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
     with Worker("tried", {}) as worker:
         load(worker, KVANT, pocket_folder)
         if busy:
-            threading.Timer(0.3, worker._process.stdin.close).start()
+            readline = worker._answers.readline
+
+            def close_and_read() -> bytes:  # the command is written
+                threading.Timer(0.3, worker._commands.close).start()
+                return readline()
+
+            monkeypatch.setattr(worker, "_answers", SimpleNamespace(readline=close_and_read))
             with pytest.raises(BenchError, match="its process ended with exit code 0"):
                 run(worker, list(range(64)), tokens=20_000)
         worker._process.stdin.close()
-        assert worker._process.wait(5) == 0
+        assert worker._process.wait(60) == 0
 
 
 def _stream(words: int, prompt_tokens: int, completion_tokens: int) -> list[Any]:
