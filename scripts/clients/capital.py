@@ -24,7 +24,7 @@ def main() -> None:
         client.completions.create(model=MODEL, prompt=plain, temperature=0, max_tokens=8).choices[0].text
     )
     message = Anthropic(base_url=URL, api_key="none").messages.create(
-        model=MODEL, messages=MESSAGES, temperature=0, max_tokens=24
+        model=MODEL, messages=MESSAGES, max_tokens=24, extra_body={"temperature": 0}
     )
     answers["messages"] = "".join(block.text for block in message.content if block.type == "text")
     for dialect, answer in answers.items():
