@@ -21,7 +21,7 @@ from support.counts import count
 from support.fused_path import checked_gpu, fused_calls, gpu, launches  # noqa: F401, fixtures
 from support.metal_host import summary
 from support.pull_machine import files, hub, machine, pulling  # noqa: F401, fixtures
-from support.selection import markers
+from support.selection import DEFAULT, is_left_out, markers
 
 from kvant.engine.load import POCKET, find_model
 from kvant.models import Decoder
@@ -34,6 +34,7 @@ settings.register_profile(
 )
 settings.load_profile("gate")
 
+TESTS = Path(__file__).parent
 HOST_RUNS = pytest.StashKey[list[str]]()
 
 
@@ -49,6 +50,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f'selected: {config.option.markexpr or "every test"} (pytest -m "" runs every test)'
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A plain ``pytest`` does not even import the files that it runs no test of, unless they are asked for by name."""
+    is_named = any(collection_path == Path(name.partition("::")[0]).resolve() for name in config.args)
+    if config.option.markexpr != DEFAULT or is_named or collection_path.suffix != ".py":
+        return None
+    return is_left_out(collection_path.relative_to(TESTS).as_posix()) or None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

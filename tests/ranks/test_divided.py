@@ -196,10 +196,15 @@ def _make(folder: Path, case: Case) -> Run:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Run]:
-    """Every case on its ranks, a group for each number of them."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Run]:
+    """Every case that a selected test asks for, on its ranks: a group for each number of them."""
+    calls = [item.callspec.params for item in request.session.items if item.path == request.path and "[" in item.name]
+    selected = {(call["ranks"], call["name"]) for call in calls}
     found = {}
-    for ranks, cases in CASES.items():
+    for ranks in CASES:
+        cases = {name: case for name, case in CASES[ranks].items() if (ranks, name) in selected}
+        if not cases:
+            continue
         root = tmp_path_factory.mktemp(f"ranks-{ranks}")
         made = [_make(root / str(number), case) for number, case in enumerate(cases.values())]
         asked = [case.asked(run.folder) for case, run in zip(cases.values(), made, strict=True)]
@@ -250,16 +255,18 @@ def test_what_a_token_sends(runs: dict[tuple[int, str], Run], ranks: int, name: 
         assert said.items() >= counts.items()
 
 
-def test_a_ranks_cache(runs: dict[tuple[int, str], Run]) -> None:
-    """It is a part of one process's until ranks are more than kv heads, and leaves the same biases out.
+@pytest.mark.parametrize(("ranks", "name", "heads"), [(2, "qwen2", 2), (2, "smollm3", 1), (3, "uneven", 2)])
+def test_a_ranks_cache(runs: dict[tuple[int, str], Run], ranks: int, name: str, heads: int) -> None:
+    """It is a part of one process's until ranks are more than kv heads."""
+    run = runs[ranks, name]
+    whole = sum(a.nbytes for layer in run.alone().make_cache(8, kv_bits=0) for a in layer.layer.arrays)
+    assert [said["cache"] for said in run.said] == [whole // min(ranks, heads)] * ranks
 
-    The last rank's keys alone say which.
-    """
-    for ranks, name, heads in ((2, "qwen2", 2), (2, "smollm3", 1), (3, "uneven", 2)):
-        run = runs[ranks, name]
-        whole = sum(a.nbytes for layer in run.alone().make_cache(8, kv_bits=0) for a in layer.layer.arrays)
-        assert [said["cache"] for said in run.said] == [whole // min(ranks, heads)] * ranks
-    run = runs[2, "qwen2"]
+
+@pytest.mark.parametrize(("ranks", "name"), [(2, "qwen2")])
+def test_a_ranks_cache_leaves_the_same_biases_out(runs: dict[tuple[int, str], Run], ranks: int, name: str) -> None:
+    """The last rank's keys alone say which."""
+    run = runs[ranks, name]
     alone = [list(layer.self_attn.qkv_bias.pairs) for layer in run.alone().layers]  # type: ignore[union-attr]
     assert alone == [[3]] * 2
     assert [said["pairs"] for said in run.said] == [alone] * 2

@@ -9,6 +9,7 @@ import re
 MARKS = {
     "sweep": """
         bridge/test_bridged_cache.py::test_a_step_that_is_not_committed_leaves_no_trace
+        bridge/test_bridged_cache.py::test_bytes_are_known_before_and_the_same_after
         bridge/test_bridged_cache.py::test_pages_of_windows_move
         bridge/test_disk_cache.py::test_a_turn_reads_only_what_is_new
         bridge/test_folder.py
@@ -19,10 +20,16 @@ MARKS = {
         bridge/test_prompt_cache.py
         bridge/test_table.py
         models/test_adapter.py::test_logits_are_mlx_lms
+        models/test_architectures.py::test_any_tensor_that_is_missing_or_wrong_is_named
+        models/test_experts.py::test_every_way_to_compute_them_is_mlx_lms
         models/test_formats.py
+        models/test_golden.py::test_logits_are_transformers
         models/test_matrix.py::test_every_format_shape_and_way
+        operators/test_pmx.py::test_long_contexts
         operators/test_pmx_errors.py
+        ranks/test_divided.py::test_a_ranks_cache
         ranks/test_divided.py::test_logits
+        ranks/test_divided.py::test_what_a_token_sends
         tools/bench/test_shapes.py
         tools/convert/test_convert.py
         tools/gguf/test_importer.py
@@ -85,6 +92,7 @@ MARKS = {
         bridge/test_disk_cache.py
         bridge/test_snapshot_bridged.py
         engine/test_batch_drafts.py
+        engine/test_constraint.py::test_random_schemas
         engine/test_conversation_kinds.py
         engine/test_drafts.py
         engine/test_drafts_composed.py
@@ -110,14 +118,19 @@ MARKS = {
 }
 SAMPLES = """
     bridge/test_bridged_cache.py::test_a_step_that_is_not_committed_leaves_no_trace[qwen3_next-4]
+    bridge/test_bridged_cache.py::test_bytes_are_known_before_and_the_same_after[falcon_h1]
+    bridge/test_bridged_cache.py::test_bytes_are_known_before_and_the_same_after[gpt_oss]
+    bridge/test_bridged_cache.py::test_bytes_are_known_before_and_the_same_after[qwen3]
+    bridge/test_bridged_cache.py::test_bytes_are_known_before_and_the_same_after[qwen3_next]
     bridge/test_bridged_cache.py::test_pages_of_windows_move[gpt_oss]
     bridge/test_checkpoints.py::test_a_conversation_goes_back[qwen3_next]
     bridge/test_disk_cache.py::test_a_turn_reads_only_what_is_new[gpt_oss-8]
-    bridge/test_disk_cache.py::test_a_turn_reads_only_what_is_new[qwen3_next-4]
     bridge/test_folder.py::test_generate
     bridge/test_mounted.py::test_batches_give_each_sequence_what_it_gets_alone[gemma3_text-4]
     bridge/test_mounted.py::test_batches_give_each_sequence_what_it_gets_alone[qwen3-8]
-    bridge/test_prompt_cache.py::test_mlx_lms_loop_gives_mlx_lms_tokens
+    bridge/test_prompt_cache.py::test_mlx_lms_loop_gives_mlx_lms_tokens[gpt_oss]
+    bridge/test_prompt_cache.py::test_mlx_lms_loop_gives_mlx_lms_tokens[qwen3]
+    bridge/test_prompt_cache.py::test_mlx_lms_loop_gives_mlx_lms_tokens[qwen3_next]
     bridge/test_snapshot_bridged.py::test_a_random_life[gemma3_text]
     bridge/test_table.py::test_an_architecture_through_kvant_s_cache[deepseek_v3]
     bridge/test_table.py::test_an_architecture_through_kvant_s_cache[gemma3_text]
@@ -127,6 +140,7 @@ SAMPLES = """
     cache/test_pool_fused.py::test_an_engine_on_the_kernels_text[8-None]
     cli/test_cli.py::test_generated_text
     cli/test_cli.py::test_text_to_standard_output_and_statistics_to_standard_error
+    engine/test_constraint.py::test_random_schemas[8]
     engine/test_conversation_kinds.py::test_turns_and_forgettings[gpt_oss-8]
     engine/test_conversation_kinds.py::test_turns_and_forgettings[qwen2-4]
     engine/test_drafts.py::test_the_same_text_and_cache
@@ -134,8 +148,32 @@ SAMPLES = """
     engine/test_prefix_replays.py::test_a_planted_fact_is_recalled_after_a_hit
     engine/test_scheduler_company.py::test_tokens_are_those_of_a_request_alone[8]
     models/test_adapter.py::test_logits_are_mlx_lms[qwen2]
+    models/test_architectures.py::test_any_tensor_that_is_missing_or_wrong_is_named[qwen2]
+    models/test_architectures.py::test_any_tensor_that_is_missing_or_wrong_is_named[qwen3_moe]
+    models/test_experts.py::test_every_way_to_compute_them_is_mlx_lms[numbers0-True-dense]
+    models/test_experts.py::test_every_way_to_compute_them_is_mlx_lms[numbers1-True-adapted]
+    models/test_experts.py::test_every_way_to_compute_them_is_mlx_lms[numbers2-False-quantized]
+    models/test_golden.py::test_logits_are_transformers[llama llama3]
+    models/test_golden.py::test_logits_are_transformers[llama-bias default]
+    models/test_golden.py::test_logits_are_transformers[mistral linear]
+    models/test_golden.py::test_logits_are_transformers[mistral window]
+    models/test_golden.py::test_logits_are_transformers[olmo2 default]
+    models/test_golden.py::test_logits_are_transformers[qwen2 default]
+    models/test_golden.py::test_logits_are_transformers[qwen2 dynamic]
+    models/test_golden.py::test_logits_are_transformers[qwen2 old]
+    models/test_golden.py::test_logits_are_transformers[qwen3 yarn]
+    models/test_golden.py::test_logits_are_transformers[qwen3-moe default]
+    models/test_golden.py::test_logits_are_transformers[smollm3 default]
     operators/kernels/test_dispatch.py::test_the_operator_is_the_oracle_s_either_way[changes0-8]
     operators/kernels/test_probe.py::test_the_kernel_itself_is_right_on_the_host
+    operators/test_pmx.py::test_long_contexts[lengths0-0-how0]
+    operators/test_pmx.py::test_long_contexts[lengths2-4-how2]
+    ranks/test_divided.py::test_a_ranks_cache[2-qwen2-2]
+    ranks/test_divided.py::test_logits[2-moe]
+    ranks/test_divided.py::test_logits[2-pipeline]
+    ranks/test_divided.py::test_logits[2-qwen2]
+    ranks/test_divided.py::test_what_a_token_sends[2-pipeline]
+    ranks/test_divided.py::test_what_a_token_sends[2-qwen2]
     tools/gguf/test_gguf_fuzz.py::test_mutated_files[smollm2-0]
     tools/gguf/test_importer.py::test_a_type[Q4_K-0.003]
     tools/gguf/test_importer.py::test_an_architecture[Q4_1-llama]
@@ -146,8 +184,9 @@ SAMPLES = """
 """
 
 
-def _names(lines: str) -> list[str]:
-    return lines.split()
+MARKED = {name.strip(): marker for marker, names in MARKS.items() for name in names.strip().splitlines()}
+KEPT = [name.strip() for name in SAMPLES.strip().splitlines()]
+DEFAULT = f"not ({' or '.join(MARKS)})"  # what a plain ``pytest`` runs
 
 
 def covers(name: str, test: str) -> bool:
@@ -157,6 +196,11 @@ def covers(name: str, test: str) -> bool:
 
 def markers(test: str) -> list[str]:
     """Return the markers of a test, named relative to ``tests``; none for those of the default run."""
-    if any(covers(name, test) for name in _names(SAMPLES)):
+    if any(covers(name, test) for name in KEPT):
         return []
-    return [marker for marker, names in MARKS.items() if any(covers(name, test) for name in _names(names))]
+    return list(dict.fromkeys(marker for name, marker in MARKED.items() if covers(name, test)))
+
+
+def is_left_out(file: str) -> bool:
+    """Whether the default run has no test of a file, named relative to ``tests``: it need not be imported."""
+    return bool(markers(file)) and not any(covers(file, name) for name in KEPT)
