@@ -19,22 +19,33 @@ MARKS = {
         bridge/test_pool_bridged.py
         bridge/test_prompt_cache.py
         bridge/test_table.py
+        cache/test_model_cache.py::test_interrupted_steps
+        cache/test_pool.py::test_what_a_long_context_takes_is_bounded
+        cache/test_snapshot.py::test_the_next_tokens_are_those_of_an_uninterrupted_run
         models/test_adapter.py::test_logits_are_mlx_lms
         models/test_architectures.py::test_any_tensor_that_is_missing_or_wrong_is_named
         models/test_experts.py::test_every_way_to_compute_them_is_mlx_lms
         models/test_formats.py
         models/test_golden.py::test_logits_are_transformers
         models/test_matrix.py::test_every_format_shape_and_way
+        models/test_share.py::test_only_the_share_is_read
+        operators/test_pmx.py::test_against_the_oracle
         operators/test_pmx.py::test_long_contexts
         operators/test_pmx_errors.py
+        operators/test_score_blocks.py::test_blocks_on_a_gpu_are_attention
         ranks/test_divided.py::test_a_ranks_cache
         ranks/test_divided.py::test_logits
         ranks/test_divided.py::test_what_a_token_sends
+        server/test_interfaces.py::test_a_forced_call_that_is_cut_is_no_text
         tools/bench/test_shapes.py
         tools/convert/test_convert.py
         tools/gguf/test_importer.py
+        tools/report/test_report.py::TestBrokenFormats::test_it_shows
+        tools/report/test_report.py::TestTeacherForcing::test_chunks_are_token_by_token
     """,
     "kernel": """
+        bridge/test_hook.py::test_rows_that_the_kernel_serves_are_not_computed
+        bridge/test_hook.py::test_the_kernel_serves_chunks
         bridge/test_pool_bridged_fused.py
         cache/test_layer.py::test_the_fused_kernel_agrees_through_a_window
         cache/test_layer.py::test_the_fused_kernel_is_the_same_attention
@@ -49,6 +60,8 @@ MARKS = {
         support/test_metal_host.py
     """,
     "process": """
+        cache/test_disk.py::test_kill_9_at_any_moment
+        cache/test_snapshot_faults.py::test_killed_while_it_writes
         cli/chat/test_on_a_terminal.py
         cli/test_bench_cli.py
         cli/test_cli.py
@@ -59,6 +72,7 @@ MARKS = {
         cli/test_import.py::test_an_interrupted_import_leaves_nothing
         cli/test_interrupts.py
         cli/test_kernel_start.py
+        cli/test_plan_cli.py::test_machines_that_are_alike
         cli/test_prompt_cache_file.py
         cli/test_ranks.py
         cli/test_simulated_mac.py
@@ -67,10 +81,13 @@ MARKS = {
         ranks/test_bridged_stage.py
         ranks/test_guard.py
         ranks/test_lead.py
+        server/test_bodies.py::test_an_end_leaves_no_stopped_process
         server/test_connections.py
         server/test_run.py
         test_blas.py
         tools/bench/test_bench_worker.py
+        tools/bench/test_server_client.py::test_a_long_answer_is_waited_for_while_text_comes
+        tools/bench/test_server_client.py::test_waiting_ends
         tools/doctor/test_doctor.py
         tools/gguf/test_package.py
         tools/plan/test_memory_plan.py
@@ -79,11 +96,16 @@ MARKS = {
     """,
     "hostile": """
         cli/test_hostile_kinds.py
+        models/test_adapter.py::test_more_keys_or_tensors_than_the_model_has
         models/test_hostile.py
         models/test_hostile_files.py
         server/test_bodies.py::test_many_entries_do_not_hold_the_loop
         server/test_bodies.py::test_no_body_holds_the_server
+        test_errors.py::test_a_hostile_name
         test_patterns.py
+        text/test_answer_parts.py::test_a_call_that_goes_on_without_end
+        text/test_grammar.py::test_compiling_has_an_end
+        text/test_template.py::test_a_hostile_template
         text/test_tokenizer_limits.py
         tools/gguf/test_gguf_fuzz.py
     """,
@@ -91,19 +113,26 @@ MARKS = {
         bridge/test_checkpoints.py
         bridge/test_disk_cache.py
         bridge/test_snapshot_bridged.py
+        cache/test_quality.py::test_eight_bits_cost_nothing_that_matters_and_smaller_groups_cost_less
+        cli/chat/test_commands.py::test_without_a_seed_a_retry_differs_and_with_one_the_conversation_is_the_same_again
         engine/test_batch_drafts.py
         engine/test_constraint.py::test_random_schemas
+        engine/test_conversation.py::test_memory_stays_through_ten_forgettings
         engine/test_conversation_kinds.py
         engine/test_drafts.py
         engine/test_drafts_composed.py
         engine/test_draws.py
+        engine/test_engine.py::test_a_long_prefill_peaks_no_higher_than_mlx_lms_with_its_default_cache
         engine/test_fronts.py
         engine/test_prefix_replays.py
         engine/test_scheduler_company.py
         engine/test_threads.py
+        models/test_pocket.py::test_a_story_is_about_whom_it_was_asked_for
         names/test_keywords.py::test_a_cache_of_either_kind_of_model
         names/test_keywords.py::test_a_group_that_does_not_divide_a_bridged_models_width
+        tools/evidence/test_evidence.py::test_any_value_may_be_any_other
         tools/evidence/test_evidence.py::test_every_part_is_measured_kept_and_checked
+        tools/report/test_reference.py::test_the_report
         tools/report/test_report_inputs.py
         tools/report/test_tasks.py
         tools/report/test_tune.py
@@ -125,7 +154,9 @@ SAMPLES = """
     bridge/test_bridged_cache.py::test_pages_of_windows_move[gpt_oss]
     bridge/test_checkpoints.py::test_a_conversation_goes_back[qwen3_next]
     bridge/test_disk_cache.py::test_a_turn_reads_only_what_is_new[gpt_oss-8]
-    bridge/test_folder.py::test_generate
+    bridge/test_folder.py::test_generate[gemma3-0]
+    bridge/test_folder.py::test_generate[gpt-oss-0]
+    bridge/test_folder.py::test_generate[qwen3-next-0]
     bridge/test_mounted.py::test_batches_give_each_sequence_what_it_gets_alone[gemma3_text-4]
     bridge/test_mounted.py::test_batches_give_each_sequence_what_it_gets_alone[qwen3-8]
     bridge/test_prompt_cache.py::test_mlx_lms_loop_gives_mlx_lms_tokens[gpt_oss]
@@ -137,15 +168,21 @@ SAMPLES = """
     bridge/test_table.py::test_an_architecture_through_kvant_s_cache[gpt_oss]
     bridge/test_table.py::test_an_architecture_through_kvant_s_cache[llama]
     bridge/test_table.py::test_an_architecture_through_kvant_s_cache[qwen3_next]
+    cache/test_model_cache.py::test_interrupted_steps[8]
+    cache/test_pool.py::test_what_a_long_context_takes_is_bounded[1-8]
+    cache/test_pool.py::test_what_a_long_context_takes_is_bounded[4-0]
     cache/test_pool_fused.py::test_an_engine_on_the_kernels_text[8-None]
+    cache/test_snapshot.py::test_the_next_tokens_are_those_of_an_uninterrupted_run[110-{'kv_bits': 4, 'kv_group_size': 16}]
+    cache/test_snapshot.py::test_the_next_tokens_are_those_of_an_uninterrupted_run[128-{'kv_bits': 8}]
+    cache/test_snapshot.py::test_the_next_tokens_are_those_of_an_uninterrupted_run[300-{'kv_bits': 0}]
     cli/test_cli.py::test_generated_text
-    cli/test_cli.py::test_text_to_standard_output_and_statistics_to_standard_error
     engine/test_constraint.py::test_random_schemas[8]
     engine/test_conversation_kinds.py::test_turns_and_forgettings[gpt_oss-8]
     engine/test_conversation_kinds.py::test_turns_and_forgettings[qwen2-4]
-    engine/test_drafts.py::test_the_same_text_and_cache
-    engine/test_drafts_composed.py::test_many_texts[4]
-    engine/test_prefix_replays.py::test_a_planted_fact_is_recalled_after_a_hit
+    engine/test_drafts.py::test_the_same_text_and_cache[known-0-filtered]
+    engine/test_drafts.py::test_the_same_text_and_cache[known-4-processed]
+    engine/test_drafts.py::test_the_same_text_and_cache[own-8-filtered]
+    engine/test_drafts.py::test_the_same_text_and_cache[small-8-greedy]
     engine/test_scheduler_company.py::test_tokens_are_those_of_a_request_alone[8]
     models/test_adapter.py::test_logits_are_mlx_lms[qwen2]
     models/test_architectures.py::test_any_tensor_that_is_missing_or_wrong_is_named[qwen2]
@@ -164,16 +201,24 @@ SAMPLES = """
     models/test_golden.py::test_logits_are_transformers[qwen3 yarn]
     models/test_golden.py::test_logits_are_transformers[qwen3-moe default]
     models/test_golden.py::test_logits_are_transformers[smollm3 default]
+    models/test_share.py::test_only_the_share_is_read[llama-config1-4-stacked]
+    models/test_share.py::test_only_the_share_is_read[moe, each-config4-0-each]
     operators/kernels/test_dispatch.py::test_the_operator_is_the_oracle_s_either_way[changes0-8]
     operators/kernels/test_probe.py::test_the_kernel_itself_is_right_on_the_host
+    operators/test_pmx.py::test_against_the_oracle[0]
+    operators/test_pmx.py::test_against_the_oracle[500]
     operators/test_pmx.py::test_long_contexts[lengths0-0-how0]
     operators/test_pmx.py::test_long_contexts[lengths2-4-how2]
+    operators/test_score_blocks.py::test_blocks_on_a_gpu_are_attention[causal-64-dtype0]
+    operators/test_score_blocks.py::test_blocks_on_a_gpu_are_attention[sinks-256-dtype1]
+    operators/test_score_blocks.py::test_blocks_on_a_gpu_are_attention[window-64-dtype1]
     ranks/test_divided.py::test_a_ranks_cache[2-qwen2-2]
     ranks/test_divided.py::test_logits[2-moe]
     ranks/test_divided.py::test_logits[2-pipeline]
     ranks/test_divided.py::test_logits[2-qwen2]
     ranks/test_divided.py::test_what_a_token_sends[2-pipeline]
     ranks/test_divided.py::test_what_a_token_sends[2-qwen2]
+    server/test_interfaces.py::test_a_forced_call_that_is_cut_is_no_text[messages]
     tools/gguf/test_gguf_fuzz.py::test_mutated_files[smollm2-0]
     tools/gguf/test_importer.py::test_a_type[Q4_K-0.003]
     tools/gguf/test_importer.py::test_an_architecture[Q4_1-llama]
@@ -181,6 +226,8 @@ SAMPLES = """
     tools/gguf/test_importer.py::test_types_side_by_side
     tools/gguf/test_package.py::test_it_is_fetched_verified_and_imported_once
     tools/gguf/test_package.py::test_without_pip
+    tools/report/test_report.py::TestBrokenFormats::test_it_shows[a scale-layers0]
+    tools/report/test_report.py::TestTeacherForcing::test_chunks_are_token_by_token[cache_format0]
 """
 
 
