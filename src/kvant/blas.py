@@ -21,6 +21,7 @@ import stat
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from zlib import crc32
@@ -41,6 +42,12 @@ DAY_S = 24 * 60 * 60
 KEPT_S = 30 * DAY_S  # since it was last used: another environment may have another version
 
 _loaded = OWN
+_library: ctypes.CDLL | None = None
+
+
+def sgemv() -> Callable[..., None] | None:
+    """``cblas_sgemv`` of the library that was loaded, taking addresses as integers; None: MLX has its own BLAS."""
+    return None if _library is None else _library.scipy_cblas_sgemv  # type: ignore[no-any-return]
 
 
 def loaded() -> str:
@@ -52,7 +59,7 @@ def loaded() -> str:
 
 def load_blas() -> None:
     """Load a faster BLAS where there is one; afterwards :func:`loaded` says which. To be called before MLX's import."""
-    global _loaded
+    global _library, _loaded
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", OWN):
         warnings.warn(f"{VARIABLE} is {wanted!r}; expected {OWN!r}, or nothing for the fastest", stacklevel=3)
@@ -73,7 +80,7 @@ def load_blas() -> None:
         _loaded = f"{OWN}: {PACKAGE} is not installed"
     else:
         try:
-            _load(source)
+            _library = _load(source)
             _loaded = PACKAGE
         except (OSError, AttributeError) as error:
             _loaded = f"{OWN}: {PACKAGE} could not be loaded: {' '.join(str(error).split())}"
@@ -100,17 +107,22 @@ def _source() -> Path | None:
     return Path(package.origin).parent / "lib" / "libscipy_openblas.so"
 
 
-def _load(source: Path) -> None:
+def _load(source: Path) -> ctypes.CDLL:
     descriptor = _open_copy(source, user_cache())  # stays open: the linker remembers the library by this name
     is_ours = THREADS not in os.environ
     # Its threads spin while they wait for each other, and for 0.1 s for more work. On 2 cores with a third busy thread
     # a prefill took 10 to 30 times as long. Work for two threads gets two of MLX's streams. It reads this as it loads.
     os.environ.setdefault(THREADS, "1")
     try:
-        ctypes.CDLL(f"/proc/self/fd/{descriptor}", mode=ctypes.RTLD_GLOBAL)
+        library = ctypes.CDLL(f"/proc/self/fd/{descriptor}", mode=ctypes.RTLD_GLOBAL)
     finally:
         if is_ours:
             del os.environ[THREADS]
+    size, number, address = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
+    function = library.scipy_cblas_sgemv  # only what MLX calls has lost the prefix
+    function.restype = None
+    function.argtypes = [size, size, size, size, number, address, size, address, size, number, address, size]
+    return library
 
 
 def _open_copy(source: Path, folder: Path) -> int:

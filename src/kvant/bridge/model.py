@@ -34,6 +34,7 @@ class BridgedModel:
     """A :class:`kvant.models.LanguageModel`: mlx-lm's model, ``module``."""
 
     absent_caches: frozenset[int] = frozenset()  # numbers of mlx-lm's caches whose layers another process computes
+    computes_at_once = False
     last_token_alone = True  # mlx-lm's models give the logits of every position they are given
 
     def __init__(self, module: Module, config: BridgedConfig, dtype: mx.Dtype) -> None:

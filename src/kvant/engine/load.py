@@ -150,10 +150,12 @@ def load_folder(
     return model, loaded
 
 
-def load_model(folder: Path, progress: Progress | None = None, adapter: Path | None = None) -> LanguageModel:
+def load_model(
+    folder: Path, progress: Progress | None = None, adapter: Path | None = None, *, unpack: bool = False
+) -> LanguageModel:
     """:func:`kvant.models.load_decoder` where kvant has the architecture, else by mlx-lm's class without adapter."""
     if not is_bridged_folder(folder):
-        return load_decoder(folder, progress, adapter)
+        return load_decoder(folder, progress, adapter, unpack=unpack)
     from kvant.bridge.folder import load_bridged  # not for a decoder: it imports mlx-lm
 
     return load_bridged(folder, progress, adapter)

@@ -293,7 +293,9 @@ class Scheduler:
         if step.drafts is None:
             step.batch.commit(ids=[answer.tokens[-1:] for answer in step.answers])
             # The answers of a prompt that is being fed are to be in the next step; a draft follows what is read.
-            if self._prompt is None and not self._decoder.may_draft(drafting):
+            # A step that computes while it is built would keep this one's tokens back.
+            may_begin = self._prompt is None and not self._model.computes_at_once
+            if may_begin and not self._decoder.may_draft(drafting):
                 try:
                     following = self._decoder.begin_after(step, self._running)
                 except Exception as error:  # it is said when this step's tokens were handed out

@@ -22,6 +22,7 @@ from kvant.models.matrix import (
     check_device,
     dense_matrix,
     quantized_matrix,
+    unpacked_matrix,
 )
 from kvant.models.mlp import MLP, Experts
 from kvant.models.share import Share, Wanted, divides_inputs, everything, local_config
@@ -35,7 +36,9 @@ BLOCK_NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 Progress = Callable[[int, int], None]
 
 
-def load_decoder(folder: Path, progress: Progress | None = None, adapter: Path | None = None) -> Decoder:
+def load_decoder(
+    folder: Path, progress: Progress | None = None, adapter: Path | None = None, *, unpack: bool = False
+) -> Decoder:
     """Load a model folder: config.json and model.safetensors, or shards, which an index names or their own names.
 
     On a GPU activations have the checkpoint's dtype. On a CPU they have float32: it multiplies half precision many
@@ -45,8 +48,9 @@ def load_decoder(folder: Path, progress: Progress | None = None, adapter: Path |
         progress: called with (layers loaded, layers in all).
         adapter: the folder of a LoRA or DoRA adapter in mlx-lm's format. It is added to floating-point matrices as they
             are loaded. Quantized matrices keep their bits, and its low rank stays beside them.
+        unpack: hold quantized matrices, but those of experts, as the floats that their numbers stand for.
     """
-    return Decoder(load_part(folder, progress=progress, adapter=adapter))
+    return Decoder(load_part(folder, progress=progress, adapter=adapter, unpack=unpack))
 
 
 def load_part(
@@ -59,6 +63,7 @@ def load_part(
     all_sum: Callable[[mx.array], mx.array] = lambda x: x,
     progress: Progress | None = None,
     adapter: Path | None = None,
+    unpack: bool = False,
 ) -> DecoderParts:
     """Load what one rank has of a model folder, as :func:`load_decoder`; nothing else of it is read.
 
@@ -68,6 +73,7 @@ def load_part(
         embedding, head: it embeds tokens; it has the output head and the norm before it.
         all_sum: the sum of an array over all ranks. Every rank calls it as often, and only if there is an adapter.
         progress: counts the rank's layers.
+        unpack: as of :func:`load_decoder`.
     """
     check_process()
     config, tensors = check_folder(folder, whole=False)
@@ -81,7 +87,7 @@ def load_part(
     )
     tensors.check_memory(part_bytes(config, tensors, wanted))
     adapted = None if adapter is None else Adapter(adapter, config, wanted)
-    builder = _Builder(config, tensors, _compute_dtype(config, tensors), adapted, wanted)
+    builder = _Builder(config, tensors, _compute_dtype(config, tensors), adapted, wanted, unpack)
     builder.check_formats()
     parts = builder.parts(progress or (lambda done, total: None))
     if adapted is not None:
@@ -171,10 +177,17 @@ class _Builder:
     """Arrays to layers, by the architecture's table."""
 
     def __init__(
-        self, config: ModelConfig, tensors: TensorFiles, dtype: mx.Dtype, adapter: Adapter | None, wanted: Wanted
+        self,
+        config: ModelConfig,
+        tensors: TensorFiles,
+        dtype: mx.Dtype,
+        adapter: Adapter | None,
+        wanted: Wanted,
+        unpack: bool,
     ) -> None:
         self.config, self.tensors, self.dtype, self.adapter = config, tensors, dtype, adapter
         self.wanted, self.share = wanted, wanted.share
+        self.unpack = unpack
         self.local = local_config(config, wanted.share, wanted.layers)
 
     def parts(self, progress: Progress) -> DecoderParts:
@@ -296,6 +309,8 @@ class _Builder:
 
     def _adapted(self, matrix: DenseMatrix | QuantizedMatrix, outputs: dict[str, int]) -> Matrix:
         """A quantized matrix, of the matrices at these paths side by side, with the part that an adapter adds."""
+        if self.unpack and isinstance(matrix, QuantizedMatrix) and matrix.weight.ndim == 2:
+            matrix = unpacked_matrix(matrix, self.dtype)
         factors = None if self.adapter is None else self.adapter.take(outputs, self.dtype)
         return matrix if factors is None else AdaptedMatrix(matrix, *factors)
 

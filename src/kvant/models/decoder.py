@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Unpack
 
 import mlx.core as mx
@@ -112,6 +112,12 @@ class Block:
     def _norm(self, x: mx.array, role: str) -> mx.array:
         weight = self.norms.get(role)
         return x if weight is None else rms_norm(x, weight, self.rms_norm_eps)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Its projections, but a router's."""
+        attention = self.self_attn
+        return [attention.qkv_proj, attention.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj]
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -305,6 +311,11 @@ class Decoder:
     def logits(self, hidden_states: mx.array) -> mx.array:
         """(..., hidden) -> (..., vocab)."""
         return (self._lm_head or self._embed_tokens).project(hidden_states)
+
+    @cached_property
+    def computes_at_once(self) -> bool:
+        matrices = [matrix for layer in self.layers for linear in layer.linears for matrix in linear.matrices]
+        return any(matrix.computes_at_once for matrix in (self._lm_head or self._embed_tokens, *matrices))
 
     @property
     def embedding_size(self) -> int:

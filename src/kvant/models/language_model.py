@@ -67,6 +67,10 @@ class LanguageModel(Protocol):
         """Every weight array."""
 
     @property
+    def computes_at_once(self) -> bool:
+        """Whether a step is computed while its graph is built: then nothing is gained by building two at a time."""
+
+    @property
     def last_token_alone(self) -> bool:
         """Whether a prompt's last token is to be a step of its own.
 

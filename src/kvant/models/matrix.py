@@ -12,6 +12,7 @@ import mlx.core as mx
 from kvant.errors import ModelError, one_line
 from kvant.models.quantization import Quantization
 from kvant.models.unpacked import SMALL_PRODUCT, few_rows_product, in_turn, unpacked_product
+from kvant.operators import gemv
 from kvant.operators.streams import FEW_ROWS, cpu_streams
 
 # On a CPU, measured on 2 cores (docs/performance.md). From so many rows of x making floats of the numbers is faster:
@@ -21,7 +22,6 @@ DEQUANTIZE_FROM_ROWS = 4  # of other formats, by MLX
 DEQUANTIZED_ELEMENTS = 1024 * 1024  # at a time: 4 MiB; 16 MiB are new memory every time and take twice as long
 SUMMED_COLUMNS = 320  # OpenBLAS's large products are sums of sums over so many columns or more; its small ones are not
 PARALLEL_ELEMENTS = 512 * 1024  # a matrix from this size on is worth a thread for each core
-BY_ROWS_FROM_ELEMENTS = 4 * 1024 * 1024  # a dense one from this size on is multiplied in blocks of its outputs
 PARALLEL_PRODUCT = 256 * 1024 * 1024  # multiplications with a smaller one that are worth a thread for each core
 
 
@@ -29,27 +29,19 @@ PARALLEL_PRODUCT = 256 * 1024 * 1024  # multiplications with a smaller one that 
 class DenseMatrix:
     """A floating-point matrix, transposed."""
 
-    weight: mx.array  # (in, out)
-    # It lies in memory as the checkpoint's, (out, in). On a CPU only large ones do: for the others the products of one
-    # row are 1.8x as fast with it lying transposed (measured).
-    by_rows: bool = False
+    weight: mx.array  # (in, out); in memory too on a CPU, and as the checkpoint's (out, in) on other devices
 
     def project(self, x: mx.array) -> mx.array:
-        """(..., in) -> (..., out). On a CPU a few rows have the same numbers whatever is beside them.
-
-        For that all products are small ones, or none is.
-        """
+        """(..., in) -> (..., out). On a CPU a few rows have the same numbers whatever is beside them."""
         rows = x.size // x.shape[-1]
-        if rows == 0 or (rows == 1 and not self.by_rows) or mx.default_device().type != mx.cpu:
+        if rows == 0 or mx.default_device().type != mx.cpu:
             return x @ self.weight
+        if rows <= FEW_ROWS and gemv.serves(x, self.weight):
+            return gemv.gemv_rows(x, self.weight)
         in_one = SMALL_PRODUCT // max(1, self.weight.size)
-        if self.by_rows and rows <= FEW_ROWS:
-            return few_rows_product(x, [self.weight.T], None, cpu_streams())
-        if self.by_rows:
-            return in_parallel(lambda part: x @ part.T, [self.weight.T], -1)
         if rows > FEW_ROWS and rows * self.weight.size >= PARALLEL_PRODUCT:
             joined = in_parallel(lambda part: part @ self.weight, [x.reshape(rows, -1)], 0)
-        elif 2 <= in_one < rows <= FEW_ROWS and len(self.weight) > SUMMED_COLUMNS:
+        elif 2 <= in_one < rows <= FEW_ROWS and len(self.weight) > SUMMED_COLUMNS:  # all are small ones, or none is
             parts = mx.split(x.reshape(rows, -1), list(range(in_one, rows, in_one)))
             joined = mx.concatenate([part @ self.weight for part in parts])
         else:
@@ -64,7 +56,12 @@ class DenseMatrix:
         return mx.gather_mm(x, self.weight, rhs_indices=experts, sorted_indices=in_order)
 
     def of_expert(self, number: int) -> "DenseMatrix":
-        return DenseMatrix(self.weight[number], self.by_rows)
+        return DenseMatrix(self.weight[number])
+
+    @property
+    def computes_at_once(self) -> bool:
+        """Whether the product of a few rows is computed where it is asked for, and not when it is evaluated."""
+        return mx.default_device().type == mx.cpu and gemv.serves(self.weight, self.weight)
 
     @property
     def num_rows(self) -> int:
@@ -108,7 +105,7 @@ class QuantizedMatrix:
         rounds = -(-self.num_rows * x.shape[-1] // (DEQUANTIZED_ELEMENTS * len(streams)))
         size = -(-self.num_rows // (rounds * len(streams)))
         masked = unpacked_product(x, self.quantization) if self._in_bytes(x) else None
-        product = masked or (lambda packed: x @ self._dequantize(packed, x.dtype).T)
+        product = masked or (lambda packed: x @ self.dequantized(packed, x.dtype).T)
         parts = in_turn(x, self.arrays, [*range(0, self.num_rows, size), self.num_rows], product, streams)
         return _side_by_side(parts)
 
@@ -124,7 +121,7 @@ class QuantizedMatrix:
 
     def rows(self, ids: mx.array) -> mx.array:
         """Rows of the matrix, dequantized, as an embedding reads them: (...) -> (..., in)."""
-        return self._dequantize([array[ids] for array in self.arrays], None)
+        return self.dequantized([array[ids] for array in self.arrays], None)
 
     def gather(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
         options = {"rhs_indices": experts, "sorted_indices": in_order, **self.quantization.form}
@@ -133,7 +130,11 @@ class QuantizedMatrix:
     def of_expert(self, number: int) -> "QuantizedMatrix":
         return QuantizedMatrix(self.quantization, *(array[number] for array in self.arrays))
 
-    def _dequantize(self, packed: Sequence[mx.array], dtype: mx.Dtype | None) -> mx.array:
+    @property
+    def computes_at_once(self) -> bool:
+        return False
+
+    def dequantized(self, packed: Sequence[mx.array], dtype: mx.Dtype | None) -> mx.array:
         """Some rows; without a dtype, an affine matrix's in its scales', any other's in bfloat16, which is exact."""
         weight, scales, *biases = packed
         return mx.dequantize(weight, scales, biases[0] if biases else None, **self.quantization.form, dtype=dtype)
@@ -173,6 +174,10 @@ class AdaptedMatrix:
 
     def of_expert(self, number: int) -> "AdaptedMatrix":
         return AdaptedMatrix(self.base.of_expert(number), self.down[number], self.up[number])
+
+    @property
+    def computes_at_once(self) -> bool:
+        return self.base.computes_at_once
 
     @property
     def num_rows(self) -> int:
@@ -237,11 +242,15 @@ def dense_matrix(weights: Sequence[mx.array], dtype: mx.Dtype) -> DenseMatrix:
     Those of experts, (experts, out, in), are side by side expert by expert.
     """
     weight = mx.concatenate(list(weights), axis=-2).astype(dtype).swapaxes(-1, -2)  # (out, in) -> (in, out)
-    by_rows = mx.default_device().type != mx.cpu or (weight.ndim == 2 and weight.size >= BY_ROWS_FROM_ELEMENTS)
-    if not by_rows:
+    if mx.default_device().type == mx.cpu:
         weight = mx.contiguous(weight)  # other devices multiply the transposed view best
     mx.eval(weight)  # matrix by matrix: its sources, up to twice its bytes, are not held for a whole layer
-    return DenseMatrix(weight, by_rows)
+    return DenseMatrix(weight)
+
+
+def unpacked_matrix(matrix: QuantizedMatrix, dtype: mx.Dtype) -> DenseMatrix:
+    """A quantized matrix as the floats that its numbers stand for."""
+    return dense_matrix([matrix.dequantized(matrix.arrays, dtype)], dtype)
 
 
 def quantized_matrix(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:

@@ -1,4 +1,4 @@
-"""Products on a CPU: of a few rows of x with any weights, and of many with affine ones of 2, 4 or 8 bits."""
+"""Products on a CPU with affine weights of 2, 4 or 8 bits, of a few rows of x and of many."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -23,24 +23,23 @@ def block_size(rows: int, num_columns: int, bits: int) -> int:
 def few_rows_product(
     x: mx.array,
     arrays: Sequence[mx.array],
-    quantization: Quantization | None,
+    quantization: Quantization,
     streams: Sequence[mx.Stream | mx.ThreadLocalStream],
 ) -> mx.array:
     """The product of 1 to :data:`kvant.operators.streams.FEW_ROWS` rows of x with a matrix, the streams taking turns.
 
-    (..., in) float32 -> (..., out). Arrays are those of :func:`unpacked_product`; without a quantization the weights
-    alone, (out, in) float32.
+    (..., in) float32 -> (..., out). Arrays are those of :func:`unpacked_product`.
     """
     num_rows, num_columns, rows = len(arrays[0]), x.shape[-1], x.size // x.shape[-1]
-    rounds = 1 if quantization is None else -(-num_rows * num_columns // (UNPACKED_ELEMENTS * len(streams)))
+    rounds = -(-num_rows * num_columns // (UNPACKED_ELEMENTS * len(streams)))
     count = rounds * len(streams)  # of parts
     size = -(-num_rows // count)
-    num_blocks = -(-size // block_size(rows, num_columns, 8 if quantization is None else quantization.bits))
+    num_blocks = -(-size // block_size(rows, num_columns, quantization.bits))
     block = -(-size // num_blocks)
     block = -(-block // VECTOR) * VECTOR if count == 1 else max(1, block // VECTOR) * VECTOR
     whole = num_rows - num_rows % block
     bounds = [*range(0, whole, num_blocks * block), *([whole] if whole < num_rows else []), num_rows]
-    product = _dense_blocks(x, block) if quantization is None else _blocks_product(x, quantization, block)
+    product = _blocks_product(x, quantization, block)
     parts = in_turn(x, arrays, bounds, product, streams)
     output = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
     return mx.contiguous(output.T[:rows]).reshape(*x.shape[:-1], num_rows)  # (out, N) -> (..., out)
@@ -63,18 +62,6 @@ def in_turn(
         with mx.stream(streams[len(parts) % len(streams)]):
             parts.append(product(mx.depends([array[first:last] for array in arrays], [before])))
     return parts
-
-
-def _dense_blocks(x: mx.array, block: int) -> Callable[[Sequence[mx.array]], mx.array]:
-    """As :func:`_blocks_product`, of float32 weights."""
-    rows = x.reshape(-1, x.shape[-1])  # (..., in) -> (N, in)
-    columns = mx.contiguous((mx.broadcast_to(rows, (2, x.shape[-1])) if len(rows) == 1 else rows).T)
-
-    def product(arrays: Sequence[mx.array]) -> mx.array:
-        weight = mx.unflatten(arrays[0], 0, (-1, min(block, len(arrays[0]))))
-        return (weight @ mx.broadcast_to(columns, (len(weight), *columns.shape))).flatten(0, 1)
-
-    return product
 
 
 def _blocks_product(x: mx.array, quantization: Quantization, block: int) -> Callable[[Sequence[mx.array]], mx.array]:
