@@ -47,7 +47,7 @@ _library: ctypes.CDLL | None = None
 
 def sgemv() -> Callable[..., None] | None:
     """``cblas_sgemv`` of the library that was loaded, taking addresses as integers; None: MLX has its own BLAS."""
-    return None if _library is None else _library.scipy_cblas_sgemv  # type: ignore[no-any-return]
+    return None if _library is None else _library.scipy_cblas_sgemv
 
 
 def loaded() -> str:

@@ -13,6 +13,7 @@ from kvant.models.caches import DEFAULT_RESERVATION
 from kvant.sizes import format_bytes
 from kvant.tools.plan import (
     AnyCheckpoint,
+    Checkpoint,
     LongestContext,
     MemoryPlan,
     Parallel,
@@ -47,6 +48,37 @@ def plan_for(
         if tokens is None:
             tokens = max(1, longest_context(checkpoint, machine, settings, split_pairs).tokens)
         return plan(checkpoint, max_kv_size=tokens, settings=settings, device=device, split_pairs=split_pairs)
+
+
+def with_weights(
+    wanted: str | None, checkpoint: AnyCheckpoint, settings: Settings, max_kv_size: KvSize, machine: Machine
+) -> tuple[AnyCheckpoint, Settings]:
+    """The model and the draft model of a plan, with their quantized matrices as floats if --weights asks for that.
+
+    Without the flag a CPU unpacks both if a plan of as many tokens takes at most half of its memory then.
+    """
+    if wanted == "float32" and not isinstance(checkpoint, Checkpoint):
+        raise BadValueError(
+            "--weights is 'float32'; mlx-lm's class computes this model, with weights as they are stored"
+        )
+    if wanted == "float32" and machine.device != "cpu":
+        raise BadValueError("--weights is 'float32'; a GPU multiplies quantized weights as they are stored")
+    if wanted == "packed" and isinstance(checkpoint, Checkpoint) and not checkpoint.is_packed:
+        raise BadValueError("--weights is 'packed'; this model's weights are not quantized")
+    draft, unpacked = settings.draft_model, (_unpacked(checkpoint), settings)
+    if draft is not None:
+        unpacked = unpacked[0], replace(settings, draft_model=replace(draft, checkpoint=_unpacked(draft.checkpoint)))
+    if wanted == "packed" or machine.device != "cpu" or unpacked == (checkpoint, settings):
+        return checkpoint, settings
+    if wanted is None:
+        tokens = plan_for(checkpoint, settings, max_kv_size, machine).max_kv_size
+        if plan_for(*unpacked, tokens, machine).total > machine.limit_bytes // 2:
+            return checkpoint, settings
+    return unpacked
+
+
+def _unpacked(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
+    return checkpoint.unpack() if isinstance(checkpoint, Checkpoint) and checkpoint.is_packed else checkpoint
 
 
 def ranks_that_fit(

@@ -185,6 +185,14 @@ class RunOptions:
         ),
     ] = None
     prefill_step_size: PrefillStepSize = 512
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="packed|float32",
+            help="How a CPU holds quantized weights: as they are stored, or as float32, which takes more memory and "
+            "less time; default: float32 where that leaves half of the memory free.",
+        ),
+    ] = None
     # What drafts.
     draft: Annotated[
         Source,
@@ -236,6 +244,8 @@ class RunOptions:
             raise BadValueError("--extra-eos-token ends a text, and --ignore-eos goes on past all that ends one")
         kv_size(self.max_kv_size)
         check_kernels(self.kernels)
+        if self.weights not in (None, "packed", "float32"):
+            raise BadValueError(f"--weights is {self.weights!r:.80}; expected packed or float32")
         _ = self.cache
         check_draft(self.draft, self.draft_model, self.num_draft_tokens)
         check_parallel(self.parallel)

@@ -10,7 +10,7 @@ import typer
 
 from kvant.cli import options, terminal
 from kvant.cli import ranks as processes
-from kvant.cli.fitting import longest_by_bits, plan_for, ranks_for, with_checkpoints
+from kvant.cli.fitting import longest_by_bits, plan_for, ranks_for, with_checkpoints, with_weights
 from kvant.cli.launch import read_hosts
 from kvant.cli.options import BadValueError, RunOptions, Without
 from kvant.cli.parts import gather_machines
@@ -107,6 +107,8 @@ def plan(
             )
         settings = replace(settings, draft_model=DraftModel(_checkpoint(draft_model, remote)))
     if count is not None:
+        if run.weights == "float32":
+            raise BadValueError("--weights is 'float32'; on several ranks weights stay as they are stored")
         machines *= count if len(machines) == 1 else 1
         note = "" if sizes or running else "all machines are taken to be like this one; --memory says what they have"
         made = ranks_for(checkpoint, settings, reserved, machines, kind)
@@ -115,6 +117,7 @@ def plan(
         lines = ranks_lines(model, checkpoint, made, of_ranks, names, note)
     else:
         machine = machines[0]
+        checkpoint, settings = with_weights(run.weights, checkpoint, settings, reserved, machine)
         alone = plan_for(checkpoint, settings, reserved, machine)
         longest = longest_by_bits(settings, lambda chosen: longest_context(checkpoint, machine, chosen))
         record, fits = plan_record(model, checkpoint, alone, machine, longest), alone.total <= machine.limit_bytes

@@ -168,7 +168,8 @@ def _describe_weights(checkpoint: AnyCheckpoint, machine: Machine) -> str:
         stored = f"{quantization.bits} bits, groups of {quantization.group_size}"
     else:
         stored = quantization.mode
-    return f"{stored}, {'tied' if checkpoint.tied else 'untied'}"
+    unpacked = ", unpacked to float32" if checkpoint.unpacked else ""
+    return f"{stored}{unpacked}, {'tied' if checkpoint.tied else 'untied'}"
 
 
 def _describe_experts(checkpoint: AnyCheckpoint, made: MemoryPlan) -> str:

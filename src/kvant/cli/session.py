@@ -16,7 +16,7 @@ from kvant.cache.disk import QUEUE_BYTES, DiskCache
 from kvant.cache.layer_format import describe_formats
 from kvant.cache.pool import Pool
 from kvant.cli import options, ranks
-from kvant.cli.fitting import named_format, plan_for, plan_that_fits, with_checkpoints
+from kvant.cli.fitting import named_format, plan_for, plan_that_fits, with_checkpoints, with_weights
 from kvant.cli.options import BadValueError, KvSize
 from kvant.cli.options import RunOptions as RunOptions  # of kvant bench, too
 from kvant.cli.parts import Arranged, arrange, loader
@@ -24,7 +24,7 @@ from kvant.cli.progress import LateProgress
 from kvant.cli.sampling import describe_sampling, drawn_seed, in_force, model_sampling
 from kvant.cli.terminal import say
 from kvant.engine.drafts import Drafts, drafts_of
-from kvant.engine.load import find_adapter, find_model, load_folder, load_model
+from kvant.engine.load import Weights, find_adapter, find_model, load_folder, load_model
 from kvant.engine.model_drafts import ModelDrafts, check_folders
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.sampler import Sampler
@@ -38,7 +38,7 @@ from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.prompt import check_variables
 from kvant.text.tokenizer import Tokenizer
-from kvant.tools.plan import AnyCheckpoint, DraftModel, MemoryPlan, Settings, read_folder, split_pairs
+from kvant.tools.plan import AnyCheckpoint, Checkpoint, DraftModel, MemoryPlan, Settings, read_folder, split_pairs
 
 WIRING_MACOS = 15  # the first in which MLX's limit has an effect (its metal/resident.cpp)
 
@@ -181,23 +181,34 @@ def load_session(
     checkpoint, settings, machine = prepare(run, folder, sequences=sequences, requests=requests, talks=talks)
     arranged = None
     if ranks.guard() is None:
+        checkpoint, settings = with_weights(run.weights, checkpoint, settings, max_kv_size, machine)
         planned = plan_that_fits(checkpoint, settings, max_kv_size, machine)
     else:
         arranged = arrange(run.shared, folder, checkpoint, settings, max_kv_size, machine)
         planned = arranged.own
     tell(planned)
+    if isinstance(checkpoint, Checkpoint) and checkpoint.unpacked:
+        unpacked = f"weights: {format_bytes(planned.weights)}, unpacked to float32 for speed"
+        say(f"{unpacked}; --weights packed holds {format_bytes(checkpoint.stored_bytes)}", run.quiet)
     if run.wired:
         wire(planned.total)
     load_weights = None if arranged is None else loader(arranged)
     dispatch.say = partial(say, quiet=run.quiet)
     with LateProgress("loading", quiet=run.quiet) as progress:
         model, tokenizer = load_folder(
-            folder, progress.update, adapter_path=run.adapter_path, process=process, load_weights=load_weights
+            folder,
+            progress.update,
+            adapter_path=run.adapter_path,
+            process=process,
+            load_weights=load_weights,
+            weights=weights_held(checkpoint),
         )
         draft_model = None
         if draft_folder is not None and settings.draft_model is not None:
             identity = identify(draft_folder)
-            draft_model = load_model(draft_folder, progress.update)
+            draft_model = load_model(
+                draft_folder, progress.update, weights=weights_held(settings.draft_model.checkpoint)
+            )
             draft_model.identity = identity
             pairs = tuple(split_pairs(draft_model))
             settings = replace(settings, draft_model=replace(settings.draft_model, split_pairs=pairs))
@@ -226,6 +237,11 @@ def load_session(
         arranged=arranged,
         draft_model=draft_model,
     )
+
+
+def weights_held(checkpoint: AnyCheckpoint) -> Weights:
+    """How a plan holds quantized weights."""
+    return "float32" if isinstance(checkpoint, Checkpoint) and checkpoint.unpacked else "packed"
 
 
 def _set_ends(tokenizer: Tokenizer, run: RunOptions, vocab_size: int) -> None:
@@ -269,6 +285,8 @@ def prepare(
         raise BadValueError(
             f"--parallel is {run.parallel!r}, which has no effect in one process; `kvant launch` starts several ranks"
         )
+    if run.weights == "float32" and ranks.guard() is not None:
+        raise BadValueError("--weights is 'float32'; on several ranks weights stay as they are stored")
     checkpoint = read_folder(folder)
     if run.adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))

@@ -1,10 +1,14 @@
 """A model's name or folder to a decoder and a tokenizer."""
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
+
+import mlx.core as mx
 
 from kvant.bridge.config import is_bridged
 from kvant.errors import ArgumentError, ModelError, did_you_mean
@@ -12,11 +16,13 @@ from kvant.files import read_json, read_optional
 from kvant.models import LanguageModel, load_decoder
 from kvant.models.checkpoint import Progress, check_folder
 from kvant.models.identity import identify
+from kvant.sizes import physical_memory
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer, begin_loading
 
 TOKENIZER_KEYS = ("eos_token", "chat_template", "trust_remote_code")
 POCKET = "pocket"  # the embedded model's name
+Weights = Literal["packed", "float32"]
 LoadModel = Callable[[Path, Progress | None, Path | None], LanguageModel]
 
 
@@ -32,6 +38,7 @@ def load(
     trust_remote_code: bool = False,
     *,
     path_or_name: str | Path | None = None,
+    weights: Weights | None = None,
 ) -> tuple[LanguageModel, Tokenizer]: ...
 @overload
 def load(
@@ -45,6 +52,7 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     path_or_name: str | Path | None = None,
+    weights: Weights | None = None,
 ) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]: ...
 def load(
     path_or_hf_repo: str | Path | None = None,
@@ -57,6 +65,7 @@ def load(
     trust_remote_code: bool = False,
     *,
     path_or_name: str | Path | None = None,
+    weights: Weights | None = None,
 ) -> tuple[LanguageModel, Tokenizer] | tuple[LanguageModel, Tokenizer, dict[str, Any]]:
     """Load a model and its tokenizer. The arguments are mlx-lm's.
 
@@ -71,6 +80,8 @@ def load(
         return_config: return the folder's config.json too.
         revision: a repository's commit, branch or tag, as it was pulled; refused for a folder and for ``pocket``.
         path_or_name: another name of ``path_or_hf_repo``.
+        weights: how a CPU holds quantized matrices: "packed", or "float32", which takes more memory and less time;
+            default: the latter where the floats take at most half of the memory.
 
     Returns:
         The model: a decoder of kvant's own, or a bridged one where only mlx-lm has the architecture. A tokenizer with
@@ -103,10 +114,14 @@ def load(
     for key in ("eos_token", "chat_template"):
         if not isinstance(settings.get(key), str | None):
             raise ArgumentError(f"tokenizer_config[{key!r}]", f"is {settings[key]!r:.80}; expected text")
+    if weights not in (None, *get_args(Weights)):
+        raise ArgumentError("weights", f"is {weights!r:.80}; expected 'packed' or 'float32'")
+    if weights == "float32" and mx.default_device().type != mx.cpu:
+        raise ArgumentError("weights", "is 'float32'; a GPU multiplies quantized weights as they are stored")
     if lazy:
         warnings.warn("lazy is True; every weight is read at load, one layer after the other", stacklevel=2)
     folder = find_model(name, revision)
-    model, tokenizer = load_folder(folder, adapter_path=adapter_path)
+    model, tokenizer = load_folder(folder, adapter_path=adapter_path, weights=weights)
     if (template := settings.get("chat_template")) is not None:
         tokenizer.chat_template = template
     if (token := settings.get("eos_token")) is not None:
@@ -134,6 +149,7 @@ def load_folder(
     adapter_path: str | Path | None = None,
     process: TextProcess | None = None,
     load_weights: LoadModel | None = None,
+    weights: Weights | None = None,
 ) -> tuple[LanguageModel, Tokenizer]:
     """Load from a folder; ``process``: for the tokenizer; ``load_weights``: in place of :func:`load_model`."""
     adapter = None if adapter_path is None else find_adapter(adapter_path)
@@ -143,7 +159,7 @@ def load_folder(
     except ModelError:
         check_model(folder)  # an error of the model itself is said first
         raise
-    model = (load_weights or load_model)(folder, progress, adapter)
+    model = (load_weights or partial(load_model, weights=weights))(folder, progress, adapter)
     model.identity = identity
     loaded = tokenizer()
     loaded.eos_token_ids = {*loaded.eos_token_ids, *model.config.eos_token_ids}
@@ -151,14 +167,29 @@ def load_folder(
 
 
 def load_model(
-    folder: Path, progress: Progress | None = None, adapter: Path | None = None, *, unpack: bool = False
+    folder: Path, progress: Progress | None = None, adapter: Path | None = None, *, weights: Weights | None = None
 ) -> LanguageModel:
-    """:func:`kvant.models.load_decoder` where kvant has the architecture, else by mlx-lm's class without adapter."""
+    """:func:`kvant.models.load_decoder` where kvant has the architecture, else by mlx-lm's class without adapter.
+
+    ``weights``: how a CPU holds quantized matrices; None: as floats where those take at most half of its memory.
+    """
     if not is_bridged_folder(folder):
-        return load_decoder(folder, progress, adapter, unpack=unpack)
+        if weights is None:
+            weights = "float32" if _has_room_for_floats(folder) else "packed"
+        return load_decoder(folder, progress, adapter, unpack=weights == "float32")
+    if weights == "float32":
+        raise ModelError(f"{folder}: mlx-lm's class computes this model, with its weights as they are stored")
     from kvant.bridge.folder import load_bridged  # not for a decoder: it imports mlx-lm
 
     return load_bridged(folder, progress, adapter)
+
+
+def _has_room_for_floats(folder: Path) -> bool:
+    if mx.default_device().type != mx.cpu:
+        return False
+    config, _ = check_folder(folder, whole=False)
+    elements = sum(math.prod(size) for size in config.matrices().values())
+    return elements * mx.float32.size <= physical_memory() // 2
 
 
 def check_model(folder: Path) -> None:

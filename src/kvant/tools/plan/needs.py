@@ -180,7 +180,8 @@ def scratch_bytes(
         cast = FLOAT32 if not on_cpu and not splits and (made or mask) else 0
         queued = 1 if on_cpu else QUEUED_LAYERS - (1 if splits or cast else 0)
         seen = max(seen, mask + sequences * scores + kv_row * floats * (forms + cast) * queued)
-    weights = _float_weights(config) if on_cpu and config.quantization is not None else 0
+    is_packed = config.quantization is not None and not (checkpoint.unpacked and config.experts is None)
+    weights = _float_weights(config) if on_cpu and is_packed else 0
     rows = 0 if part is not None and part.rank else LOGITS_COPIES
     rows += GATHERED_COPIES if part is not None and part.divided and not checkpoint.tied else 0
     sampled = logits * rows * FLOAT32 * config.vocab_size

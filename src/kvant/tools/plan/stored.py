@@ -67,6 +67,7 @@ class Checkpoint:
     tied: bool  # the embedding is the output head too
     adapter_bytes: int = 0  # of an adapter's tensors, as they lie in their file
     part: Part | None = None  # that one rank of several has; None: it is the whole model
+    unpacked: bool = False  # quantized matrices, but those of experts, are held as floats
 
     @classmethod
     def from_facts(cls, raw: Mapping[str, Any], file_bytes: int | None = None) -> "Checkpoint":
@@ -120,6 +121,15 @@ class Checkpoint:
                 others[path] = Quantization(bits=own_bits, group_size=own_group)
         return replace(self, config=replace(self.config, quantization=quantization, quantization_overrides=others))
 
+    def unpack(self) -> "Checkpoint":
+        """As if loaded with its quantized matrices, but those of experts, as floats."""
+        return replace(self, unpacked=True)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether any matrix is quantized."""
+        return any(self.config.quantization_of(path) is not None for path, *_ in self._matrices())
+
     def stage(self, rank: int, layers: range) -> "Checkpoint":
         """A pipeline's rank: these layers, on rank 0 also all that is in no layer. An adapter is counted whole."""
         config, table = self.config, self.config.architecture
@@ -168,10 +178,10 @@ class Checkpoint:
         total = self.loading(on_cpu=on_cpu).held
         for path, size, _, row in self._matrices():
             if row.role == "embedding" and not self.tied:
-                total -= self._matrix_bytes(path, size, itemsize)
+                total -= self._held_bytes(path, size, itemsize)
             elif len(size) > 2 and experts is not None:
                 idle = experts.count - experts.per_token
-                total -= self._matrix_bytes(path, size, itemsize) * idle // experts.count
+                total -= self._held_bytes(path, size, itemsize) * idle // experts.count
         return total
 
     def loading(self, *, on_cpu: bool) -> Loading:
@@ -188,8 +198,8 @@ class Checkpoint:
 
         def together(entry: tuple[str, tuple[int, ...], int | None, Parameter]) -> tuple[int | None, str]:
             path, _, layer, row = entry
-            quantized = self.config.quantization_of(path) is not None
-            return layer, "" if layer is not None and quantized else row.role
+            is_packed = self.config.quantization_of(path) is not None and not self.unpacked
+            return layer, "" if layer is not None and is_packed else row.role
 
         itemsize = self.itemsize(on_cpu=on_cpu)
         for _, entries in groupby(sorted(self._matrices(), key=lambda entry: entry[2] is not None), key=together):
@@ -197,14 +207,17 @@ class Checkpoint:
             for path, size, _, row in entries:
                 # Experts are put into one stack, which is as much as being fused with another matrix.
                 fused = len(self.config.architecture.of_role(row.role)) > 1 or len(size) > 2
-                stored, held = (self._matrix_bytes(path, size, number) for number in (self.float_bytes, itemsize))
+                stored, packed = (self._matrix_bytes(path, size, number) for number in (self.float_bytes, itemsize))
+                held = self._held_bytes(path, size, itemsize)
                 kept += held
                 if self.config.quantization_of(path) is None:
                     cast, turned = itemsize != self.float_bytes, on_cpu
                     passing += stored * (1 + fused) + held * (cast + turned) - held  # the last of these forms stays
                 else:
                     floats = stored - self._matrix_bytes(path, size, 0)
-                    passing += floats * (itemsize != self.float_bytes) + held * fused
+                    passing += floats * (itemsize != self.float_bytes) + packed * fused
+                    if held != packed:  # made floats, and then turned
+                        passing += packed + held
             yield Loading(kept, kept + passing)
 
     def _parameters(self) -> Iterator[tuple[str, int | None, Parameter]]:
@@ -238,6 +251,10 @@ class Checkpoint:
         # Quantized values, and for each group a scale and a bias, or a scale of one byte.
         group_bytes = 2 * itemsize if quantization.has_biases else 1
         return elements * quantization.bits // 8 + elements // quantization.group_size * group_bytes
+
+    def _held_bytes(self, path: str, size: tuple[int, ...], itemsize: int) -> int:
+        is_unpacked = self.unpacked and len(size) == 2
+        return math.prod(size) * itemsize if is_unpacked else self._matrix_bytes(path, size, itemsize)
 
     def _vector_bytes(self, itemsize: int) -> int:
         config = self.config
