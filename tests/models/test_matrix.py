@@ -9,9 +9,11 @@ import pytest
 from support.numbers import normal
 from support.openblas import has_small_products
 
+from kvant import blas
+from kvant.models import gemv
 from kvant.models import matrix as matrix_module
 from kvant.models import unpacked as unpacked_module
-from kvant.models.matrix import QuantizedMatrix, dense_matrix, quantized_matrix
+from kvant.models.matrix import QuantizedMatrix, dense_matrix, quantized_matrix, unpacked_matrix
 from kvant.models.quantization import Quantization
 from kvant.operators.streams import FEW_ROWS, cpu_streams
 
@@ -152,32 +154,69 @@ def test_a_few_rows_are_bitwise_what_each_is_alone(monkeypatch: pytest.MonkeyPat
                     _check(matrix, x[some])
 
 
+needs_gemv = pytest.mark.skipif(blas.sgemv() is None, reason="MLX multiplies with its own BLAS")
+
+
 @on_a_cpu
-@pytest.mark.parametrize("by_rows", [False, True])
-@pytest.mark.parametrize("shape", [(256, 1280), (640, 256), (700, 512), (896, 1152), (896, 2340)], ids=str)
+@pytest.mark.parametrize("by_gemv", [False, pytest.param(True, marks=needs_gemv)])
+@pytest.mark.parametrize("shape", [(256, 1280), (640, 256), (700, 513), (896, 1152), (896, 2340)], ids=str)
 def test_a_few_rows_of_a_dense_matrix_are_bitwise_what_each_is_alone(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], by_rows: bool
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], by_gemv: bool
 ) -> None:
-    """Of one product for 8 rows (in one block of columns, or past small ones for one row too), and of several."""
-    monkeypatch.setattr(matrix_module, "BY_ROWS_FROM_ELEMENTS", 0 if by_rows else 1 << 40)
+    """By products of a matrix and a vector, and by MLX: one product for 8 rows, or several."""
+    monkeypatch.setattr(gemv, "BREAK_EVEN_ELEMENTS", 0 if by_gemv else 1 << 40)
     matrix, x = dense_matrix([normal(1, *shape[::-1])], mx.float32), normal(1, FEW_ROWS, shape[0])
-    assert matrix.by_rows == by_rows
+    assert matrix.computes_at_once == by_gemv
     expected = np.array(x, np.float64) @ np.array(matrix.weight, np.float64)
     for rows in (x, x.reshape(2, 4, -1), x[None]):
         output = matrix.project(rows)
         assert output.shape == (*rows.shape[:-1], shape[1])
         np.testing.assert_allclose(np.array(output).reshape(expected.shape), expected, rtol=1e-4, atol=1e-3)
-        if has_small_products():
+        if by_gemv or (has_small_products() and shape[1] % 16 == 0):
             assert mx.array_equal(output.reshape(expected.shape), mx.stack([matrix.project(row) for row in x]))
 
 
 @on_a_cpu
+@needs_gemv
+def test_a_product_by_gemv_reads_what_is_there() -> None:
+    """Rows that are a view, a matrix that lies in memory turned, and values that change neither."""
+    weight, x = normal(0, 640, 1000), normal(1, 3, 2, 640)
+    expected = np.array(x[:, 1], np.float64) @ np.array(weight, np.float64)
+    turned = mx.contiguous(weight.T).T
+    before = np.array(weight), np.array(x)
+    for matrix in (weight, turned):
+        assert gemv.serves(x, matrix)
+        first = gemv.gemv_rows(x[:, 1], matrix)
+        second = gemv.gemv_rows(x[:, 0], matrix)
+        np.testing.assert_allclose(np.array(first), expected, rtol=1e-4, atol=1e-3)
+        assert not mx.array_equal(first, second)
+    assert np.array_equal(before[0], np.array(weight))
+    assert np.array_equal(before[1], np.array(x))
+
+
+@on_a_cpu
+def test_what_gemv_does_not_serve() -> None:
+    large = mx.zeros((640, 1000))
+    assert not gemv.serves(large.astype(mx.bfloat16), large)
+    assert not gemv.serves(large, large.astype(mx.float16))
+    assert not gemv.serves(large, mx.zeros((4, 640, 1000)))
+    assert not gemv.serves(large, large[:100])
+
+
+@on_a_cpu
+@pytest.mark.parametrize("bits", FORMATS, ids=str)
+def test_an_unpacked_matrix_has_the_numbers_that_mlx_dequantizes(bits: Format) -> None:
+    group_size = 64 if isinstance(bits, int) else bits.group_size
+    matrix = _matrix(48, bits, group_size)
+    unpacked = unpacked_matrix(matrix, mx.float32)
+    assert np.array_equal(np.array(unpacked.weight).T, _dequantize(matrix))
+
+
+@on_a_cpu
 @pytest.mark.parametrize("cores", [1, 2, 3])
-@pytest.mark.parametrize("by_rows", [False, True])
-def test_many_rows_of_a_dense_matrix(monkeypatch: pytest.MonkeyPatch, cores: int, by_rows: bool) -> None:
+def test_many_rows_of_a_dense_matrix(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     """From all cores, more of them than outputs or rows too."""
     _cores(monkeypatch, cores)
-    monkeypatch.setattr(matrix_module, "BY_ROWS_FROM_ELEMENTS", 0 if by_rows else 1 << 40)
     monkeypatch.setattr(matrix_module, "PARALLEL_PRODUCT", 1)
     for num_rows in (1, 2, 37):
         weight = normal(0, num_rows, 64)

@@ -18,12 +18,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401, o
 from kvant.cache import CacheOptions
 from kvant.cache.pages import PAGE_SIZE
 from kvant.engine.cache_scheduler import CacheScheduler
-from kvant.engine.load import load_model
+from kvant.engine.load import Weights, load_model
 from kvant.engine.request import Request
 from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder, LanguageModel
 from kvant.sample_utils import make_sampler
-from kvant.tools.plan import Settings, plan, read_folder, split_pairs
+from kvant.tools.plan import Checkpoint, Settings, plan, read_folder, split_pairs
 from kvant.tools.plan.memory import page_rows
 
 DECODED = 4  # tokens
@@ -58,13 +58,16 @@ def _fill_pool(model: LanguageModel, tokens: int, settings: Settings, count: int
     return pool.nbytes
 
 
-def measure(folder: Path, tokens: int, streams: int, options: dict[str, Any]) -> dict[str, Any]:
+def measure(folder: Path, tokens: int, streams: int, options: dict[str, Any], weights: Weights) -> dict[str, Any]:
     """The plans from the files and from the loaded model, and what MLX counted: bytes of arrays, weights and cache."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
         if streams > CORES:
             os.sched_getaffinity = lambda pid: set(range(streams))
     checkpoint = read_folder(folder)
+    if weights == "float32":
+        assert isinstance(checkpoint, Checkpoint)
+        checkpoint = checkpoint.unpack()
     settings = Settings(**options | {"cache": CacheOptions(**options["cache"])})
 
     def planned(**known: Any) -> list[int]:
@@ -73,7 +76,7 @@ def measure(folder: Path, tokens: int, streams: int, options: dict[str, Any]) ->
 
     guessed = planned()
     mx.reset_peak_memory()
-    model = load_model(folder)
+    model = load_model(folder, weights=weights)
     count = settings.sequences
     cache = _fill_cache(model, tokens, settings) if count is None else _fill_pool(model, tokens, settings, count)
     mx.synchronize()

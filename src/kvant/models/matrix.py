@@ -10,9 +10,9 @@ from functools import partial
 import mlx.core as mx
 
 from kvant.errors import ModelError, one_line
+from kvant.models import gemv
 from kvant.models.quantization import Quantization
 from kvant.models.unpacked import SMALL_PRODUCT, few_rows_product, in_turn, unpacked_product
-from kvant.operators import gemv
 from kvant.operators.streams import FEW_ROWS, cpu_streams
 
 # On a CPU, measured on 2 cores (docs/performance.md). From so many rows of x making floats of the numbers is faster:

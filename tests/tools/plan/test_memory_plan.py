@@ -18,6 +18,7 @@ from support.tiny_models import shape
 
 from kvant.cache import CacheOptions
 from kvant.cli.fitting import plan_that_fits
+from kvant.engine.load import Weights
 from kvant.errors import ContextError, ModelError
 from kvant.machine import machine_with, this_machine
 from kvant.models import Decoder, ModelConfig
@@ -49,6 +50,7 @@ class Case:
     weight_bits: int = 0
     streams: int = 2
     window: int | None = None
+    weights: Weights = "packed"
 
 
 def experts(count: int, per_token: int, inner: int, *sizes: Any) -> Shape:
@@ -70,6 +72,7 @@ CASES = {
     "4-bit weights": FOUR_BITS,
     # Dequantized parts wait for their input: without that, four threads hold 1.3 times as much.
     "4-bit weights, more threads than cores": replace(FOUR_BITS, streams=4),
+    "4-bit weights, unpacked": replace(FOUR_BITS, weights="float32"),
     "a 4-bit cache": Case(shape("qwen3", *MANY_KEYS), TOKENS, steps(64, bits=4, group=64)),
     "a long step": Case(shape("qwen2", 256, 2, 4, 2, 64, 2048, 1000, True), count(770, 1540), steps(count(768, 1536))),
     "windows": Case(shape("qwen2", *MANY_KEYS), 3 * TOKENS, steps(32), window=TOKENS),
@@ -110,7 +113,11 @@ def measure() -> Iterator[Measure]:
 
         def run(folder: Path, case: Case) -> dict[str, list[int]]:
             options = {name: value for name, value in asdict(case.settings).items() if value is not None}
-            print(json.dumps([str(folder), case.tokens, case.streams, options]), file=process.stdin, flush=True)
+            print(
+                json.dumps([str(folder), case.tokens, case.streams, options, case.weights]),
+                file=process.stdin,
+                flush=True,
+            )
             found = json.loads(process.stdout.readline())
             assert isinstance(found, dict), "it failed: see standard error"
             return found

@@ -21,6 +21,7 @@ from kvant.models.tensors import TensorFiles
 FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # An adapter's factors beside quantized matrices that are fused, three at the most, have zeros where the others lie.
 ADAPTER_COPIES = 3
+UNPACKING_BYTES = 4096  # of shifts and masks; measured, 102
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +217,8 @@ class Checkpoint:
                 else:
                     floats = stored - self._matrix_bytes(path, size, 0)
                     passing += floats * (itemsize != self.float_bytes) + packed * fused
-                    if held != packed:  # made floats, and then turned
-                        passing += packed + held
+                    if held != packed:  # as integers, as floats, and turned
+                        passing += packed + 2 * held + UNPACKING_BYTES
             yield Loading(kept, kept + passing)
 
     def _parameters(self) -> Iterator[tuple[str, int | None, Parameter]]:
