@@ -1,9 +1,10 @@
 """Two checkouts of kvant in turns: what a token, a first token, eight streams and the whole command take.
 
-Run: python scripts/checkouts.py OLD NEW [rounds] [shapes]    (default: 9)
+Run: python scripts/checkouts.py OLD NEW [rounds] [shapes | FOLDER]    (default: 9)
 
 With "shapes": a step of pocket's shape after up to 32k tokens; and of Qwen2.5-0.5B's with 32,000 ids, in float32 and
-with 4-bit weights, after a prompt of 256, whose time is told too. Weights are random.
+with 4-bit weights, after a prompt of 256, whose time is told too. Weights are random. With a FOLDER, or a name: that
+model in place of pocket, with fewer tokens and without the command, such as smollm2-135m-q4.
 
 OLD and NEW are folders of the repository, each with an environment .venv in which that checkout is installed. Every
 figure is of a process of its own, the checkouts alternate, and a ratio is the new one's time divided by the old one's.
@@ -49,6 +50,7 @@ print(json.dumps(found))
 """
 
 CASES = ["128 0", "128 8", "128 4", "1500 0", "1500 8", "1500 4", "streams 8", "command"]
+MODEL_CASES = ["128 0", "128 8", "128 4", "streams 8"]
 STORY = ["generate", "Tell me a story about a fox named Pip.", "-m", "20", "--temp", "0", "-q"]
 # Prints JSON: milliseconds of a step and of the first token, or seconds of eight answers; and processor seconds. The
 # second of two runs in a process counts.
@@ -57,20 +59,21 @@ import json, statistics, sys, time
 import kvant
 from kvant.sample_utils import make_sampler
 case, bits, text = sys.argv[1], int(sys.argv[2]), open(sys.argv[3], encoding="utf-8").read()
-model, tokenizer = kvant.load("pocket")
+model, tokenizer = kvant.load(sys.argv[4])
+count = 120 if sys.argv[4] == "pocket" else 24
 ids = tokenizer.encode(text, add_special_tokens=False)
 for _ in range(2):
     busy, wall = time.process_time(), time.perf_counter()
     if case == "streams":
         prompts = [ids[50 * n : 50 * n + 128] for n in range(8)]
-        kvant.batch_generate(model, tokenizer, prompts, max_tokens=64, kv_bits=bits)
+        kvant.batch_generate(model, tokenizer, prompts, max_tokens=count // 2, kv_bits=bits)
         found = {"wall_s": time.perf_counter() - wall}
     else:
         sampler, prompt = make_sampler(0.7, seed=1), ids[: int(case)]
         times = [
             response.latency_ms
             for response in kvant.stream_generate(
-                model, tokenizer, prompt, max_tokens=120, kv_bits=bits, sampler=sampler
+                model, tokenizer, prompt, max_tokens=count, kv_bits=bits, sampler=sampler
             )
         ]
         found = {"step_ms": statistics.median(times[2:]), "first_ms": times[0]}
@@ -79,15 +82,15 @@ print(json.dumps(found))
 """
 
 
-def measured(folder: Path, case: str, text: Path) -> dict[str, float]:
-    """Run a case in a checkout's environment, with a text or with a folder of models."""
+def measured(folder: Path, case: str, text: Path, model: str) -> dict[str, float]:
+    """Run a case of a model in a checkout's environment, with a text or with a folder of models of random weights."""
     if case == "command":
         began = perf_counter()
         command = [str(folder / ".venv/bin/kvant"), *STORY]
         subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True)
         return {"wall_s": perf_counter() - began}
     words = case.split()
-    child = [CHILD, *words, str(text)] if text.is_file() else [SHAPE_CHILD, str(text / words[0]), *words[1:]]
+    child = [CHILD, *words, str(text), model] if text.is_file() else [SHAPE_CHILD, str(text / words[0]), *words[1:]]
     command = [str(folder / ".venv/bin/python"), "-c", *child]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout)
@@ -98,8 +101,10 @@ def main() -> None:
     """Measure and print."""
     old, new = (Path(folder).resolve() for folder in sys.argv[1:3])
     rounds = int(sys.argv[3]) if len(sys.argv) > 3 else 9
-    if sys.argv[4:] != ["shapes"]:
-        print(json.dumps(compared(old, new, rounds, CASES, new / "README.md"), indent=1))
+    model = (sys.argv[4:] or ["pocket"])[0]
+    if model != "shapes":
+        cases = CASES if model == "pocket" else MODEL_CASES
+        print(json.dumps(compared(old, new, rounds, cases, new / "README.md", model), indent=1))
         return
     with TemporaryDirectory() as made:
         small = replace(SHAPES["qwen2.5-0.5b"], vocab_size=32000)
@@ -109,14 +114,14 @@ def main() -> None:
         print(json.dumps(compared(old, new, rounds, SHAPE_CASES, Path(made)), indent=1))
 
 
-def compared(old: Path, new: Path, rounds: int, cases: list[str], text: Path) -> dict[str, Any]:
+def compared(old: Path, new: Path, rounds: int, cases: list[str], text: Path, model: str = "pocket") -> dict[str, Any]:
     """Of each case and figure the ratios, and both medians."""
     record = {}
     for case in cases:
         pairs = []
         for number in range(rounds):
             order = (old, new) if number % 2 == 0 else (new, old)
-            found = {folder: measured(folder, case, text) for folder in order}
+            found = {folder: measured(folder, case, text, model) for folder in order}
             pairs.append((found[old], found[new]))
         record[case] = {
             name: {
