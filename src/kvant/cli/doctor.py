@@ -78,6 +78,9 @@ def _parts(found: "Diagnosis") -> Iterator[Union[str, "Table"]]:
     yield f"memory: {memory}, usable {limit} ({machine.limit_source})"
     yield f"BLAS: {environment.blas}"
     yield f"compiler: {found.compiler}"
+    if (speed := found.memory_speed) is not None:
+        read = f"one row of float32 matrices reads {speed.row_gb_s:.1f} GB/s (MLX's product {speed.mlx_row_gb_s:.1f})"
+        yield f"memory speed: {read}; a copy reads and writes {speed.copy_gb_s:.1f} GB/s"
     yield terminal.table(("operator", "path", "why"), ((p.operator, p.path, p.reason) for p in found.paths))
     against = "kernel against attention on the CPU"
     if found.kernels:

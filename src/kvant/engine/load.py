@@ -175,7 +175,7 @@ def load_model(
     """
     if not is_bridged_folder(folder):
         if weights is None:
-            weights = "float32" if _has_room_for_floats(folder) else "packed"
+            weights = default_weights(folder)
         return load_decoder(folder, progress, adapter, unpack=weights == "float32")
     if weights == "float32":
         raise ModelError(f"{folder}: mlx-lm's class computes this model, with its weights as they are stored")
@@ -184,12 +184,14 @@ def load_model(
     return load_bridged(folder, progress, adapter)
 
 
-def _has_room_for_floats(folder: Path) -> bool:
+def default_weights(folder: Path) -> Weights:
+    """How :func:`load_model` holds a decoder's quantized matrices."""
     if mx.default_device().type != mx.cpu:
-        return False
-    config, _ = check_folder(folder, whole=False)
-    elements = sum(math.prod(size) for size in config.matrices().values())
-    return elements * mx.float32.size <= physical_memory() // 2
+        return "packed"
+    config, tensors = check_folder(folder, whole=False)
+    stored = [(path, size) for path, size in config.matrices().items() if f"{path}.weight" in tensors]
+    floats = mx.float32.size * sum(math.prod(size) for _, size in stored if len(size) == 2)
+    return "float32" if floats <= physical_memory() // 2 else "packed"
 
 
 def check_model(folder: Path) -> None:

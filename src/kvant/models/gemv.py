@@ -36,7 +36,7 @@ def gemv_rows(x: mx.array, weight: mx.array) -> mx.array:
     rows = mx.contiguous(x.reshape(-1, num_inputs))
     output = mx.zeros((len(rows), num_outputs))
     mx.eval(rows, weight, output)
-    if not memoryview(weight).c_contiguous:
+    if not memoryview(weight).c_contiguous:  # type: ignore[arg-type]
         weight = mx.contiguous(weight)
         mx.eval(weight)
     multiply = blas.sgemv()

@@ -42,6 +42,7 @@ def test_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [text for text in found["unchecked"] if "it has not run here" in text and "host" in text]
         assert {path["path"] for path in found["paths"]} == {"unfused"}
         assert "no GPU" in found["paths"][0]["reason"]
+        assert min(found["memory_speed"].values()) > 0.01
     done = call("doctor")
     assert (done.returncode, done.stderr) == (0, "")
     for text in ("device: ", "memory: ", "BLAS: ", "compiler: ", "KeyValueCache", "not checked", "\nto do: "):

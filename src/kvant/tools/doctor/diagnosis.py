@@ -17,6 +17,7 @@ from kvant.operators import kernel_record
 from kvant.operators.dispatch import VARIABLE, choose, gpu_backend
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
 from kvant.tools.doctor.kernels import KernelResult, StartResult, UseResult, measure_start, try_kernels, try_uses
+from kvant.tools.doctor.memory_speed import MemorySpeed, measure_memory_speed
 
 SLOWER = 1.1  # times; less is the noise of a measurement
 GPU_COMPILERS = {"metal": "Metal's, while it runs", "cuda": "NVRTC, while it runs"}
@@ -47,6 +48,7 @@ class Diagnosis:
     unchecked: list[str]  # checks that are not possible on this machine
     start: StartResult | None = None  # None: without a GPU, or the kernel fails
     record: str | None = None  # of the kernel's trials, and what it holds; None without a GPU
+    memory_speed: MemorySpeed | None = None  # None with a GPU
 
     @property
     def healthy(self) -> bool:
@@ -96,6 +98,7 @@ def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
         unchecked=[NO_GPU if backend is None else OTHER_SHAPES],
         start=start,
         record=None if backend is None else kernel_record.describe(backend),
+        memory_speed=measure_memory_speed() if mx.default_device().type == mx.cpu else None,
     )
 
 

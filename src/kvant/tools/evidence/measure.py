@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from kvant import blas
 from kvant.digests import file_sha256
-from kvant.engine.load import POCKET, find_model, load_folder
+from kvant.engine.load import POCKET, default_weights, find_model, load_folder
 from kvant.engine.request import PREFILL_STEP_SIZE
 from kvant.errors import KvantError, one_line
 from kvant.machine import default_device, environment
@@ -32,7 +32,7 @@ from kvant.tools.bench.recording import Header, Recording
 from kvant.tools.bench.runner import Plan, Progress, measure
 from kvant.tools.bench.shapes import SHAPES, random_model
 from kvant.tools.doctor.attention import kvant_step, mlx_step
-from kvant.tools.plan import plan, read_folder
+from kvant.tools.plan import Checkpoint, plan, read_folder
 from kvant.tools.report.formats import default_formats
 from kvant.tools.report.measure import figures_json
 from kvant.tools.report.measure import measure as measure_formats
@@ -173,6 +173,8 @@ def _model(
     recording = Recording(header)
     with folder as path:
         checkpoint = read_folder(path)
+        if isinstance(checkpoint, Checkpoint) and default_weights(path) == "float32":
+            checkpoint = checkpoint.unpack()
         limit = checkpoint.config.max_position_embeddings or math.inf
         lengths = tuple(length for length in (RANDOM_PROMPTS if is_random else PROMPTS) if length + MAX_TOKENS <= limit)
         files = {} if is_random else file_digests(path)
