@@ -172,12 +172,12 @@ def read_own(path: Path, limit: int) -> Any:
         return None
 
 
-def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object's pairs as a dict. A key that is there twice is a ValueError."""
+def unique_keys(pairs: Iterable[tuple[str, Any]], what: str = "") -> dict[str, Any]:
+    """A JSON object's pairs as a dict. A key that is there twice is a ValueError, which begins with ``what``."""
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise ValueError(f"{key[:80]!r} is there twice")
+            raise ValueError(f"{what}{key[:80]!r} is there twice")
         result[key] = value
     return result
 

@@ -302,3 +302,21 @@ def test_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, err
     with one_line(ConvertError, r"folder: cannot be written: .*(No space left|write failed)"):
         import_gguf(path, tmp_path / "folder")
     assert os.listdir(tmp_path) == ["file.gguf"]
+
+
+def test_a_file_that_is_cut_while_it_is_imported(tmp_path: Path) -> None:
+    """By somebody else: what is read afterwards is missing, and nothing of a memory map is touched."""
+    path = content().write(tmp_path / "file.gguf")
+    size = path.stat().st_size
+
+    def cut(done: int, total: int) -> None:
+        os.truncate(path, size // 2)
+
+    with one_line(ConvertError, r"file.gguf: tensor \S+ is cut short: \d+ bytes are expected at byte \d+"):
+        import_gguf(path, tmp_path / "folder", cut)
+    assert os.listdir(tmp_path) == ["file.gguf"]
+    with open_gguf(content().write(path)) as file:
+        os.truncate(path, size // 2)
+        last = max(file.tensors.values(), key=lambda tensor: tensor.offset)
+        with pytest.raises(ConvertError, match=f"tensor {last.name} is cut short"):
+            file.blocks(last)

@@ -11,8 +11,8 @@ from kvant.models.checkpoint import load_decoder
 from kvant.models.config import ModelConfig
 from kvant.sizes import format_bytes, physical_memory
 from kvant.text.tokenizer import load_tokenizer
-from kvant.tools.convert.new_folder import part_folder
-from kvant.tools.gguf.importer import Progress, check_space, write_json, write_tensors
+from kvant.tools.convert.new_folder import check_space, part_folder
+from kvant.tools.gguf.importer import Progress, write_json, write_tensors
 from kvant.tools.gguf.layout import Place, places
 from kvant.tools.gguf.reader import GGUFFile, open_gguf
 from kvant.tools.report.divergence import Figures, Tally, log_probabilities

@@ -1,11 +1,11 @@
 """A GGUF file to a model folder: config.json, tokenizer files, generation_config.json and safetensors."""
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,8 @@ import numpy as np
 from kvant.errors import ConvertError, ModelError
 from kvant.models.checkpoint import check_folder
 from kvant.models.config import ModelConfig
-from kvant.models.quantization import Quantization
-from kvant.sizes import format_bytes
 from kvant.text.tokenizer import load_tokenizer
-from kvant.tools.convert.new_folder import appearing, check_new
+from kvant.tools.convert.new_folder import appearing, check_new, check_space
 from kvant.tools.gguf.layout import Place, places, read_config
 from kvant.tools.gguf.reader import GGUFFile, open_gguf
 from kvant.tools.gguf.tokenizer import build_tokenizer, end_ids
@@ -69,16 +67,9 @@ def import_gguf(path: Path, dest: Path, progress: Progress | None = None) -> lis
             for name, content in settings.items():
                 write_json(folder / name, content)
             load_tokenizer(folder)
-            after = write_tensors(file, placed, folder, Packing(_float_dtype(placed)), progress)
+            after = write_tensors(file, placed, folder, partial(_pack, _float_dtype(placed)), progress)
             check_folder(folder, whole=False)
     return _census(placed, after)
-
-
-def check_space(folder: Path, needed: float) -> None:
-    """Refuse to write more bytes than the disk of the folder has left."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ConvertError(f"{folder}: {format_bytes(int(needed))} are needed, {format_bytes(free)} are free")
 
 
 @contextmanager
@@ -111,13 +102,10 @@ def _quantization(placed: list[Place]) -> dict[str, Any]:
     if not found:
         return {}
     common = found.most_common(1)[0][0]
-    overrides = {module: _form(form) for module, form in formats.items() if form != common}
+    others = {module: form for module, form in formats.items() if form != common}
+    # false: floating point
+    overrides = {module: False if form is None else form.form for module, form in others.items()}
     return {"quantization": {**common.form, **overrides}}
-
-
-def _form(quantization: Quantization | None) -> Any:
-    """A format as config.json has it; false: floating point."""
-    return False if quantization is None else quantization.form
 
 
 def _float_dtype(placed: list[Place]) -> mx.Dtype:
@@ -143,11 +131,14 @@ def write_tensors(
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         arrays: dict[str, mx.array] = {}
         for place in shard:
-            converted = convert(file, place)
+            try:
+                converted = convert(file, place)
+            except ValueError as error:
+                raise ConvertError(f"tensor {place.tensor.name} {error}") from error
             sizes[place.tensor.name] = sum(array.nbytes for array in converted.values())
             for last, array in converted.items():
                 shaped = array.reshape(*place.tensor.shape[:-1], -1)
-                arrays[f"{place.module}.{last}"] = in_order(shaped, place.interleaved_heads)
+                arrays[f"{place.module}.{last}"] = _in_order(shaped, place.interleaved_heads)
             if progress is not None:
                 progress(len(sizes), len(placed))
         mx.save_safetensors(str(folder / name), arrays, {"format": "mlx"})
@@ -170,33 +161,25 @@ def _shards(placed: list[Place]) -> list[list[Place]]:
     return shards
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
+def _pack(floats: mx.Dtype, file: GGUFFile, place: Place) -> dict[str, mx.array]:
     """Convert a tensor to MLX's form, piece by piece; float32 to ``floats`` if that is exact."""
-
-    floats: mx.Dtype
-
-    def __call__(self, file: GGUFFile, place: Place) -> dict[str, mx.array]:
-        tensor = place.tensor
-        width = tensor.shape[-1]
-        step = max(PIECE_VALUES // width, 1) * (width // tensor.kind.size)  # blocks of whole rows
-        blocks = file.blocks(tensor)
-        try:
-            with np.errstate(invalid="ignore"):  # of a scale that is no number, which is refused then
-                pieces = [tensor.kind.pack(blocks[at : at + step], width) for at in range(0, len(blocks), step)]
-        except ValueError as error:
-            raise ConvertError(f"tensor {tensor.name} {error}") from error
-        named: dict[str, list[Any]] = {place.part: [piece.weight for piece in pieces]}
-        named |= {"scales": [piece.scales for piece in pieces], "biases": [piece.biases for piece in pieces]}
-        found = {name: mx.concatenate(arrays) for name, arrays in named.items() if arrays[0] is not None}
-        if tensor.kind.name == "F32":
-            narrow = found[place.part].astype(self.floats)
-            if mx.array_equal(narrow.astype(mx.float32), found[place.part]):
-                found[place.part] = narrow
-        return found
+    tensor = place.tensor
+    width = tensor.shape[-1]
+    step = max(PIECE_VALUES // width, 1) * (width // tensor.kind.size)  # blocks of whole rows
+    starts = range(0, tensor.nbytes // tensor.kind.nbytes, step)
+    with np.errstate(invalid="ignore"):  # of a scale that is no number, which is refused then
+        pieces = [tensor.kind.pack(file.blocks(tensor, start, step), width) for start in starts]
+    named: dict[str, list[Any]] = {place.part: [piece.weight for piece in pieces]}
+    named |= {"scales": [piece.scales for piece in pieces], "biases": [piece.biases for piece in pieces]}
+    found = {name: mx.concatenate(arrays) for name, arrays in named.items() if arrays[0] is not None}
+    if tensor.kind.name == "F32":
+        narrow = found[place.part].astype(floats)
+        if mx.array_equal(narrow.astype(mx.float32), found[place.part]):
+            found[place.part] = narrow
+    return found
 
 
-def in_order(array: mx.array, heads: int) -> mx.array:
+def _in_order(array: mx.array, heads: int) -> mx.array:
     """Undo the interleaving of a head's rows: pair p is rows 2p and 2p + 1 there, p and p + D/2 here."""
     if heads == 0:
         return array

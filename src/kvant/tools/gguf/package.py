@@ -13,8 +13,8 @@ from typing import IO
 
 from kvant.errors import WeightsError
 from kvant.sizes import format_bytes
-from kvant.tools.convert.new_folder import remove_leftovers
-from kvant.tools.gguf.importer import Progress, check_space, import_gguf
+from kvant.tools.convert.new_folder import check_space, remove_leftovers
+from kvant.tools.gguf.importer import Progress, import_gguf
 from kvant.weights.imported import find_imported, place_for
 from kvant.weights.known import PackagedFile, PackagedModel
 
