@@ -112,6 +112,13 @@ def test_a_model_that_is_not_imported(tmp_path: Path, change: Change, message: s
     _refused(changed.write(tmp_path / "file.gguf"), message)
 
 
+def test_positions_that_are_scaled_in_two_ways(tmp_path: Path) -> None:
+    changed = content()
+    changed.metadata |= {changed.key(Keys.Rope.SCALING_TYPE): "linear", changed.key(Keys.Rope.SCALING_FACTOR): 2.0}
+    changed.tensors["rope_freqs.weight"] = (np.ones(16, np.float32), "F32")
+    _refused(changed.write(tmp_path / "file.gguf"), r"rope_freqs.weight")
+
+
 def test_an_infinite_scale_times_nothing(tmp_path: Path) -> None:
     """Times a 6-bit 0 it is no number, of which NumPy would warn."""
     config = {**CONFIG, "hidden_size": 256}
