@@ -11,6 +11,7 @@ from typing import Any
 
 from kvant.errors import KvantError, ModelError, one_line
 
+POCKET = "pocket"  # the embedded model: its name, and its folder in the package
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 CODE_KEYS = ("auto_map", "model_file")  # of transformers, of mlx-lm

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from kvant.errors import WeightsError
+from kvant.files import POCKET
 from kvant.weights.known import known_models, packaged_models
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII)
@@ -47,7 +48,7 @@ def place_for(name: str) -> Path:
         raise ValueError(
             f"{name[:100]!r} is no name; expected letters, digits, dots, dashes and underscores, 96 at most"
         )
-    if name == "pocket" or name in known_models():
+    if name == POCKET or name in known_models():
         raise ValueError(f"{name!r} is another model's name; expected one of its own")
     folder = imports_folder() / name
     if folder.exists() or folder.is_symlink():

@@ -12,7 +12,6 @@ from pathlib import Path
 from kvant.errors import WeightsError
 from kvant.files import read_json
 
-PREFIX = "ollama:"
 MODEL_LAYER = "application/vnd.ollama.image.model"
 ADAPTER_LAYER = "application/vnd.ollama.image.adapter"
 MAX_MANIFEST_BYTES = 2**20
