@@ -21,12 +21,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from kvant.models.as_stored import PARTS
 from kvant.models.quantization import Quantization
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 # Blocks as groups of values, scale * number + bias: numbers (n, group), scales and biases (n, 1).
 Groups = tuple[np.ndarray[Any, Any], Floats, Floats]
+# Blocks in MLX's form, (groups, ...): "weight", and of a quantized matrix "scales", and "biases" unless it is mxfp4.
+Packed = dict[str, mx.array]
 GROUP = 32
 
 
@@ -39,23 +42,13 @@ class Fidelity(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """Rows in MLX's form: one array, or a quantized matrix's three (``biases`` is None for mxfp4)."""
-
-    weight: mx.array
-    scales: mx.array | None = None
-    biases: mx.array | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class BlockType:
     """A type of tensor.
 
     Attributes:
         size: values in a block.
         nbytes: bytes of a block.
-        pack: (blocks (n, nbytes) uint8, width of a row) -> the rows in MLX's form; a ValueError if a scale is no
-            finite float16.
+        pack: blocks (n, nbytes) uint8 -> MLX's form; a ValueError if a scale is no finite float16.
         expand: blocks (n, nbytes) uint8 -> the file's own values (n * size,), float32.
         quantization: what a matrix becomes; None: it stays in floating point.
     """
@@ -63,7 +56,7 @@ class BlockType:
     name: str
     size: int
     nbytes: int
-    pack: Callable[[Bytes, int], Packed]
+    pack: Callable[[Bytes], Packed]
     expand: Callable[[Bytes], Floats]
     quantization: Quantization | None
     fidelity: Fidelity = Fidelity.EXACT
@@ -166,12 +159,13 @@ def _affine(
 ) -> BlockType:
     """A type that becomes MLX's affine format of ``bits`` bits."""
 
-    def pack(blocks: Bytes, width: int) -> Packed:
+    def pack(blocks: Bytes) -> Packed:
         if fidelity is Fidelity.REQUANTIZED:
-            return Packed(*mx.quantize(_float16(_expand(read, blocks)).reshape(-1, width), GROUP, bits))
-        numbers, scales, biases = read(blocks)
-        weight = pack_bits(numbers, bits).reshape(-1, width * bits // 32)
-        return Packed(weight, *(_float16(values).reshape(-1, width // GROUP) for values in (scales, biases)))
+            arrays = mx.quantize(_float16(_expand(read, blocks)).reshape(-1, GROUP), GROUP, bits)
+        else:
+            numbers, scales, biases = read(blocks)
+            arrays = (pack_bits(numbers, bits), _float16(scales), _float16(biases))
+        return dict(zip(PARTS, arrays, strict=True))
 
     return BlockType(name, size, nbytes, pack, partial(_expand, read), Quantization(bits, GROUP), fidelity)
 
@@ -179,25 +173,23 @@ def _affine(
 def _floats(name: str, dtype: mx.Dtype) -> BlockType:
     """A type of single numbers that stay as they are."""
 
-    def pack(blocks: Bytes, width: int) -> Packed:
-        return Packed(mx.array(blocks).view(dtype).reshape(-1, width))
+    def pack(blocks: Bytes) -> Packed:
+        return {"weight": mx.array(blocks).view(dtype)}
 
     def expand(blocks: Bytes) -> Floats:
-        return np.array(mx.array(blocks).view(dtype).astype(mx.float32)).reshape(-1)
+        return np.array(pack(blocks)["weight"].astype(mx.float32)).reshape(-1)
 
     return BlockType(name, 1, dtype.size, pack, expand, None)
 
 
-def _pack_mxfp4(blocks: Bytes, width: int) -> Packed:
+def _pack_mxfp4(blocks: Bytes) -> Packed:
     # Both formats: a byte of 2^(byte - 127) and 4-bit floating-point numbers; only their order differs.
-    weight = pack_bits(_nibbles(blocks[:, 1:], 16), 4).reshape(-1, width // 8)
-    return Packed(weight, mx.array(blocks[:, 0]).reshape(-1, width // GROUP))
+    return {"weight": pack_bits(_nibbles(blocks[:, 1:], 16), 4), "scales": mx.array(blocks[:, :1])}
 
 
 def _expand_mxfp4(blocks: Bytes) -> Floats:
-    packed = _pack_mxfp4(blocks, GROUP)
-    assert packed.scales is not None
-    values = mx.dequantize(packed.weight, packed.scales, group_size=GROUP, bits=4, mode="mxfp4")
+    packed = _pack_mxfp4(blocks)
+    values = mx.dequantize(packed["weight"], packed["scales"], group_size=GROUP, bits=4, mode="mxfp4")
     return np.array(values.astype(mx.float32)).reshape(-1)
 
 

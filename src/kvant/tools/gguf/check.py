@@ -12,6 +12,7 @@ from kvant.models.config import ModelConfig
 from kvant.sizes import format_bytes, physical_memory
 from kvant.text.tokenizer import load_tokenizer
 from kvant.tools.convert.new_folder import check_space, part_folder
+from kvant.tools.gguf.blocks import Packed
 from kvant.tools.gguf.importer import Progress, write_json, write_tensors
 from kvant.tools.gguf.layout import Place, places
 from kvant.tools.gguf.reader import GGUFFile, open_gguf
@@ -55,5 +56,5 @@ def _predictions(folder: Path, ids: tuple[int, ...]) -> mx.array:
     return logits
 
 
-def _expand(file: GGUFFile, place: Place) -> dict[str, mx.array]:
-    return {place.part: mx.array(place.tensor.kind.expand(file.blocks(place.tensor))).reshape(place.tensor.shape)}
+def _expand(file: GGUFFile, place: Place) -> Packed:
+    return {"weight": mx.array(place.tensor.kind.expand(file.blocks(place.tensor))).reshape(place.tensor.shape)}

@@ -17,6 +17,7 @@ from kvant.models.checkpoint import check_folder
 from kvant.models.config import ModelConfig
 from kvant.text.tokenizer import load_tokenizer
 from kvant.tools.convert.new_folder import appearing, check_new, check_space
+from kvant.tools.gguf.blocks import Packed
 from kvant.tools.gguf.layout import Place, places, read_config
 from kvant.tools.gguf.reader import GGUFFile, open_gguf
 from kvant.tools.gguf.tokenizer import build_tokenizer, end_ids
@@ -27,7 +28,7 @@ MOST_GROWTH = 288 / 210  # of Q6_K, which grows most
 ROUTER = "mlp.gate"  # llama.cpp stores it as float32 in files of every type
 
 Progress = Callable[[int, int], None]
-Convert = Callable[[GGUFFile, Place], dict[str, mx.array]]  # to arrays by the last part of their names
+Convert = Callable[[GGUFFile, Place], Packed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ def write_tensors(
     sizes: dict[str, int] = {}
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file_name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         arrays: dict[str, mx.array] = {}
         for place in shard:
             try:
@@ -136,13 +137,14 @@ def write_tensors(
             except ValueError as error:
                 raise ConvertError(f"tensor {place.tensor.name} {error}") from error
             sizes[place.tensor.name] = sum(array.nbytes for array in converted.values())
-            for last, array in converted.items():
+            for part, array in converted.items():
                 shaped = array.reshape(*place.tensor.shape[:-1], -1)
-                arrays[f"{place.module}.{last}"] = _in_order(shaped, place.interleaved_heads)
+                name = f"{place.module}.{place.part if part == 'weight' else part}"
+                arrays[name] = _in_order(shaped, place.interleaved_heads)
             if progress is not None:
                 progress(len(sizes), len(placed))
-        mx.save_safetensors(str(folder / name), arrays, {"format": "mlx"})
-        index |= dict.fromkeys(arrays, name)
+        mx.save_safetensors(str(folder / file_name), arrays, {"format": "mlx"})
+        index |= dict.fromkeys(arrays, file_name)
     if len(shards) > 1:
         total = {"total_size": sum(sizes.values())}
         write_json(folder / "model.safetensors.index.json", {"metadata": total, "weight_map": index})
@@ -161,21 +163,18 @@ def _shards(placed: list[Place]) -> list[list[Place]]:
     return shards
 
 
-def _pack(floats: mx.Dtype, file: GGUFFile, place: Place) -> dict[str, mx.array]:
+def _pack(floats: mx.Dtype, file: GGUFFile, place: Place) -> Packed:
     """Convert a tensor to MLX's form, piece by piece; float32 to ``floats`` if that is exact."""
     tensor = place.tensor
-    width = tensor.shape[-1]
-    step = max(PIECE_VALUES // width, 1) * (width // tensor.kind.size)  # blocks of whole rows
+    step = PIECE_VALUES // tensor.kind.size
     starts = range(0, tensor.nbytes // tensor.kind.nbytes, step)
     with np.errstate(invalid="ignore"):  # of a scale that is no number, which is refused then
-        pieces = [tensor.kind.pack(file.blocks(tensor, start, step), width) for start in starts]
-    named: dict[str, list[Any]] = {place.part: [piece.weight for piece in pieces]}
-    named |= {"scales": [piece.scales for piece in pieces], "biases": [piece.biases for piece in pieces]}
-    found = {name: mx.concatenate(arrays) for name, arrays in named.items() if arrays[0] is not None}
+        pieces = [tensor.kind.pack(file.blocks(tensor, start, step)) for start in starts]
+    found = {part: mx.concatenate([piece[part] for piece in pieces]) for part in pieces[0]}
     if tensor.kind.name == "F32":
-        narrow = found[place.part].astype(floats)
-        if mx.array_equal(narrow.astype(mx.float32), found[place.part]):
-            found[place.part] = narrow
+        narrow = found["weight"].astype(floats)
+        if mx.array_equal(narrow.astype(mx.float32), found["weight"]):
+            found["weight"] = narrow
     return found
 
 
