@@ -23,6 +23,7 @@ import numpy as np
 
 from kvant.models.as_stored import PARTS
 from kvant.models.quantization import Quantization
+from kvant.models.tensors import DTYPES
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -43,22 +44,14 @@ class Fidelity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A type of tensor.
-
-    Attributes:
-        size: values in a block.
-        nbytes: bytes of a block.
-        pack: blocks (n, nbytes) uint8 -> MLX's form; a ValueError if a scale is no finite float16.
-        expand: blocks (n, nbytes) uint8 -> the file's own values (n * size,), float32.
-        quantization: what a matrix becomes; None: it stays in floating point.
-    """
+    """A type of tensor."""
 
     name: str
-    size: int
-    nbytes: int
-    pack: Callable[[Bytes], Packed]
-    expand: Callable[[Bytes], Floats]
-    quantization: Quantization | None
+    size: int  # values in a block
+    nbytes: int  # of a block
+    pack: Callable[[Bytes], Packed]  # blocks (n, nbytes) to MLX's form; a ValueError if a scale is no finite float16
+    expand: Callable[[Bytes], Floats]  # blocks (n, nbytes) to the file's own values (n * size,)
+    quantization: Quantization | None  # what a matrix becomes; None: it stays in floating point
     fidelity: Fidelity = Fidelity.EXACT
 
 
@@ -170,8 +163,9 @@ def _affine(
     return BlockType(name, size, nbytes, pack, partial(_expand, read), Quantization(bits, GROUP), fidelity)
 
 
-def _floats(name: str, dtype: mx.Dtype) -> BlockType:
+def _floats(name: str) -> BlockType:
     """A type of single numbers that stay as they are."""
+    dtype = DTYPES[name]
 
     def pack(blocks: Bytes) -> Packed:
         return {"weight": mx.array(blocks).view(dtype)}
@@ -195,8 +189,8 @@ def _expand_mxfp4(blocks: Bytes) -> Floats:
 
 # By the numbers of GGUF.
 BLOCK_TYPES = {
-    0: _floats("F32", mx.float32),
-    1: _floats("F16", mx.float16),
+    0: _floats("F32"),
+    1: _floats("F16"),
     2: _affine("Q4_0", 32, 18, 4, partial(_read_32, 4, False)),
     3: _affine("Q4_1", 32, 20, 4, partial(_read_32, 4, True)),
     6: _affine("Q5_0", 32, 22, 5, partial(_read_32, 5, False)),
@@ -205,7 +199,7 @@ BLOCK_TYPES = {
     12: _affine("Q4_K", 256, 144, 4, partial(_read_k, 4), Fidelity.ROUNDED),
     13: _affine("Q5_K", 256, 176, 5, partial(_read_k, 5), Fidelity.ROUNDED),
     14: _affine("Q6_K", 256, 210, 8, _read_q6_k, Fidelity.REQUANTIZED),
-    30: _floats("BF16", mx.bfloat16),
+    30: _floats("BF16"),
     39: BlockType("MXFP4", 32, 17, _pack_mxfp4, _expand_mxfp4, Quantization(4, GROUP, "mxfp4")),
 }
 # Types that are not imported, for messages.

