@@ -50,9 +50,9 @@ LLAMA3_REST = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL_CONTEXT
 HIDDEN, HEADS = "embedding_length", "attention.head_count"
 SIZES = {
     HIDDEN: "hidden_size",
-    HEADS: "num_attention_heads",
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
+    HEADS: "num_attention_heads",
     "context_length": "max_position_embeddings",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
