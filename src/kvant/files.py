@@ -173,12 +173,14 @@ def read_own(path: Path, limit: int) -> Any:
         return None
 
 
-def unique_keys(pairs: Iterable[tuple[str, Any]], what: str = "") -> dict[str, Any]:
-    """A JSON object's pairs as a dict. A key that is there twice is a ValueError, which begins with ``what``."""
+def unique_keys(
+    pairs: Iterable[tuple[str, Any]], what: str = "", error: type[Exception] = ValueError
+) -> dict[str, Any]:
+    """Pairs as a dict. A key that is there twice is an ``error``, which begins with ``what``."""
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise ValueError(f"{what}{key[:80]!r} is there twice")
+            raise error(f"{what}{key[:80]!r} is there twice")
         result[key] = value
     return result
 

@@ -49,7 +49,8 @@ def parse_reference(text: str, revision: str | None = None) -> Reference:
         WeightsError: it names a model of Ollama's, which has to be imported first.
     """
     if text.startswith(OLLAMA):
-        raise WeightsError(f"{text:.100} is a model of Ollama's; `kvant import {text:.100}` makes a model folder of it")
+        name = text[:100]
+        raise WeightsError(f"{name} is a model of Ollama's; `kvant import {name}` makes a model folder of it")
     repository, at, written = text.partition("@")
     if at and revision is not None and written != revision:
         raise ValueError(f"{shown(text)} has a revision of its own, but revision is {shown(revision)}")

@@ -319,11 +319,11 @@ def test_a_file_that_is_cut_while_it_is_imported(tmp_path: Path) -> None:
     def cut(done: int, total: int) -> None:
         os.truncate(path, size // 2)
 
-    with one_line(ConvertError, r"file.gguf: tensor \S+ is cut short: \d+ bytes are expected at byte \d+"):
+    with one_line(ConvertError, r"file.gguf: is cut short: \d+ bytes are expected at byte \d+"):
         import_gguf(path, tmp_path / "folder", cut)
     assert os.listdir(tmp_path) == ["file.gguf"]
     with open_gguf(content().write(path)) as file:
         os.truncate(path, size // 2)
         last = max(file.tensors.values(), key=lambda tensor: tensor.offset)
-        with pytest.raises(ConvertError, match=f"tensor {last.name} is cut short"):
+        with pytest.raises(ConvertError, match="is cut short"):
             file.blocks(last)

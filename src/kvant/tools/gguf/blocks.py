@@ -29,7 +29,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 # Blocks as groups of values, scale * number + bias: numbers (n, group), scales and biases (n, 1).
 Groups = tuple[np.ndarray[Any, Any], Floats, Floats]
-# Blocks in MLX's form, (groups, ...): "weight", and of a quantized matrix "scales", and "biases" unless it is mxfp4.
+Read = Callable[[Bytes], Groups]
+# Groups in MLX's form, (n, ...): "weight", for a quantized matrix "scales", and for an affine one "biases".
 Packed = dict[str, mx.array]
 GROUP = 32
 
@@ -49,7 +50,7 @@ class BlockType:
     name: str
     size: int  # values in a block
     nbytes: int  # of a block
-    pack: Callable[[Bytes], Packed]  # blocks (n, nbytes) to MLX's form; a ValueError if a scale is no finite float16
+    pack: Callable[[Bytes], Packed]  # blocks (n, nbytes) to MLX's form; a ValueError if a scale is not finite
     expand: Callable[[Bytes], Floats]  # blocks (n, nbytes) to the file's own values (n * size,)
     quantization: Quantization | None  # what a matrix becomes; None: it stays in floating point
     fidelity: Fidelity = Fidelity.EXACT
@@ -96,7 +97,7 @@ def pack_bits(numbers: Bytes, bits: int) -> mx.array:
 
 
 def _read_32(bits: int, has_minimum: bool, blocks: Bytes) -> Groups:
-    """Read Q4_0, Q4_1, Q5_0 and Q5_1: a float16, in the second of each kind another, in Q5 fifth bits, 4-bit halves."""
+    """Read Q4_0, Q4_1, Q5_0 and Q5_1: a scale, in the _1 types a minimum, in Q5 fifth bits, and low halves."""
     numbers = _nibbles(blocks[:, -16:], 16)
     if bits == 5:
         numbers |= _fifth_bits(blocks[:, -20:-16])
@@ -110,7 +111,7 @@ def _read_q8_0(blocks: Bytes) -> Groups:
 
 
 def _read_k(bits: int, blocks: Bytes) -> Groups:
-    """Read Q4_K and Q5_K: two float16, 12 bytes of 6-bit numbers, in Q5_K fifth bits, 4-bit halves.
+    """Read Q4_K and Q5_K: two float16, 12 bytes of 6-bit numbers, in Q5_K fifth bits, and low halves.
 
     The 6-bit numbers are eight scales and eight minima. The first four of each lie in the low 6 bits of bytes 0 to 3
     and 4 to 7. The last four have their low halves in bytes 8 to 11, scales in the low nibbles and minima in the high
@@ -142,14 +143,12 @@ def _read_q6_k(blocks: Bytes) -> Groups:
     return numbers.reshape(-1, 16), scales, np.zeros_like(scales)
 
 
-def _expand(read: Callable[[Bytes], Groups], blocks: Bytes) -> Floats:
+def _expand(read: Read, blocks: Bytes) -> Floats:
     numbers, scales, biases = read(blocks)
     return (numbers.astype(np.float32) * scales + biases).reshape(-1)
 
 
-def _affine(
-    name: str, size: int, nbytes: int, bits: int, read: Callable[[Bytes], Groups], fidelity: Fidelity = Fidelity.EXACT
-) -> BlockType:
+def _affine(name: str, size: int, nbytes: int, bits: int, read: Read, fidelity: Fidelity = Fidelity.EXACT) -> BlockType:
     """A type that becomes MLX's affine format of ``bits`` bits."""
 
     def pack(blocks: Bytes) -> Packed:

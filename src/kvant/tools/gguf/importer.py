@@ -2,8 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvant.errors import ConvertError, ModelError
+from kvant.errors import ConvertError
 from kvant.models.checkpoint import Progress, check_folder
 from kvant.models.config import ModelConfig
 from kvant.models.tensors import DTYPES
@@ -20,7 +19,7 @@ from kvant.text.tokenizer import load_tokenizer
 from kvant.tools.convert.new_folder import appearing, check_new, check_space
 from kvant.tools.gguf.blocks import Packed
 from kvant.tools.gguf.layout import Place, places, read_config
-from kvant.tools.gguf.reader import GGUFFile, open_gguf
+from kvant.tools.gguf.reader import GGUFFile, naming, open_gguf
 from kvant.tools.gguf.tokenizer import build_tokenizer, end_ids
 
 SHARD_BYTES = 2**30  # of a file of tensors; what is held in memory until it is written
@@ -57,28 +56,19 @@ def import_gguf(path: Path, dest: Path, progress: Progress = lambda done, total:
     """
     dest = check_new(dest)
     with open_gguf(path) as file:
-        with _naming(path):
+        with naming(path):
             raw = read_config(file)
             placed = places(file, ModelConfig.from_dict(raw))
             raw |= _quantization(placed)
             settings = _text_files(file, raw)
         check_space(dest.parent, MOST_GROWTH * sum(place.tensor.nbytes for place in placed))
-        with appearing(dest) as folder, _naming(path):
+        with appearing(dest) as folder, naming(path):
             for name, content in settings.items():
                 write_json(folder / name, content)
             load_tokenizer(folder)
             after = write_tensors(file, placed, folder, partial(_pack, _float_dtype(placed)), progress)
             check_folder(folder, whole=False)
     return _census(placed, after)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Put the file's path before an error's message."""
-    try:
-        yield
-    except (ConvertError, ModelError) as error:
-        raise ConvertError(f"{path}: {error}") from error
 
 
 def _text_files(file: GGUFFile, raw: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Read a GGUF file: its metadata, the index of its tensors, and their blocks. A stranger may have made the file.
+"""Read a GGUF file: metadata, the index of its tensors, and their blocks. A stranger may have made it.
 
-Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every read notices the file's end, and counts,
-lengths and nesting have limits: a malformed file takes memory like its size, and ends in one line.
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every read notices the end of the file, and
+counts, lengths and nesting have limits: a malformed file takes memory like its size, and ends in one line.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvant.errors import ConvertError
+from kvant.errors import ConvertError, ModelError, one_line
 from kvant.files import open_given, unique_keys
 from kvant.tools.gguf.blocks import BLOCK_TYPES, TYPE_NAMES, BlockType, Bytes
 
@@ -41,7 +41,7 @@ class GGUFTensor:
     """An entry of the tensor index."""
 
     name: str
-    shape: tuple[int, ...]  # outermost axis first, as MLX and safetensors count; the file stores it the other way round
+    shape: tuple[int, ...]  # outermost axis first, as MLX and safetensors count; the file has it reversed
     kind: BlockType
     offset: int  # of its first byte, behind the index
 
@@ -67,12 +67,8 @@ class GGUFFile:
         """
         size = tensor.kind.nbytes
         last = tensor.nbytes if count is None else min((first + count) * size, tensor.nbytes)
-        try:
-            self._stream.seek(self._start + tensor.offset + first * size)
-            data = _take(self._stream, last - first * size)
-        except (OSError, ValueError) as error:
-            raise ConvertError(f"tensor {tensor.name} {error}") from error
-        return np.frombuffer(data, np.uint8).reshape(-1, size)
+        self._stream.seek(self._start + tensor.offset + first * size)
+        return np.frombuffer(_take(self._stream, last - first * size), np.uint8).reshape(-1, size)
 
 
 @contextmanager
@@ -83,23 +79,33 @@ def open_gguf(path: Path) -> Iterator[GGUFFile]:
         ConvertError: the file cannot be read, is no GGUF file, or breaks the format; the message says where.
     """
     with open_given(path, ConvertError) as stream:
-        try:
+        with naming(path):
             file = _read(stream)
-        except (OSError, ValueError) as error:
-            raise ConvertError(f"{path}: {error}") from error
         yield file
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put the file's path before an error's message."""
+    try:
+        yield
+    except (ConvertError, ModelError) as error:
+        raise ConvertError(f"{path}: {error}") from error
+
+
 def _take(stream: BufferedReader, count: int) -> bytes:
-    data = stream.read(count)
+    try:
+        data = stream.read(count)
+    except OSError as error:
+        raise ConvertError(f"cannot be read: {one_line(error)}") from error
     if len(data) < count:
         at = stream.tell() - len(data)
-        raise ValueError(f"is cut short: {count} bytes are expected at byte {at}, {len(data)} are there")
+        raise ConvertError(f"is cut short: {count} bytes are expected at byte {at}, {len(data)} are there")
     return data
 
 
 class _Index:
-    """The file's beginning, read value by value. One that breaks the format is a ValueError."""
+    """The file's beginning, read value by value. One that breaks the format is refused."""
 
     def __init__(self, stream: BufferedReader) -> None:
         self.stream = stream
@@ -115,7 +121,7 @@ class _Index:
     def count(self, what: str, most: int) -> int:
         found = int(self.number("Q"))
         if found > most:
-            raise ValueError(f"{found} {what}; expected at most {most}")
+            raise ConvertError(f"{found} {what}; expected at most {most}")
         return found
 
     def text(self, most: int) -> str:
@@ -123,7 +129,7 @@ class _Index:
         try:
             return data.decode()
         except UnicodeDecodeError as error:
-            raise ValueError(f"text that is not UTF-8 ends at byte {self.stream.tell()}") from error
+            raise ConvertError(f"text that is not UTF-8 ends at byte {self.stream.tell()}") from error
 
     def value(self) -> Any:
         kind = self.number("I")
@@ -140,51 +146,53 @@ class _Index:
         if kind in NUMBERS:
             return self.number(NUMBERS[kind])
         if kind != TEXT:
-            raise ValueError(f"a metadata value of type {kind}; expected a number, text or an array of them")
+            raise ConvertError(f"a metadata value of type {kind}; expected a number, text or an array of them")
         return self.text(MAX_TEXT_BYTES)
 
     def tensor(self) -> GGUFTensor:
         name = self.text(MAX_KEY_BYTES)
+        shown = f"tensor {name[:80]!r}"
         dimensions = self.number("I")
         if not 1 <= dimensions <= MAX_DIMENSIONS:
-            raise ValueError(f"tensor {name[:80]!r} has {dimensions} dimensions; expected 1 to {MAX_DIMENSIONS}")
+            raise ConvertError(f"{shown} has {dimensions} dimensions; expected 1 to {MAX_DIMENSIONS}")
         shape = self.numbers("Q", dimensions)[::-1]
         number = self.number("I")
         if number not in BLOCK_TYPES:
             kind = TYPE_NAMES.get(number, f"number {number}")
             known = ", ".join(block.name for block in BLOCK_TYPES.values())
-            raise ValueError(f"tensor {name[:80]!r} is of type {kind}; expected {known}")
+            raise ConvertError(f"{shown} is of type {kind}; expected {known}")
         block = BLOCK_TYPES[number]
         if 0 in shape or shape[-1] % block.size:
-            raise ValueError(f"tensor {name[:80]!r} is {shape}; expected rows of whole blocks of {block.size}")
+            raise ConvertError(f"{shown} is {shape}; expected rows of whole blocks of {block.size}")
         return GGUFTensor(name, shape, block, self.number("Q"))
 
 
 def _read(stream: BufferedReader) -> GGUFFile:
     if stream.read(len(MAGIC)) != MAGIC:
-        raise ValueError("not a GGUF file; expected one that begins with the letters GGUF")
+        raise ConvertError("not a GGUF file; expected one that begins with the letters GGUF")
     index = _Index(stream)
     version = index.number("I")
     if version not in VERSIONS:
-        raise ValueError(f"GGUF version {version}; expected 2 or 3, little-endian")
+        raise ConvertError(f"GGUF version {version}; expected 2 or 3, little-endian")
     tensor_count = index.count("tensors", MAX_TENSORS)
     key_count = index.count("metadata keys", MAX_KEYS)
-    metadata = unique_keys(((index.text(MAX_KEY_BYTES), index.value()) for _ in range(key_count)), "metadata key ")
-    entries = (index.tensor() for _ in range(tensor_count))
-    tensors: dict[str, GGUFTensor] = unique_keys(((tensor.name, tensor) for tensor in entries), "tensor ")
+    settings = ((index.text(MAX_KEY_BYTES), index.value()) for _ in range(key_count))
+    metadata = unique_keys(settings, "metadata key ", ConvertError)
+    entries = ((tensor.name, tensor) for tensor in (index.tensor() for _ in range(tensor_count)))
+    tensors: dict[str, GGUFTensor] = unique_keys(entries, "tensor ", ConvertError)
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT:
-        raise ValueError(f"general.alignment is {str(alignment)[:40]}; expected an int from 1 to {MAX_ALIGNMENT}")
+        raise ConvertError(f"general.alignment is {str(alignment)[:40]}; expected an int from 1 to {MAX_ALIGNMENT}")
     start = -(-stream.tell() // alignment) * alignment
     size = os.fstat(stream.fileno()).st_size
     end = 0
     for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
         shown = f"tensor {tensor.name[:80]!r}"
         if tensor.offset % alignment:
-            raise ValueError(f"{shown} has offset {tensor.offset}; expected a multiple of {alignment}")
+            raise ConvertError(f"{shown} has offset {tensor.offset}; expected a multiple of {alignment}")
         if tensor.offset < end:  # many over the same bytes would come out larger than the file
-            raise ValueError(f"{shown} begins within another one, at byte {start + tensor.offset}")
+            raise ConvertError(f"{shown} begins within another one, at byte {start + tensor.offset}")
         end = tensor.offset + tensor.nbytes
         if start + end > size:
-            raise ValueError(f"{shown} ends at byte {start + end}; the file has {size}")
+            raise ConvertError(f"{shown} ends at byte {start + end}; the file has {size}")
     return GGUFFile(metadata, tensors, stream, start)
