@@ -11,6 +11,7 @@ from typing import Any
 
 from kvant.errors import KvantError, ModelError, one_line
 
+POCKET = "pocket"  # the embedded model: its name, and its folder in the package
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 CODE_KEYS = ("auto_map", "model_file")  # of transformers, of mlx-lm
@@ -172,12 +173,14 @@ def read_own(path: Path, limit: int) -> Any:
         return None
 
 
-def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object's pairs as a dict. A key that is there twice is a ValueError."""
+def unique_keys(
+    pairs: Iterable[tuple[str, Any]], what: str = "", error: type[Exception] = ValueError
+) -> dict[str, Any]:
+    """Pairs as a dict. A key that is there twice is an ``error``, which begins with ``what``."""
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise ValueError(f"{key[:80]!r} is there twice")
+            raise error(f"{what}{key[:80]!r} is there twice")
         result[key] = value
     return result
 

@@ -103,8 +103,25 @@ def test_a_model_of_ollama(gguf: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_model_that_is_a_file_yet(gguf: Path) -> None:
-    for model in (str(gguf), "some/FILE.GGUF", "ollama:tiny"):
+    for model in (str(gguf), "some/FILE.GGUF"):
         assert "is a GGUF file; `kvant import FILE` makes a model folder of it" in refusal(1, "generate", model, "Hi")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", "--prompt", "Hi"),
+        ("chat",),
+        ("serve",),
+        ("plan",),
+        ("plan", "--remote"),
+        ("pull",),
+        ("rm", "--yes"),
+    ],
+)
+def test_a_model_of_ollama_is_imported_first(gguf: Path, command: tuple[str, ...]) -> None:
+    line = refusal(1, *command, "--model", "ollama:somebody/tiny:1b")
+    assert "is a model of Ollama's; `kvant import ollama:somebody/tiny:1b` makes a model folder of it" in line
 
 
 def test_a_check(gguf: Path, tmp_path: Path) -> None:

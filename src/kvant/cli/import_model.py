@@ -2,7 +2,6 @@
 
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -17,8 +16,9 @@ from kvant.sizes import format_bytes
 from kvant.tools.convert.new_folder import remove_leftovers
 from kvant.tools.gguf.check import check_import
 from kvant.tools.gguf.importer import CensusRow, import_gguf
-from kvant.tools.gguf.ollama import PREFIX, find_ollama
+from kvant.tools.gguf.ollama import find_ollama
 from kvant.weights.imported import place_for
+from kvant.weights.reference import OLLAMA
 
 NOT_OF_A_NAME = re.compile(r"[^a-z0-9._-]+")
 
@@ -50,8 +50,8 @@ def import_model(
     if name is not None and output is not None:
         raise BadValueError(f"--name {name!r:.40} names a model of kvant's own folder; leave out --output or --name")
     path, found = source, source.stem
-    if str(source).startswith(PREFIX):
-        found, path = find_ollama(str(source).removeprefix(PREFIX))
+    if str(source).startswith(OLLAMA):
+        found, path = find_ollama(str(source).removeprefix(OLLAMA))
     dest = output
     if dest is None:
         with options.named("--name" if name is not None else "the file's name"):
@@ -61,8 +61,11 @@ def import_model(
     signal.signal(signal.SIGTERM, interrupts.leave)  # as at Ctrl-C, nothing half-written is left
     with interrupts.patient(), LateProgress("importing", quiet=quiet) as progress:
         census = import_gguf(path, dest, progress.update)
-    for line in _lines(census):
-        say(line, quiet)
+    before = sum(row.bytes_before for row in census)
+    after = sum(row.bytes_after for row in census)
+    for row in [*census, CensusRow("all", sum(row.tensors for row in census), "", before, after)]:
+        sizes = f"{format_bytes(row.bytes_before)} -> {format_bytes(row.bytes_after)}"
+        say(f"{row.kind:6} {row.tensors:5} tensors  {sizes:26} {row.fidelity}".rstrip(), quiet)
     if check:
         try:
             with interrupts.patient(), LateProgress("checking", quiet=quiet) as progress:
@@ -75,13 +78,3 @@ def import_model(
             quiet,
         )
     print(dest)
-
-
-def _lines(census: list[CensusRow]) -> Iterator[str]:
-    """The census: what became of the tensors of each type, and of all together."""
-    for row in census:
-        sizes = f"{format_bytes(row.bytes_before)} -> {format_bytes(row.bytes_after)}"
-        yield f"{row.kind:6} {row.tensors:5} tensors  {sizes:26} {row.fidelity}"
-    before, after = sum(row.bytes_before for row in census), sum(row.bytes_after for row in census)
-    sizes = f"{format_bytes(before)} -> {format_bytes(after)}"
-    yield f"{'all':6} {sum(row.tensors for row in census):5} tensors  {sizes}"

@@ -42,7 +42,7 @@ def rm(
         size = size_of(folder)
         _ask(f"{model}, {format_bytes(size)}", yes)
         with interrupts.patient():
-            remove_imported(model)
+            remove_imported(folder)
         say(f"{model}: removed, {size} bytes are free ({format_bytes(size)})")
         return
     check_name(model)

@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from kvant.bridge.config import is_bridged
 from kvant.errors import ArgumentError, ModelError, did_you_mean
+from kvant.files import POCKET as POCKET  # most modules take it from here
 from kvant.files import read_json, read_optional
 from kvant.models import LanguageModel, load_decoder
 from kvant.models.checkpoint import Progress, check_folder
@@ -21,7 +22,6 @@ from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer, begin_loading
 
 TOKENIZER_KEYS = ("eos_token", "chat_template", "trust_remote_code")
-POCKET = "pocket"  # the embedded model's name
 Weights = Literal["packed", "float32"]
 LoadModel = Callable[[Path, Progress | None, Path | None], LanguageModel]
 
@@ -225,7 +225,7 @@ def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:
             raise ValueError(f"revision is {revision!r}; a folder and the embedded model have none")
         return folder
     shown = name if len(name) <= 200 else f"{name[:200]}..."
-    if name.lower().endswith(".gguf") or name.startswith("ollama:"):
+    if name.lower().endswith(".gguf"):
         raise ModelError(f"{shown} is a GGUF file; `kvant import FILE` makes a model folder of it once")
     if isinstance(path_or_name, Path) or name.startswith(("/", ".", "~")):
         raise ModelError(f"model {shown!r} is not a folder")

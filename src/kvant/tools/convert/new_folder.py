@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 
 from kvant.errors import ConvertError, one_line
 from kvant.files import check_file
+from kvant.sizes import format_bytes
 from kvant.text.folder import TEMPLATES
 
 CARRIED = (  # to the new folder, byte for byte
@@ -35,6 +36,13 @@ def check_new(dest: Path) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, a user who does not exist, a NUL
         raise ConvertError(f"{str(dest)[:200]}: cannot be a folder: {one_line(error)}") from error
     return dest
+
+
+def check_space(folder: Path, needed: float) -> None:
+    """Refuse to write more bytes than the disk of the folder has left."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ConvertError(f"{folder}: {format_bytes(int(needed))} are needed, {format_bytes(free)} are free")
 
 
 def carried_files(source: Path) -> list[Path]:

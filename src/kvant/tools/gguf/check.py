@@ -7,12 +7,13 @@ import mlx.core as mx
 
 from kvant.errors import ConvertError
 from kvant.files import read_json
-from kvant.models.checkpoint import load_decoder
+from kvant.models.checkpoint import Progress, load_decoder
 from kvant.models.config import ModelConfig
 from kvant.sizes import format_bytes, physical_memory
 from kvant.text.tokenizer import load_tokenizer
-from kvant.tools.convert.new_folder import part_folder
-from kvant.tools.gguf.importer import Progress, check_space, write_json, write_tensors
+from kvant.tools.convert.new_folder import check_space, part_folder
+from kvant.tools.gguf.blocks import Packed
+from kvant.tools.gguf.importer import write_json, write_tensors
 from kvant.tools.gguf.layout import Place, places
 from kvant.tools.gguf.reader import GGUFFile, open_gguf
 from kvant.tools.report.divergence import Figures, Tally, log_probabilities
@@ -21,7 +22,7 @@ from kvant.tools.report.texts import built_in_text
 TOKENS = 256
 
 
-def check_import(path: Path, folder: Path, progress: Progress | None = None) -> Figures:
+def check_import(path: Path, folder: Path, progress: Progress = lambda done, total: None) -> Figures:
     """Compare the model in ``folder`` with the dense float32 expansion of the file it was imported from.
 
     Both predict the token after each of 256 tokens of kvant's held-out texts, with exact caches. The expansion is
@@ -55,5 +56,5 @@ def _predictions(folder: Path, ids: tuple[int, ...]) -> mx.array:
     return logits
 
 
-def _expand(file: GGUFFile, place: Place) -> dict[str, mx.array]:
-    return {place.part: mx.array(place.tensor.kind.expand(file.blocks(place.tensor))).reshape(place.tensor.shape)}
+def _expand(file: GGUFFile, place: Place) -> Packed:
+    return {"weight": mx.array(place.tensor.kind.expand(file.blocks(place.tensor))).reshape(place.tensor.shape)}

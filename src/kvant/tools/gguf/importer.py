@@ -1,26 +1,25 @@
 """A GGUF file to a model folder: config.json, tokenizer files, generation_config.json and safetensors."""
 
 import json
-import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from kvant.errors import ConvertError, ModelError
-from kvant.models.checkpoint import check_folder
+from kvant.errors import ConvertError
+from kvant.models.checkpoint import Progress, check_folder
 from kvant.models.config import ModelConfig
-from kvant.models.quantization import Quantization
-from kvant.sizes import format_bytes
+from kvant.models.tensors import DTYPES
 from kvant.text.tokenizer import load_tokenizer
-from kvant.tools.convert.new_folder import appearing, check_new
+from kvant.tools.convert.new_folder import appearing, check_new, check_space
+from kvant.tools.gguf.blocks import Packed
 from kvant.tools.gguf.layout import Place, places, read_config
-from kvant.tools.gguf.reader import GGUFFile, open_gguf
+from kvant.tools.gguf.reader import GGUFFile, naming, open_gguf
 from kvant.tools.gguf.tokenizer import build_tokenizer, end_ids
 
 SHARD_BYTES = 2**30  # of a file of tensors; what is held in memory until it is written
@@ -28,8 +27,7 @@ PIECE_VALUES = 2**24  # of a tensor that are converted at once
 MOST_GROWTH = 288 / 210  # of Q6_K, which grows most
 ROUTER = "mlp.gate"  # llama.cpp stores it as float32 in files of every type
 
-Progress = Callable[[int, int], None]
-Convert = Callable[[GGUFFile, Place], dict[str, mx.array]]  # to arrays by the last part of their names
+Convert = Callable[[GGUFFile, Place], Packed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +36,16 @@ class CensusRow:
 
     kind: str  # its name in GGUF
     tensors: int
-    fidelity: str  # exact, rounded or requantized
+    fidelity: str  # of blocks.Fidelity
     bytes_before: int
     bytes_after: int
 
 
-def import_gguf(path: Path, dest: Path, progress: Progress | None = None) -> list[CensusRow]:
-    """Turn a GGUF file into a model folder. The folder appears whole or not at all.
+def import_gguf(path: Path, dest: Path, progress: Progress = lambda done, total: None) -> list[CensusRow]:
+    """Turn a GGUF file into a model folder, which appears whole or not at all. Nothing in the file is executed.
 
     Args:
-        path: the file. Nothing in it is executed.
-        dest: the folder to make: a new path or an empty folder.
+        dest: a new path or an empty folder.
         progress: called with (tensors done, tensors in all).
 
     Returns:
@@ -59,35 +56,19 @@ def import_gguf(path: Path, dest: Path, progress: Progress | None = None) -> lis
     """
     dest = check_new(dest)
     with open_gguf(path) as file:
-        with _naming(path):
+        with naming(path):
             raw = read_config(file)
             placed = places(file, ModelConfig.from_dict(raw))
             raw |= _quantization(placed)
             settings = _text_files(file, raw)
         check_space(dest.parent, MOST_GROWTH * sum(place.tensor.nbytes for place in placed))
-        with appearing(dest) as folder, _naming(path):
+        with appearing(dest) as folder, naming(path):
             for name, content in settings.items():
                 write_json(folder / name, content)
             load_tokenizer(folder)
-            after = write_tensors(file, placed, folder, Packing(_float_dtype(placed)), progress)
+            after = write_tensors(file, placed, folder, partial(_pack, _float_dtype(placed)), progress)
             check_folder(folder, whole=False)
     return _census(placed, after)
-
-
-def check_space(folder: Path, needed: float) -> None:
-    """Refuse to write more bytes than the disk of the folder has left."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ConvertError(f"{folder}: {format_bytes(int(needed))} are needed, {format_bytes(free)} are free")
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Put the file's path before an error's message."""
-    try:
-        yield
-    except (ConvertError, ModelError) as error:
-        raise ConvertError(f"{path}: {error}") from error
 
 
 def _text_files(file: GGUFFile, raw: dict[str, Any]) -> dict[str, Any]:
@@ -111,13 +92,10 @@ def _quantization(placed: list[Place]) -> dict[str, Any]:
     if not found:
         return {}
     common = found.most_common(1)[0][0]
-    overrides = {module: _form(form) for module, form in formats.items() if form != common}
+    others = {module: form for module, form in formats.items() if form != common}
+    # false: floating point
+    overrides = {module: False if form is None else form.form for module, form in others.items()}
     return {"quantization": {**common.form, **overrides}}
-
-
-def _form(quantization: Quantization | None) -> Any:
-    """A format as config.json has it; false: floating point."""
-    return False if quantization is None else quantization.form
 
 
 def _float_dtype(placed: list[Place]) -> mx.Dtype:
@@ -127,31 +105,32 @@ def _float_dtype(placed: list[Place]) -> mx.Dtype:
     """
     matrices = (place for place in placed if len(place.tensor.shape) > 1 and not place.module.endswith(ROUTER))
     kinds = {place.tensor.kind.name for place in matrices}
-    if "F32" in kinds:
-        return mx.float32
-    return mx.bfloat16 if "BF16" in kinds else mx.float16
+    return next((DTYPES[kind] for kind in ("F32", "BF16") if kind in kinds), mx.float16)
 
 
 def write_tensors(
-    file: GGUFFile, placed: list[Place], folder: Path, convert: Convert, progress: Progress | None = None
+    file: GGUFFile, placed: list[Place], folder: Path, convert: Convert, progress: Progress
 ) -> dict[str, int]:
     """Write converted tensors in shards, one at a time in memory; return the new bytes of each tensor by its name."""
     shards = _shards(placed)
     sizes: dict[str, int] = {}
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file_name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         arrays: dict[str, mx.array] = {}
         for place in shard:
-            converted = convert(file, place)
+            try:
+                converted = convert(file, place)
+            except ValueError as error:
+                raise ConvertError(f"tensor {place.tensor.name} {error}") from error
             sizes[place.tensor.name] = sum(array.nbytes for array in converted.values())
-            for last, array in converted.items():
+            for part, array in converted.items():
                 shaped = array.reshape(*place.tensor.shape[:-1], -1)
-                arrays[f"{place.module}.{last}"] = in_order(shaped, place.interleaved_heads)
-            if progress is not None:
-                progress(len(sizes), len(placed))
-        mx.save_safetensors(str(folder / name), arrays, {"format": "mlx"})
-        index |= dict.fromkeys(arrays, name)
+                name = f"{place.module}.{place.part if part == 'weight' else part}"
+                arrays[name] = _in_order(shaped, place.interleaved_heads)
+            progress(len(sizes), len(placed))
+        mx.save_safetensors(str(folder / file_name), arrays, {"format": "mlx"})
+        index |= dict.fromkeys(arrays, file_name)
     if len(shards) > 1:
         total = {"total_size": sum(sizes.values())}
         write_json(folder / "model.safetensors.index.json", {"metadata": total, "weight_map": index})
@@ -170,33 +149,22 @@ def _shards(placed: list[Place]) -> list[list[Place]]:
     return shards
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
+def _pack(floats: mx.Dtype, file: GGUFFile, place: Place) -> Packed:
     """Convert a tensor to MLX's form, piece by piece; float32 to ``floats`` if that is exact."""
-
-    floats: mx.Dtype
-
-    def __call__(self, file: GGUFFile, place: Place) -> dict[str, mx.array]:
-        tensor = place.tensor
-        width = tensor.shape[-1]
-        step = max(PIECE_VALUES // width, 1) * (width // tensor.kind.size)  # blocks of whole rows
-        blocks = file.blocks(tensor)
-        try:
-            with np.errstate(invalid="ignore"):  # of a scale that is no number, which is refused then
-                pieces = [tensor.kind.pack(blocks[at : at + step], width) for at in range(0, len(blocks), step)]
-        except ValueError as error:
-            raise ConvertError(f"tensor {tensor.name} {error}") from error
-        named: dict[str, list[Any]] = {place.part: [piece.weight for piece in pieces]}
-        named |= {"scales": [piece.scales for piece in pieces], "biases": [piece.biases for piece in pieces]}
-        found = {name: mx.concatenate(arrays) for name, arrays in named.items() if arrays[0] is not None}
-        if tensor.kind.name == "F32":
-            narrow = found[place.part].astype(self.floats)
-            if mx.array_equal(narrow.astype(mx.float32), found[place.part]):
-                found[place.part] = narrow
-        return found
+    tensor = place.tensor
+    step = PIECE_VALUES // tensor.kind.size
+    starts = range(0, tensor.nbytes // tensor.kind.nbytes, step)
+    with np.errstate(invalid="ignore"):  # of a scale that is no number, which is refused then
+        pieces = [tensor.kind.pack(file.blocks(tensor, start, step)) for start in starts]
+    found = {part: mx.concatenate([piece[part] for piece in pieces]) for part in pieces[0]}
+    if tensor.kind.name == "F32":
+        narrow = found["weight"].astype(floats)
+        if mx.array_equal(narrow.astype(mx.float32), found["weight"]):
+            found["weight"] = narrow
+    return found
 
 
-def in_order(array: mx.array, heads: int) -> mx.array:
+def _in_order(array: mx.array, heads: int) -> mx.array:
     """Undo the interleaving of a head's rows: pair p is rows 2p and 2p + 1 there, p and p + D/2 here."""
     if heads == 0:
         return array

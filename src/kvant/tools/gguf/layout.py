@@ -15,6 +15,8 @@ from kvant.models.architectures import ARCHITECTURES
 from kvant.models.config import ModelConfig
 from kvant.tools.gguf.reader import GGUFFile, GGUFTensor
 
+Json = dict[str, Any]
+
 # general.architecture -> model_type. The files of the first have the rows of q and k in another order.
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 INTERLEAVED = ("llama",)
@@ -45,45 +47,38 @@ ORIGINAL_CONTEXT = "original_max_position_embeddings"
 LLAMA3_REST = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL_CONTEXT: 8192}
 
 # Keys behind the architecture's name, and what they are called in config.json.
-EPSILON, THETA = "attention.layer_norm_rms_epsilon", "rope.freq_base"
+HIDDEN, HEADS = "embedding_length", "attention.head_count"
 SIZES = {
-    "embedding_length": "hidden_size",
+    HIDDEN: "hidden_size",
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
+    HEADS: "num_attention_heads",
     "context_length": "max_position_embeddings",
-    EPSILON: "rms_norm_eps",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 EXPERT_SIZES = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-KV_HEADS, HEAD_DIM = "attention.head_count_kv", "attention.key_length"
+KV_HEADS, HEAD_DIM, THETA = "attention.head_count_kv", "attention.key_length", "rope.freq_base"
 WIDTHS = ("attention.value_length", "rope.dimension_count")  # equal to HEAD_DIM in the models that are imported
 SCALING, FACTOR, ORIGINAL = "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"
-# Read, or without effect on what is computed.
-ACCEPTED = {*SIZES, THETA, KV_HEADS, HEAD_DIM, *WIDTHS, SCALING, FACTOR, ORIGINAL}
-ACCEPTED |= {"vocab_size", "rope.scaling.finetuned"}
+# Read if they are there, or without effect on what is computed.
+OPTIONAL = (KV_HEADS, HEAD_DIM, THETA, *WIDTHS, SCALING, FACTOR, ORIGINAL, "vocab_size", "rope.scaling.finetuned")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor of the file goes.
-
-    Attributes:
-        module: the path of its module in the checkpoint, such as ``model.layers.0.self_attn.q_proj``.
-        part: ``weight`` or ``bias``.
-        interleaved_heads: the heads whose rows lie interleaved in the file; 0: the rows are in order.
-    """
+    """Where a tensor of the file goes."""
 
     tensor: GGUFTensor
-    module: str
-    part: str
-    interleaved_heads: int
+    module: str  # its path in the checkpoint, such as model.layers.0.self_attn.q_proj
+    part: str  # "weight" or "bias"
+    interleaved_heads: int  # whose rows lie interleaved in the file; 0: the rows are in order
 
 
-def read_config(file: GGUFFile) -> dict[str, Any]:
+def read_config(file: GGUFFile) -> Json:
     """Return the model's config.json, without its quantization.
 
     Raises:
@@ -99,14 +94,14 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     own = {key.removeprefix(f"{kind}."): value for key, value in metadata.items() if key.startswith(f"{kind}.")}
     sizes = SIZES | (EXPERT_SIZES if table.experts else {})
     for key, value in own.items():
-        if key not in ACCEPTED and key not in sizes:
+        if key not in sizes and key not in OPTIONAL:
             raise ConvertError(f"{kind}.{key} is {str(value)[:40]}, a setting that kvant does not import")
     for key in sizes:
         if key not in own:
             raise ConvertError(f"{kind}.{key} is missing")
-    heads, hidden = own["attention.head_count"], own["embedding_length"]
+    heads, hidden = own[HEADS], own[HIDDEN]
     if not all(type(size) is int and size > 0 for size in (heads, hidden)):
-        raise ConvertError(f"{kind}.attention.head_count is {str(heads)[:40]}; expected one number for every layer")
+        raise ConvertError(f"{kind}.{HEADS} is {str(heads)[:40]}; expected one number for every layer")
     head_dim = own.get(HEAD_DIM, hidden // heads)
     for key in WIDTHS:
         if own.get(key, head_dim) != head_dim:
@@ -118,14 +113,15 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "num_key_value_heads": own.get(KV_HEADS, heads),
         "head_dim": head_dim,
         "rope_theta": _shortest(own.get(THETA, 10000.0)),
-        "vocab_size": _rows(file, STEMS["model.embed_tokens"]),
+        "vocab_size": _tensor(file, f"{STEMS['model.embed_tokens']}.weight").shape[0],
         "tie_word_embeddings": f"{STEMS['lm_head']}.weight" not in file.tensors,
         "hidden_act": "silu",
     }
     if table.experts:
         config["norm_topk_prob"] = True  # llama.cpp always does
-    stems = {row.bias: f"blk.0.{STEMS[row.path]}.bias" for row in table.layer if row.bias in table.optional_biases}
-    config |= {flag: True for flag, name in stems.items() if flag is not None and name in file.tensors}
+    for row in table.layer:
+        if row.bias in table.optional_biases and f"blk.0.{STEMS[row.path]}.bias" in file.tensors:
+            config[row.bias] = True
     if scaling := _rope_scaling(file, own, kind, config):
         config["rope_scaling"] = scaling
     return config
@@ -138,9 +134,12 @@ def places(file: GGUFFile, config: ModelConfig) -> list[Place]:
         ConvertError: a tensor that is missing, has another shape or type, or has no place.
     """
     found: list[Place] = []
-    left = {*file.tensors} - {ROPE_FACTORS}
-    permuted = file.metadata["general.architecture"] in INTERLEAVED
-    heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
+    left = {*file.tensors}
+    if config.rope.kind == "llama3":
+        left.discard(ROPE_FACTORS)
+    heads = {}
+    if file.metadata["general.architecture"] in INTERLEAVED:
+        heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
     for module, layer, row in config.parameters():
         if row is config.architecture.head and config.tie_word_embeddings:
             continue
@@ -151,24 +150,22 @@ def places(file: GGUFFile, config: ModelConfig) -> list[Place]:
             parts["bias"] = shape[:1]
         for part, expected in parts.items():
             name = f"{stem}.{part}"
-            if name not in file.tensors:
-                raise ConvertError(f"tensor {name} is missing")
-            tensor = file.tensors[name]
+            tensor = _tensor(file, name)
             if tensor.shape != expected:
                 raise ConvertError(f"tensor {name} is {tensor.shape}; expected {expected}")
             if len(expected) == 1 and tensor.kind.quantization is not None:
                 raise ConvertError(f"tensor {name} is {tensor.kind.name}; expected floats for a bias or a norm")
             left.discard(name)
-            found.append(Place(tensor, module, part, heads.get(row.path, 0) if permuted else 0))
+            found.append(Place(tensor, module, part, heads.get(row.path, 0)))
     if left:
         raise ConvertError(f"tensor {min(left)[:80]!r} is none of a {config.model_type} model's")
     return found
 
 
-def _rows(file: GGUFFile, stem: str) -> int:
-    if f"{stem}.weight" not in file.tensors:
-        raise ConvertError(f"tensor {stem}.weight is missing")
-    return file.tensors[f"{stem}.weight"].shape[0]
+def _tensor(file: GGUFFile, name: str) -> GGUFTensor:
+    if name not in file.tensors:
+        raise ConvertError(f"tensor {name} is missing")
+    return file.tensors[name]
 
 
 def _shortest(value: Any) -> Any:
@@ -176,16 +173,10 @@ def _shortest(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _rope_scaling(
-    file: GGUFFile, own: Mapping[str, Any], kind: str, config: Mapping[str, Any]
-) -> dict[str, Any] | None:
+def _rope_scaling(file: GGUFFile, own: Mapping[str, Any], kind: str, config: Json) -> Json | None:
     scaling = own.get(SCALING, "none")
-    if ROPE_FACTORS in file.tensors:
-        if scaling != "none":
-            raise ConvertError(f"{kind}.{SCALING} is {str(scaling)[:40]!r} beside {ROPE_FACTORS}; expected one")
-        return _llama3_scaling(file.tensors[ROPE_FACTORS], file, config)
     if scaling == "none":
-        return None
+        return _llama3_scaling(file, config) if ROPE_FACTORS in file.tensors else None
     settings = {"rope_type": scaling, "factor": _shortest(own.get(FACTOR))}
     if scaling == "linear":
         return settings
@@ -194,8 +185,9 @@ def _rope_scaling(
     raise ConvertError(f"{kind}.{SCALING} is {str(scaling)[:40]!r}; expected none, linear or yarn")
 
 
-def _llama3_scaling(tensor: GGUFTensor, file: GGUFFile, config: Mapping[str, Any]) -> dict[str, Any]:
+def _llama3_scaling(file: GGUFFile, config: Json) -> Json:
     """Find the settings of Llama 3's kind whose divisors of frequencies are those that the file lists."""
+    tensor = file.tensors[ROPE_FACTORS]
     plain = ModelConfig.from_dict(config)
     head_dim = plain.head_dim
     if tensor.kind.name != "F32" or tensor.shape != (head_dim // 2,):

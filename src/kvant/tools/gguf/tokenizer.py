@@ -26,12 +26,8 @@ TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-DIGITS = {"type": "Digits", "individual_digits": True}
-
-
-def _byte_level(*, splits: bool) -> Json:
-    """``splits``: by GPT-2's own regular expression."""
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": splits}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+GPT2: Json = {**BYTES, "use_regex": True}  # its regular expression is tokenizers' own
 
 
 def _split(pattern: str) -> Json:
@@ -40,11 +36,11 @@ def _split(pattern: str) -> Json:
 
 # tokenizer.ggml.pre -> the steps before byte pair encoding.
 SPLITS: dict[str, list[Json]] = {
-    "gpt-2": [_byte_level(splits=True)],
-    "smollm": [DIGITS, _byte_level(splits=True)],
-    "llama-bpe": [_split(LLAMA3), _byte_level(splits=False)],
-    "qwen2": [_split(QWEN2), _byte_level(splits=False)],
-    "tekken": [_split(TEKKEN), _byte_level(splits=False)],
+    "gpt-2": [GPT2],
+    "smollm": [{"type": "Digits", "individual_digits": True}, GPT2],
+    "llama-bpe": [_split(LLAMA3), BYTES],
+    "qwen2": [_split(QWEN2), BYTES],
+    "tekken": [_split(TEKKEN), BYTES],
 }
 # A word that is a token is not merged anew; and a text begins with the beginning-of-text token unless the file says no.
 WHOLE_TOKENS = ("llama-bpe", "tekken")
@@ -70,8 +66,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tuple[Json, Json]:
     """Return tokenizer.json and tokenizer_config.json.
 
     Raises:
-        ConvertError: a kind of vocabulary or of splitting that is not imported, or one that contradicts
-            itself.
+        ConvertError: a kind of vocabulary or of splitting that is not imported, or one that contradicts itself.
     """
     kind = metadata.get("tokenizer.ggml.model")
     builders = {"gpt2": _byte_pairs, "llama": _sentence_pieces}
@@ -82,19 +77,20 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tuple[Json, Json]:
         raise ConvertError("tokenizer.ggml.tokens has a token twice")
     if metadata.get("tokenizer.ggml.add_eos_token"):
         raise ConvertError("tokenizer.ggml.add_eos_token is true; expected a model whose prompts go on")
-    types = _types(metadata, tokens)
-    raw = builders[kind](metadata, tokens)
-    raw["added_tokens"] = [_added(i, tokens[i], types[i]) for i in range(len(tokens)) if types[i] in ADDED]
+    raw = {"version": "1.0", **builders[kind](metadata, tokens)}
+    raw["model"] |= {"type": "BPE", "vocab": {token: number for number, token in enumerate(tokens)}}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    raw["added_tokens"] = [
+        {"id": number, "content": tokens[number], **flags, "special": use != USER_DEFINED}
+        for number, use in enumerate(_types(metadata, tokens))
+        if use in ADDED
+    ]
     named = {name: tokens[number] for name, key in NAMED.items() if (number := _id(metadata, key, tokens)) is not None}
     bos = named.get("bos_token")
     begins = kind == "llama" or metadata.get("tokenizer.ggml.pre") in WHOLE_TOKENS
     if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", begins):
         raw["post_processor"] = _put_before(bos, tokens.index(bos))
-    config: Json = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        **named,
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **named}
     if templates := _templates(metadata):
         config["chat_template"] = templates
     return raw, config
@@ -115,10 +111,12 @@ def _byte_pairs(metadata: Mapping[str, Any], tokens: list[str]) -> Json:
     merges = [merge.split(" ") for merge in _texts(metadata, "merges")]
     if any(len(pair) != 2 for pair in merges):
         raise ConvertError("tokenizer.ggml.merges has an entry that is not two tokens with a space between them")
-    model = _bpe(tokens, merges, ignore_merges=pre in WHOLE_TOKENS)
-    normalizer = {"type": "NFC"} if pre in NFC else None
-    steps = {"type": "Sequence", "pretokenizers": SPLITS[pre]}
-    return _file(model, normalizer, steps, {**_byte_level(splits=True), "add_prefix_space": True})
+    return {
+        "normalizer": {"type": "NFC"} if pre in NFC else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": SPLITS[pre]},
+        "decoder": GPT2,
+        "model": {"ignore_merges": pre in WHOLE_TOKENS, "merges": merges},
+    }
 
 
 def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Json:
@@ -127,21 +125,25 @@ def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Json:
     if longest > MAX_PIECE:
         raise ConvertError(f"tokenizer.ggml.tokens has one of {longest} characters; expected at most {MAX_PIECE}")
     unknown = _id(metadata, "unknown_token_id", tokens)
-    pairs = _merges_by_score(tokens, scores, _types(metadata, tokens))
-    model = _bpe(tokens, pairs, byte_fallback=True, fuse_unk=True)
-    model["unk_token"] = None if unknown is None else tokens[unknown]
-    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     spaces: list[Json] = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
-    if prefixed:
-        spaces.insert(0, {"type": "Prepend", "prepend": SPACE})
     decoders: list[Json] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
-    if prefixed:
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        spaces.insert(0, {"type": "Prepend", "prepend": SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    return _file(model, {"type": "Sequence", "normalizers": spaces}, None, {"type": "Sequence", "decoders": decoders})
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": spaces},
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "unk_token": None if unknown is None else tokens[unknown],
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "merges": _merges_by_score(tokens, scores, _types(metadata, tokens)),
+        },
+    }
 
 
 def _merges_by_score(tokens: list[str], scores: list[float], types: list[float]) -> list[list[str]]:
@@ -159,47 +161,6 @@ def _merges_by_score(tokens: list[str], scores: list[float], types: list[float])
     return [[tokens[left], tokens[right]] for _, pairs in found for left, right in pairs]
 
 
-def _bpe(
-    tokens: list[str],
-    merges: list[list[str]],
-    *,
-    ignore_merges: bool = False,
-    byte_fallback: bool = False,
-    fuse_unk: bool = False,
-) -> Json:
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": fuse_unk,
-        "byte_fallback": byte_fallback,
-        "ignore_merges": ignore_merges,
-        "vocab": {token: number for number, token in enumerate(tokens)},
-        "merges": merges,
-    }
-
-
-def _file(model: Json, normalizer: Json | None, pre_tokenizer: Json | None, decoder: Json) -> Json:
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": normalizer,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": None,
-        "decoder": decoder,
-        "model": model,
-    }
-
-
-def _added(number: int, content: str, kind: float) -> Json:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": content, **flags, "special": kind != USER_DEFINED}
-
-
 def _put_before(token: str, number: int) -> Json:
     """Put a token before every text."""
     first = {"SpecialToken": {"id": token, "type_id": 0}}
@@ -212,16 +173,17 @@ def _put_before(token: str, number: int) -> Json:
     }
 
 
-def _templates(metadata: Mapping[str, Any]) -> str | list[Json] | None:
-    """The chat template, or all of them by name if there are several."""
-    default = metadata.get(TEMPLATE)
-    more = {key.removeprefix(f"{TEMPLATE}."): text for key, text in metadata.items() if key.startswith(f"{TEMPLATE}.")}
-    if not all(isinstance(text, str) for text in (default or "", *more.values())):
+def _templates(metadata: Mapping[str, Any]) -> str | list[Json]:
+    """Return the chat template, or all of them by name if there are several."""
+    keys = [key for key in metadata if key == TEMPLATE or key.startswith(f"{TEMPLATE}.")]
+    if not all(isinstance(metadata[key], str) for key in keys):
         raise ConvertError(f"{TEMPLATE} is not text")
-    if not more:
-        return default
-    named = {**({} if default is None else {"default": default}), **more}
-    return [{"name": name, "template": text} for name, text in named.items()]
+    if keys == [TEMPLATE]:
+        return str(metadata[TEMPLATE])
+    return [
+        {"name": "default" if key == TEMPLATE else key.removeprefix(f"{TEMPLATE}."), "template": metadata[key]}
+        for key in keys
+    ]
 
 
 def _texts(metadata: Mapping[str, Any], key: str) -> list[str]:
