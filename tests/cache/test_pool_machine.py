@@ -395,8 +395,9 @@ def _read_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_attention, "READ_BYTES", paged_attention.READ_BYTES)
 
 
-def test_any_order() -> None:
-    _run(type("Any", (_Machine,), {}), count(20, 2000), count(25, 50))
+@pytest.mark.parametrize("examples", [8, count(20, 2000)])
+def test_any_order(examples: int) -> None:
+    _run(type("Any", (_Machine,), {}), examples, count(25, 50))
 
 
 def test_any_order_with_the_fused_kernel(fused_calls: list[Any]) -> None:

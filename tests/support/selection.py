@@ -24,6 +24,7 @@ MARKS = {
         cache/test_snapshot.py::test_the_next_tokens_are_those_of_an_uninterrupted_run
         models/test_adapter.py::test_logits_are_mlx_lms
         models/test_architectures.py::test_any_tensor_that_is_missing_or_wrong_is_named
+        models/test_architectures.py::test_the_plan_is_what_is_held
         models/test_experts.py::test_every_way_to_compute_them_is_mlx_lms
         models/test_formats.py
         models/test_golden.py::test_logits_are_transformers
@@ -37,6 +38,7 @@ MARKS = {
         ranks/test_divided.py::test_logits
         ranks/test_divided.py::test_what_a_token_sends
         server/test_interfaces.py::test_a_forced_call_that_is_cut_is_no_text
+        text/test_tokenizer.py::test_ids_and_text
         tools/bench/test_shapes.py
         tools/convert/test_convert.py
         tools/gguf/test_importer.py
@@ -113,8 +115,10 @@ MARKS = {
         bridge/test_checkpoints.py
         bridge/test_disk_cache.py
         bridge/test_snapshot_bridged.py
+        cache/test_pool_machine.py::test_any_order
         cache/test_quality.py::test_eight_bits_cost_nothing_that_matters_and_smaller_groups_cost_less
         cli/chat/test_commands.py::test_without_a_seed_a_retry_differs_and_with_one_the_conversation_is_the_same_again
+        engine/test_answer_errors.py::test_an_interruption_ends_all_and_the_scheduler_goes_on
         engine/test_batch_drafts.py
         engine/test_constraint.py::test_random_schemas
         engine/test_conversation.py::test_memory_stays_through_ten_forgettings
@@ -172,10 +176,12 @@ SAMPLES = """
     cache/test_pool.py::test_what_a_long_context_takes_is_bounded[1-8]
     cache/test_pool.py::test_what_a_long_context_takes_is_bounded[4-0]
     cache/test_pool_fused.py::test_an_engine_on_the_kernels_text[8-None]
-    cache/test_snapshot.py::test_the_next_tokens_are_those_of_an_uninterrupted_run[110-{'kv_bits': 4, 'kv_group_size': 16}]
+    cache/test_pool_machine.py::test_any_order[8]
+    cache/test_snapshot.py::test_the_next_tokens_are_those_of_an_uninterrupted_run[110-{'kv_bits': 0}]
     cache/test_snapshot.py::test_the_next_tokens_are_those_of_an_uninterrupted_run[128-{'kv_bits': 8}]
-    cache/test_snapshot.py::test_the_next_tokens_are_those_of_an_uninterrupted_run[300-{'kv_bits': 0}]
+    cache/test_snapshot.py::test_the_next_tokens_are_those_of_an_uninterrupted_run[300-{'kv_bits': 8}]
     cli/test_cli.py::test_generated_text
+    engine/test_answer_errors.py::test_an_interruption_ends_all_and_the_scheduler_goes_on[True]
     engine/test_constraint.py::test_random_schemas[8]
     engine/test_conversation_kinds.py::test_turns_and_forgettings[gpt_oss-8]
     engine/test_conversation_kinds.py::test_turns_and_forgettings[qwen2-4]
@@ -187,6 +193,10 @@ SAMPLES = """
     models/test_adapter.py::test_logits_are_mlx_lms[qwen2]
     models/test_architectures.py::test_any_tensor_that_is_missing_or_wrong_is_named[qwen2]
     models/test_architectures.py::test_any_tensor_that_is_missing_or_wrong_is_named[qwen3_moe]
+    models/test_architectures.py::test_the_plan_is_what_is_held[weights0-qwen2-True]
+    models/test_architectures.py::test_the_plan_is_what_is_held[weights1-llama-False]
+    models/test_architectures.py::test_the_plan_is_what_is_held[weights1-olmo2-True]
+    models/test_architectures.py::test_the_plan_is_what_is_held[weights2-qwen3_moe-True]
     models/test_experts.py::test_every_way_to_compute_them_is_mlx_lms[numbers0-True-dense]
     models/test_experts.py::test_every_way_to_compute_them_is_mlx_lms[numbers1-True-adapted]
     models/test_experts.py::test_every_way_to_compute_them_is_mlx_lms[numbers2-False-quantized]
@@ -219,6 +229,12 @@ SAMPLES = """
     ranks/test_divided.py::test_what_a_token_sends[2-pipeline]
     ranks/test_divided.py::test_what_a_token_sends[2-qwen2]
     server/test_interfaces.py::test_a_forced_call_that_is_cut_is_no_text[messages]
+    text/test_tokenizer.py::test_ids_and_text[llama2]
+    text/test_tokenizer.py::test_ids_and_text[llama3]
+    text/test_tokenizer.py::test_ids_and_text[pocket]
+    text/test_tokenizer.py::test_ids_and_text[qwen3]
+    text/test_tokenizer.py::test_ids_and_text[smollm2]
+    text/test_tokenizer.py::test_ids_and_text[unigram]
     tools/gguf/test_gguf_fuzz.py::test_mutated_files[smollm2-0]
     tools/gguf/test_importer.py::test_a_type[Q4_K-0.003]
     tools/gguf/test_importer.py::test_an_architecture[Q4_1-llama]
