@@ -12,6 +12,7 @@ MARKS = {
         bridge/test_bridged_cache.py::test_bytes_are_known_before_and_the_same_after
         bridge/test_bridged_cache.py::test_pages_of_windows_move
         bridge/test_disk_cache.py::test_a_turn_reads_only_what_is_new
+        bridge/test_few_rows.py::test_the_logits_are_mlx_lms
         bridge/test_folder.py
         bridge/test_hook.py::test_attention_is_mlx_lms
         bridge/test_hook.py::test_the_kernel_serves_architectures
@@ -158,6 +159,10 @@ SAMPLES = """
     bridge/test_bridged_cache.py::test_pages_of_windows_move[gpt_oss]
     bridge/test_checkpoints.py::test_a_conversation_goes_back[qwen3_next]
     bridge/test_disk_cache.py::test_a_turn_reads_only_what_is_new[gpt_oss-8]
+    bridge/test_few_rows.py::test_the_logits_are_mlx_lms[deepseek_v3]
+    bridge/test_few_rows.py::test_the_logits_are_mlx_lms[gemma3_text]
+    bridge/test_few_rows.py::test_the_logits_are_mlx_lms[llama]
+    bridge/test_few_rows.py::test_the_logits_are_mlx_lms[qwen3_next]
     bridge/test_folder.py::test_generate[gemma3-0]
     bridge/test_folder.py::test_generate[gpt-oss-0]
     bridge/test_folder.py::test_generate[qwen3-next-0]

@@ -15,6 +15,7 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, quantize
 
 from kvant.bridge.architectures import NEEDS_METAL, module_name
 from kvant.bridge.config import BridgedConfig, for_mlx_lm, read_config, read_folder
+from kvant.bridge.few_rows import multiply_few_rows
 from kvant.bridge.model import BridgedModel, by_layer, parameters
 from kvant.bridge.probe import Attention, Entry, leaves_of, probe
 from kvant.bridge.rope import rotate_by_matrices
@@ -287,4 +288,6 @@ def evaluate(model: Module, folder: Path, progress: Progress | None, held: Colle
             mx.eval(own)
             if progress is not None:
                 progress(done, len(layers))
+    layers.clear()  # no weight is held here while another takes its place
+    multiply_few_rows(model, held)
     rotate_by_matrices(model)

@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from kvant.bridge.config import BridgedConfig
+from kvant.bridge.few_rows import multiplies_few_rows
 from kvant.bridge.pool import BridgedBatch, BridgedCache, BridgedPool, attends_apart, make_model_cache, reserve
 from kvant.bridge.probe import Attention, Entry, leaves_of, probe
 from kvant.cache import KVCache, ModelCache
@@ -34,12 +35,15 @@ class BridgedModel:
     """A :class:`kvant.models.LanguageModel`: mlx-lm's model, ``module``."""
 
     absent_caches: frozenset[int] = frozenset()  # numbers of mlx-lm's caches whose layers another process computes
-    computes_at_once = False
     last_token_alone = True  # mlx-lm's models give the logits of every position they are given
 
     def __init__(self, module: Module, config: BridgedConfig, dtype: mx.Dtype) -> None:
         self.module, self.config, self.dtype = module, config, dtype
         self.identity: Identity | None = None
+
+    @cached_property
+    def computes_at_once(self) -> bool:
+        return multiplies_few_rows(self.module)
 
     @cached_property
     def has_sinks(self) -> bool:

@@ -1,0 +1,39 @@
+"""mlx-lm's linear layers on a CPU, whose products of a few rows are BLAS's products of a matrix and a vector."""
+
+from collections.abc import Collection
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+
+from kvant.models.gemv import serves
+from kvant.models.matrix import DenseMatrix
+
+
+class FewRowsLinear(Linear):
+    """A linear layer whose weight (out, in) lies in memory turned, as :class:`DenseMatrix` has it."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """(..., in) -> (..., out)."""
+        output = DenseMatrix(self["weight"].T).project(x)
+        return output + self["bias"] if "bias" in self else output
+
+
+def multiply_few_rows(model: Module, held: Collection[str] | None = None) -> None:
+    """Have linear layers that are worth it multiply so, one after the other.
+
+    ``held``: names of the weights that are here; None: all.
+    """
+    if mx.default_device().type != mx.cpu:
+        return
+    for name, module in model.named_modules():
+        is_here = held is None or f"{name}.weight" in held
+        if is_here and type(module) is Linear and serves(module["weight"], module["weight"]):
+            module["weight"] = mx.contiguous(module["weight"].T).T
+            mx.eval(module["weight"])
+            module.__class__ = FewRowsLinear
+
+
+def multiplies_few_rows(model: Module) -> bool:
+    """Whether any layer does."""
+    return any(isinstance(module, FewRowsLinear) for module in model.modules())
