@@ -118,6 +118,22 @@ def test_pages_that_only_the_index_holds_make_room_the_least_recently_used_first
     assert pool.sequence(401, texts[1]).length == 128
 
 
+def test_a_shared_page_that_is_written_is_copied(plain: Decoder) -> None:
+    """Where there is no page for the copy, the step is refused before anything is written."""
+    pool = _pool(plain, 640)  # 5 pages
+    parent = pool.sequence(384)
+    prefill(plain, pool, parent, TEXT[:256])
+    child, third = parent.fork(384), pool.sequence(128)
+    child.trim_to(100)
+    with pytest.raises(ContextError, match="1 shared pages are to be written; of 5 pages 0 are free"):
+        decode(plain, pool, [child], [9])
+    assert child.length == 100
+    third.release()
+    assert close(decode(plain, pool, [child], [9]), next_logits(plain, [*TEXT[:100], 9]))
+    assert close(decode(plain, pool, [parent], [9]), next_logits(plain, [*TEXT[:256], 9]))
+    check_pages(pool, [parent, child])
+
+
 def test_a_page_that_only_the_index_shares_is_written_without_a_copy_where_there_is_no_room(plain: Decoder) -> None:
     pool = _pool(plain, 256)  # 2 pages
     sequence = pool.sequence(256)
