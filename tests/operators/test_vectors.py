@@ -185,6 +185,27 @@ def test_what_a_fault_says() -> None:
     assert find_faults(vector, raising) == [r"KeyError: 'two\nlines'"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--check", "json"], "expected module:function"),
+        (["--check", ":loads"], "expected module:function"),
+        (["--check", "no_such_module:run"], "No module named 'no_such_module'"),
+        (["--check", "json:nothing"], "json has no function nothing"),
+        (["--check", "json:__doc__"], "json has no function __doc__"),
+        (["--only", "no such case"], "no case has such a name"),
+        (["--nothing"], "unrecognized arguments: --nothing"),
+        (["--check"], "expected one argument"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
+    assert words in err
+
+
 def test_list_prints_the_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "--only", "static-*alibi"]) == 0
     names = capsys.readouterr().out.split()
