@@ -178,6 +178,7 @@ def test_settings_of_engines() -> None:
     [
         ("mlxlm", None, 64, "'mlxlm'; expected one of kvant, mlx-lm"),
         ("server", None, 64, "by its URL"),
+        ("mlx-lm:int8", None, 64, "'mlx-lm:int8'; mlx-lm takes one of float32, float16, bfloat16"),
         ("mlx-lm:float32:float16", None, 64, "at most once"),
         ("kvant mlx-lm kvant", None, 64, "'kvant' is named twice"),
         ("mlx-lm", None, 48, "64, 32, 128, and none divides the head dimension 48"),

@@ -15,6 +15,7 @@ from support.metal_host import host_pytest_skip
 from support.ranks import run_script
 
 from kvant import machine
+from kvant.cli.doctor import _group_parts
 from kvant.machine import environment, machine_with
 from kvant.operators import dispatch, kernel_record, probe
 from kvant.operators.kernels import attend, launch
@@ -248,6 +249,13 @@ def group(**wrong: Any) -> RankDiagnosis:
     return RankDiagnosis(ranks, 2**24, 16.0)
 
 
-def test_another_version_is_named() -> None:
+def test_what_is_wrong_is_named_and_printed() -> None:
     found = group(environment=replace(HERE, versions=HERE.versions | {"mlx": "0.31.0"}))
     assert found.problems == [f"rank 2 (studio) has mlx 0.31.0; rank 0 has {HERE.versions['mlx']}"]
+    _, *lines = _group_parts(group(sum_right=False))
+    assert lines == [
+        *(f"4 bytes from rank {rank} to rank {(rank + 1) % 3} and back: 0.050 ms" for rank in range(3)),
+        "sum of 16.78 MB: 16.0 ms, 1.05 GB/s",
+        "wrong: rank 2 (studio) gets a wrong sum of whole numbers",
+        "the 3 ranks do not agree",
+    ]
