@@ -109,6 +109,9 @@ def _check_what_is_altered(record: dict[str, Any]) -> None:
     ]
     found = edited(lambda own: first(own)["runs"][0]["arrivals_ms"][0].__setitem__(-1, 1e6))
     assert any("kvant 8-bit after 8: latency" in text or "after 8: tokens_per_s" in text for text in found), found
+    assert edited(lambda own: first(own)["memory"][0].update(peak=10**12))[0].startswith(
+        "not consistent: pocket: a peak"
+    )
     assert "weights are others" in edited(lambda own: first(own).update(files={"model.safetensors": "0" * 64}))[0]
     assert edited(lambda own: first(own)["drift"].update({"kvant 8-bit, 8": [99.0, 0.5]})) == [
         "not consistent: pocket: the drift is not that of its rounds"
