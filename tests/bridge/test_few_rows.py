@@ -11,6 +11,7 @@ from support.bridged import write_mlx_lm
 from support.tiny_models import build
 
 from kvant import blas
+from kvant.bridge import few_rows
 from kvant.bridge.few_rows import FewRowsLinear, multiplies_few_rows, multiply_few_rows
 from kvant.engine.load import load_model
 from kvant.models import gemv
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.skipif(blas.sgemv() is None, reason="MLX multiplies wit
 @pytest.fixture(autouse=True)
 def _however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemv, "BREAK_EVEN_ELEMENTS", 0)
+    monkeypatch.setattr(few_rows, "FROM_ELEMENTS", 0)
 
 
 def logits_of(model: Module) -> list[mx.array]:

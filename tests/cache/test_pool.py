@@ -121,21 +121,6 @@ def test_a_few_tokens_of_each_are_as_each_alone(
 
 
 @on_a_cpu
-def test_where_parts_begin_a_few_tokens_are_as_each_alone() -> None:
-    K, D, S = 2, 64, 5
-    size = paged_attention.tokens_at_once(2 * K * D * 4, S, 8)
-    arrays = list(quantize(mx.random.normal((2, K, size + 9, D)), quant_bit=8, quant_group=32))
-    query = mx.random.normal((1, 2 * K, S, D))
-
-    def attend(query: mx.array, end: int) -> mx.array:
-        return paged_attention.attend_rows(query, arrays, PagedRows([], [[(0, end)]], [0], None), quant_bit=8)
-
-    output = attend(query, size + 2)
-    for i in range(S):
-        assert mx.array_equal(output[:, :, i : i + 1], attend(query[:, :, i : i + 1], size + 2 - S + i + 1))
-
-
-@on_a_cpu
 @pytest.mark.parametrize("bits", [8, 4, 0])
 @pytest.mark.parametrize("new_tokens", [1, 4, 200])
 def test_what_a_long_context_takes_is_bounded(new_tokens: int, bits: int) -> None:
@@ -147,28 +132,6 @@ def test_what_a_long_context_takes_is_bounded(new_tokens: int, bits: int) -> Non
     mx.eval(arrays, query)
     rows = PagedRows([], [[(0, T)]], [0], None)
     assert peak_bytes(lambda: mx.eval(paged_attention.attend_rows(query, arrays, rows, quant_bit=bits))) < 40 << 20
-
-
-def test_tokens_are_read_a_share_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares of one sequence give the same bits as all at once, in a fraction of the memory."""
-    K, D, B = 4, 64, 8
-    arrays = [mx.ones((2, K, B * 1024, D), mx.int8), mx.random.normal((2, K, B * 1024, D // 32)).astype(mx.float16)]
-    query, key = (mx.random.normal((B, heads, 1, D)) for heads in (2 * K, K))
-    rows = PagedRows(mx.arange(999, B * 1024, 1024), [[(b * 1024, b * 1024 + 1000)] for b in range(B)], [0] * B, None)
-    mx.eval(arrays, query, key)
-    found: list[mx.array] = []
-
-    def step() -> None:
-        given, _ = paged_attention.append_and_attend_paged(query, key, key, arrays, rows, quant_bit=8, quant_group=32)
-        mx.eval(given)
-        found.append(given)
-
-    peaks = []
-    for most in (2**30, 4 * 2 * K * D * 1000):
-        monkeypatch.setattr(paged_attention, "READ_BYTES", most)
-        peaks.append(peak_bytes(step))
-    assert mx.array_equal(*found)
-    assert peaks[1] < peaks[0] / 2
 
 
 def test_a_step_that_something_came_between_is_not_committed(pocket: Pocket) -> None:

@@ -1,7 +1,6 @@
 """Turns taken back, asked again and edited; a history that outgrows its context; a saved one goes on from its file."""
 
 import gc
-import json
 import os
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from support.conversations import (
 from support.counts import count
 
 import kvant
-from kvant.engine.conversation import KEY, Conversation, as_metadata, messages_of
+from kvant.engine.conversation import KEY, Conversation
 from kvant.errors import ContextError, SnapshotError
 from kvant.models import Decoder
 from kvant.sample_utils import make_logits_processors, make_sampler
@@ -236,16 +235,6 @@ def test_what_could_not_be_loaded_is_not_saved(pocket: Pocket, tmp_path: Path) -
     with pytest.raises(SnapshotError, match="message 0 has the role 'tool'"):
         conversation.save(tmp_path / "talk")
     assert not list(tmp_path.iterdir())
-
-
-def test_messages_there_and_back() -> None:
-    messages = [
-        {"role": "system", "content": 'Be "kind" \u2028 \x00 🦊'},
-        {"role": "user", "content": ""},
-        {"role": "assistant", "content": "a", "reasoning_content": "b\n"},
-    ]
-    assert messages_of("x", as_metadata(messages)) == messages
-    assert json.loads(as_metadata(messages)[KEY]) == messages
 
 
 def test_ids_that_the_model_does_not_know_are_not_looked_up(pocket: Pocket) -> None:

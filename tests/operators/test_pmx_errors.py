@@ -68,11 +68,6 @@ def resized(axis: int, size: int) -> Callable[[mx.array], mx.array]:
     return lambda x: mx.zeros([size if i == axis % x.ndim else old for i, old in enumerate(x.shape)], x.dtype)
 
 
-def reshaped(*more: int) -> Callable[[mx.array], mx.array]:
-    """The same kind of array, with these axes instead of its first."""
-    return lambda x: mx.zeros((*more, *x.shape[1:]), x.dtype)
-
-
 def retyped(dtype: mx.Dtype) -> Callable[[mx.array], mx.array]:
     return lambda x: mx.zeros(x.shape, dtype)
 
@@ -92,15 +87,9 @@ def page(row: int, number: int, entry: object) -> list[list[object]]:
     return tables
 
 
-ONLY: dict[str, dict[str, Any]] = {
-    "query": {"operators": (ATTENTION,)}, "attn_mask": {"operators": (ATTENTION,)}, "scale": {"bits": QUANTIZED}
-}  # fmt: skip
+# What test_any_value cannot give: arrays of the right rank, and numbers that are off by little.
 DEFECTS = [
-    # arrays: rank, shape
-    # (another length of the first axis may fit)
-    *(value(name, reshaped(37, 1, 1), 37, r"\d dimensions", **ONLY.get(name, {}))
-      for name in (*KEYS, "query", "cache", "scale")),
-    value("current_value", reshaped(37), 37, r"\d dimensions"),
+    # arrays
     *(value("current_value", resized(axis, 37), 37, "expected") for axis in range(3)),
     value("current_key", resized(0, 0), 0, "at least 1", bits=(0, 8)),
     value("cache", resized(-1, 40), 40, "8|4"),
@@ -108,56 +97,29 @@ DEFECTS = [
       for packed, axes in ((False, ((2, 4), (2, 3))), (True, ((2, 3), (2, 3), (1, 3), (1, 2))))
       for layout, own in enumerate(axes) for axis in own),
     *(value("scale", resized(axis, 37), 37, "expected", bits=QUANTIZED) for axis in range(5)),
-    *(value("scale", resized(-1, width), width, D // 4, bits=QUANTIZED) for width in (D, 1)),
-    value("cache", resized(-1, 4), 4, 8, bits=(8,)),
-    value("cache", resized(-1, 8), 8, 4, bits=(4,)),
-    # dtypes and quantization
-    *(value("cache", retyped(dtype), str(dtype).rpartition(".")[2], wanted, bits=(bit,)) for bit, wanted, dtypes in (
-      (0, "float32", (mx.int8, mx.uint8, mx.int32)), (8, "int8", (mx.uint8, mx.float16)),
-      (4, "uint8", (mx.int8, mx.uint32))) for dtype in dtypes),
+    *(value("cache", retyped(dtype), str(dtype).rpartition(".")[2], wanted, bits=(bit,)) for bit, wanted, dtype in (
+      (0, "float32", mx.int8), (8, "int8", mx.uint8), (4, "uint8", mx.int8))),
     value("scale", retyped(mx.bfloat16), "bfloat16", "float32 or float16", bits=QUANTIZED),
-    value("scale", None, "None", "quant_bit", bits=QUANTIZED),
-    value("scale", mx.ones((1,)), "none", bits=(0,)),
-    value("current_value", retyped(mx.float16), "float16", "float32"),
     Defect(("current_key", "int8", "float32"), dict.fromkeys(KEYS, retyped(mx.int8)), (CACHE,), QUANTIZED),
-    Defect(("current_key", "float32", "float16"), {"query": retyped(mx.float16)}, (ATTENTION,)),
     value("query", retyped(mx.int32), "int32", "float32", operators=(ATTENTION,)),
-    *(value("quant_bit", x, x, "0, 8, 4") for x in (3, -8, 16)),
-    *(value("quant_group", x, x, bits=QUANTIZED) for x in (0, 3, 16, -4)),
-    # numbers
-    *(value("cache_layout", x, x, "0 to [13]", layouts=(0,)) for x in (4, -1)),
-    value("cache_layout", 2, 2, "0 to 1", packed=(False,)),
-    *(value("num_layer", x, x, L) for x in (L - 1, L + 1)),
-    *(value("layer_idx", x, x, f"0 to {L - 1}") for x in (-1, L)),
     value("query", resized(-2, 4), 4, H, operators=(ATTENTION,)),
+    # numbers
+    *(value("num_layer", x, x, L) for x in (L - 1, L + 1)),
+    value("layer_idx", L, L, f"0 to {L - 1}"),
+    *(value("quant_group", x, x, bits=QUANTIZED) for x in (3, 16)),
     Defect(("current_key", K, 3), {"num_kv_heads": 3}, (ATTENTION,)),
-    Defect(("current_key", K, H), {"num_kv_heads": 0}, (ATTENTION,)),
     Defect(("num_heads", H, "multiple", 4), {"num_kv_heads": 4}, (ATTENTION,)),
-    *(value(name, x, x, operators=(ATTENTION,)) for name in ("num_heads", "num_kv_heads", "head_dim") for x in (-2,)),
     Defect(("query", D, 37), {"head_dim": 37}, (ATTENTION,)),
-    *(value("num_repeat", x, x, "at least 1", operators=(CACHE,)) for x in (0, -1)),
-    value("num_repeat", 2**31, 2**31, (2**31 - 1) // (T * K * D), operators=(CACHE,), packed=(True,)),
-    value("num_repeat", 2**31, 2**31, (2**31 - 1) // (B * 7 * K * D), operators=(CACHE,), packed=(False,)),
-    # the static call's batch, positions and mask
     *(Defect(("batch of current_key", 37, "1 to 5"), dict.fromkeys(names, resized(0, 37)), only, packed=(False,))
       for only, names in (((CACHE,), KEYS), ((ATTENTION,), ("query", *KEYS)))),
-    *(value("start_pos", given, word, packed=(False,)) for given, word in (
-      *((x, x) for x in (-1, MAX_S - S + 1, 2**31, 2**64)),
-      *((mx.array([-1]), -1), (mx.array(MAX_S - S + 1), MAX_S - S + 1)), *((4.0, r"4\.0"), (True, "True")),
-      *((mx.array([4.0]), "float32"), (mx.array([True]), "bool")),
-      *((mx.array([4, 4]), r"\(2,\)"), (mx.array([], mx.int32), r"\(0,\)")))),
+    *(value("start_pos", given, MAX_S - S + 1, packed=(False,)) for given in (MAX_S - S + 1, mx.array(MAX_S - S + 1))),
     *(value("attn_mask", mx.zeros(shape), *shape, f">={START + S}", operators=(ATTENTION,), packed=(False,))
-      for shape in (
-      *((37,), (), (1, B, H, S, 37), (S, 6), (H, S, 6), (B, H, S, 1), (13, 7), (1, 7), (H, 13, 7), (B, H, 1, 7)),
-      *((13, S, 7), (K, S, 7), (1, S, 7), (B, 13, S, 7), (B, 1, S, 7), (13, H, S, 7), (5, H, S, 7)))),
+      for shape in ((1, B, H, S, 37), (S, 6), (H, S, 6), (H, 13, 7), (K, S, 7), (B, 13, S, 7), (5, H, S, 7))),
     *(value("attn_mask", mx.zeros(shape), *shape, f">={T}", operators=(ATTENTION,), packed=(True,))
-      for shape in ((37,), (N, T - 1), (1, T), (N + 1, T), (H, N, T - 1), (K, N, T), (1, N, T), (1, H, N, T))),
-    value("attn_mask", mx.zeros((S, 7), mx.int32), "int32", "bool", operators=(ATTENTION,), packed=(False,)),
+      for shape in ((N, T - 1), (N + 1, T), (H, N, T - 1), (K, N, T))),
+    value("decoding_batches", 4, 4, "0 to 3", operators=(ATTENTION,), packed=(True,)),
     # the packed call's index arguments: those that do not add up
     Defect(("seqstarts", N, 37), dict.fromkeys(KEYS, resized(0, 37)), (CACHE,), packed=(True,)),
-    *(value("decoding_batches", x, x, "0 to 3", operators=(ATTENTION,), packed=(True,)) for x in (-1, 4, LARGE)),
-    *(value("cache_mode", x, x, "0 to 1", packed=(True,)) for x in (2, -1)),
-    *(value("page_size", x, x, "at least 1", packed=(True,)) for x in (0, -128)),
     *(index("seqstarts", x, len(x), 4) for x in ([0, 1, 7], [0, 1, 5, 7, 7], [])),
     *(index(r"seqstarts\[0\]", x, x[0], 0) for x in ([1, 1, 5, 7], [-1, 1, 5, 7])),
     index(r"seqstarts\[2\]", [0, 1, 0, 7], 0, 1),
@@ -167,8 +129,8 @@ DEFECTS = [
       *(([0, 10, 15, 22], 15, 14), ([0, 10, 14, 20], 20, 21), ([0, 10, 14, 2**70], 2**70, 21)))),
     *(index("start_pos", x, *words) for x, *words in (([9, -1, 5], -1, 0), ([10, 0, 5], 10, 11), ([LARGE, 0, 5], 10))),
     Defect(("entries of seqstarts", 4, 3), {"start_pos": [9, 0]}, packed=(True,)),
-    *(index("max_seqlen", x, x, 4) for x in (3, 5, 0, -1, LARGE)),
-    *(index("max_kvlen", x, x, 10) for x in (9, 11, 0, -1, LARGE)),
+    *(index("max_seqlen", x, x, 4) for x in (3, 5)),
+    *(index("max_kvlen", x, x, 10) for x in (9, 11)),
     # rows outside of the cache
     *(index("cachestarts", x, len(x), 3, modes=(0,)) for x in ([16, 12], [16, 12, 5, 0])),
     index(r"cachestarts\[0\]", [MAX_ROWS - 9, 12, 5], MAX_ROWS - 9, 10, MAX_ROWS, modes=(0,)),

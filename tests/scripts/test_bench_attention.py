@@ -67,45 +67,6 @@ def test_a_wrong_variant_is_not_timed(
     assert f"{variant} is wrong: its error to own_cache is 0.01" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--contexts 1k,x", "--contexts is '1k,x'"),
-        ("--contexts 8,8", "each once"),
-        ("--shapes gpt2", "--shapes is ['gpt2']"),
-        ("--bits 3", "--bits is [3]"),
-        ("--paths fused", "--paths has fused"),
-        ("--paged", "--paged is of the fused kernel"),
-        ("--output nowhere/a.json", "does not exist"),
-    ],
-)
-def test_a_usage_error_is_one_line(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_attention, "gpu_backend", lambda: None)
-    with pytest.raises(SystemExit) as caught:
-        bench_attention.main(arguments.split())
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_goals() -> None:
-    def verdicts(kind: str, dtype: str, eight: float, four: float, share: float) -> list[str]:
-        case = {"shape": "qwen3-4b", "context": 32768, "path": "fused"}
-        results = [
-            case | {"bits": 8, "ratio": eight, "copy_share": share},
-            case | {"bits": 4, "ratio": four, "copy_share": 0.1},
-            *(case | {"bits": 8, "ratio": 9.0, "copy_share": 0.0} | of for of in ({"path": "pages"}, {"context": 1})),
-        ]
-        goals = bench_attention.goals({"kind": kind, "dtype": dtype, "results": results})
-        return [goal.rpartition(": ")[2].partition(",")[0] for goal in goals]
-
-    assert verdicts("gpu", "bfloat16", 0.6, 0.4, 0.61) == ["met"] * 3
-    assert verdicts("gpu", "bfloat16", 0.61, 0.41, 0.6) == ["NOT MET"] * 3
-    for place in (("cpu", "bfloat16"), ("gpu", "float32")):
-        assert verdicts(*place, 0.1, 0.1, 0.9) == ["not measured"] * 3
-
-
 @host_pytest_skip
 def test_the_fused_path_on_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The kernel's Metal text, run by the host: the same rows as the other variants."""

@@ -30,7 +30,7 @@ from kvant.server.openai import ChatBody, CompletionsAnswers, CompletionsBody, c
 from kvant.server.settings import Settings
 from kvant.server.turns import ThinkingBudget, shown_tools
 from kvant.text import guidance
-from kvant.text.answer_parts import AnswerParts, TextPart
+from kvant.text.answer_parts import AnswerParts
 from kvant.text.detokenizer import BYTES, ByteDetokenizer, WindowDetokenizer
 from kvant.text.prompt import system_place
 from kvant.text.tokenizer import Tokenizer
@@ -194,14 +194,6 @@ def read(
     if text.stop is None:
         events += text.take(Token(REQUEST, 0, 2, -0.5, finish_reason="stop"))
     return text, events
-
-
-def test_continued_text_is_not_split(pocket: Pocket) -> None:
-    """Without a conversation there is no thinking: marks are text, as /v1/completions gives it."""
-    thinker = with_marks(pocket[1], "<t>", "</t>")
-    for prompt, told in ((None, [TextPart("<t>a</t>b")]), ("", [TextPart("a", True), TextPart("b")])):
-        parts = AnswerParts(thinker, prompt)
-        assert [*parts.add("<t>a</t>b"), *parts.finish()] == told
 
 
 def places(event: Text) -> list[int]:

@@ -21,7 +21,6 @@ from tokenizers import Tokenizer as Library
 
 from kvant.errors import GrammarError
 from kvant.text import grammar as grammar_module
-from kvant.text import guidance
 from kvant.text.answer_parts import AnswerParts, CallPart, TextPart
 from kvant.text.call_form import ToolFormat
 from kvant.text.grammar import Grammars, build_tool_grammar
@@ -220,23 +219,6 @@ def test_an_answer_that_cannot_go_on(pocket: tuple[Any, Tokenizer], pocket_gramm
     matcher.take(*pocket[1].encode("a", add_special_tokens=False))
     with pytest.raises(GrammarError, match="no text satisfies it, or none from here on"):
         matcher.mask()
-
-
-@pytest.mark.parametrize("stopped", ["MaxTokensTotal", "ParserTooComplex", "LexerTooComplex", "NoExtensionBias"])
-def test_a_matcher_that_stops_without_a_message(stopped: str) -> None:
-    class Stopped:
-        def is_error(self) -> bool:
-            return True
-
-        def get_error(self) -> str:
-            return ""
-
-        def stop_reason(self) -> str:
-            return stopped
-
-    with pytest.raises(GrammarError) as caught:
-        guidance.fail_if_failed(Stopped())  # type: ignore[arg-type]
-    assert " " in str(caught.value)
 
 
 def test_compiling_has_an_end(pocket: tuple[Any, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:

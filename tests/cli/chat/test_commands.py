@@ -39,14 +39,6 @@ def test_help_names_every_command() -> None:
         assert any(line.startswith(", ".join(command.names)) and command.help in line for line in said)
 
 
-def test_the_greeting_is_a_line() -> None:
-    done = call("chat", "--temp", "0.5", "--seed", "3", stdin="")
-    (line,) = done.stderr.splitlines()
-    assert re.match(r"pocket · 2048 tokens reserved, 8 bits in groups of 32, \S+ MB · sampling: temperature 0.5", line)
-    assert line.endswith(" · /help lists the commands")
-    assert call("chat", "-q", stdin="").stderr == ""
-
-
 def test_options_are_set_shown_and_taken_back() -> None:
     lines = ["Hello!", "/set max_tokens 3", "/retry", "/set max-tokens default", "/set temp 1.5", "/set seed 4", "/set"]
     out, said = _said(*lines, "/set x")

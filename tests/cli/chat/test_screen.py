@@ -103,16 +103,6 @@ def test_plain_text_has_whole_words_and_its_lines(size: int) -> None:
     assert window.text == f"{words}\n\n\n- x\n" + "".join(f"{('long' * 20)[at : at + 29]}\n" for at in (0, 29, 58))
 
 
-def test_wide_characters_stay_within_the_margin() -> None:
-    text = "狐は巣穴に住んでいる " * 12 + "🦊" * 40
-    window = _Window(31, 6)
-    _show(window, text, 3)
-    assert squeezed(window.text).replace(" ", "") == text.replace(" ", "")
-    one = _Window(31, 60)
-    _show(one, text)
-    assert window.text == one.text
-
-
 @pytest.mark.parametrize(("at", "columns"), [(30, 25), (300, 70), (500, 25), (900, 70)])
 def test_resizing_shows_the_whole_answer_in_the_new_width(columns: int, at: int) -> None:
     window = _Window(50, 8)

@@ -17,11 +17,11 @@ from support.recordings import RUN, add_run, empty, record, streams
 
 from kvant.errors import KvantError
 from kvant.tools.bench.figures import Summary, summarize
-from kvant.tools.bench.plot import POINTS, plot
+from kvant.tools.bench.plot import plot
 from kvant.tools.bench.recording import Recording
-from kvant.tools.bench.table import describe, tables
+from kvant.tools.bench.table import tables
 from kvant.tools.drawing import check_plot_path
-from kvant.tools.statistics import Spread, paired_ratio, percentile
+from kvant.tools.statistics import Spread, percentile
 
 WIDE = Spread(0.123, 0.0456, 12.34, 3)
 
@@ -74,25 +74,6 @@ def test_every_figure_of_known_delays() -> None:
             expected = 0.6 if s.engine == "fast" else 1.0
             assert [ratio.median, ratio.minimum, ratio.maximum] == pytest.approx([expected] * 3)
             assert ratio.count == rounds
-
-
-def test_ratios_are_of_the_same_round() -> None:
-    """Run medians 3, 4, 5 against 5, 5, 8: 0.6, 0.8, 0.625. The pooled medians say 4 / 5."""
-    middles = {"fast": [3.0, 4.0, 5.0], "slow": [5.0, 5.0, 8.0]}
-    firsts = {"fast": [10.0, 20.0, 30.0], "slow": [40.0, 40.0, 40.0]}
-
-    def latency(label: str, run: int, context: int, position: int) -> float:
-        return firsts[label][run] if position == context else middles[label][run] + (position - context - 2)
-
-    fast, slow = summarize(record(latency, tokens=4))
-    assert fast.ratio == Spread(0.625, 0.6, 0.8, 3)
-    assert fast.first_token_ratio == Spread(0.5, 0.25, 0.75, 3)
-    assert slow.ratio == Spread(1, 1, 1, 3)
-    printed = _printed([fast, slow])
-    assert "0.62 (0.60-0.80)" in printed
-    assert "0.50 (0.25-0.75)" in printed
-    assert paired_ratio({1: 3.0, 5: 1.0}, {0: 1.0, 1: 2.0}) == Spread(1.5, 1.5, 1.5, 1)
-    assert paired_ratio({0: 1.0}, {1: 1.0}) is None
 
 
 def test_percentiles_among_infinite_values_are_no_nan() -> None:
@@ -158,20 +139,6 @@ def test_every_figure_of_streams() -> None:
     printed = _printed(summaries)
     assert "streams" in printed
     assert "one by one" in printed
-
-
-def test_tables_fit_a_terminal() -> None:
-    labels = ("slow", "mlx-lm float32", "a [bold]server[/bold] at http://localhost:8080/v1")
-    recording = record(lambda *_: 1234.5678, engines=labels, contexts=(131_072,))
-    printed = _printed(summarize(recording))
-    assert printed.count("131072") == 9
-    assert printed.count("1,235") == 4 * 3
-    assert "[bold]" in printed
-    assert describe(recording.header)[1:] == [
-        "a processor, 2 cores, Linux, copies 10.0 GB/s",
-        "kvant 0.1.0, mlx 0.32.4",
-        "kvant's BLAS: OpenBLAS",
-    ]
 
 
 def _recording(**options: Any) -> Recording:
@@ -249,20 +216,6 @@ def test_lines_are_medians_over_runs_in_a_band(tmp_path: Path, drawn: SimpleName
     assert drawn.lines["slow"] == [(position, 6.0) for position in range(9, 14)]
     assert drawn.band == (4.0, 8.0)
     assert "25th to 75th percentile" in drawn.caption
-
-
-def test_many_positions_are_put_together(tmp_path: Path, drawn: SimpleNamespace) -> None:
-    """By threes, here: one slow token in three is not seen, and the places are those of the middle ones."""
-    plot(record(lambda label, run, context, p: 90.0 if p % 3 == 0 else 2.0, tokens=2 * POINTS + 1), tmp_path / "a.png")
-    assert drawn.lines["fast"][:3] == [(10, 2.0), (13, 2.0), (16, 2.0)]
-    assert len(drawn.lines["fast"]) <= POINTS
-    assert "3 neighboring positions" in drawn.caption
-
-
-def test_the_axis_is_logarithmic_if_engines_are_far_apart(tmp_path: Path, drawn: SimpleNamespace) -> None:
-    for pace, scale in ((7.0, "linear"), (9.0, "log")):
-        plot(record(lambda label, *_, pace=pace: pace if label == "slow" else 1.0), tmp_path / "a.png")
-        assert drawn.scale == scale
 
 
 def test_streams(tmp_path: Path, drawn: SimpleNamespace) -> None:

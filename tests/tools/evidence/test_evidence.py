@@ -116,12 +116,6 @@ def _check_what_is_altered(record: dict[str, Any]) -> None:
     assert edited(lambda own: first(own)["drift"].update({"kvant 8-bit, 8": [99.0, 0.5]})) == [
         "not consistent: pocket: the drift is not that of its rounds"
     ]
-    assert edited(lambda own: own["attention"].clear()) == [
-        "not consistent: attention to 256 tokens is neither there nor left out"
-    ]
-    assert edited(lambda own: own.update(report=None)) == [
-        "not consistent: the quality of pocket is neither there nor left out"
-    ]
     assert edited(lambda own: own["models"].clear())[0].startswith("not consistent: a token of pocket is neither")
     assert edited(lambda own: own.update(healthy=False)) == ["not consistent: the fused kernel was wrong: "]
     assert edited(lambda own: own.pop("models")) == ["not consistent: KeyError: 'models'"]
@@ -187,17 +181,12 @@ FORGED = "x\nit is as it was written\x1b[2J"
     ("change", "line"),
     [
         ({"left_out": 3}, "left_out is 3; expected a list of texts"),
-        ({"left_out": None}, "left_out is None; expected a list of texts"),
         ({"left_out": [FORGED]}, r"left out: x\nit is as it was written\x1b[2J"),
-        ({"unchecked": 3}, "unchecked is 3; expected a list of texts"),
         ({"parts": [FORGED, "the whole command"]}, r"wrong: not consistent: x\nit is as it"),
         ({"command_ms": []}, "the whole command is neither there nor left out"),
         ({"command_ms": [], "parts": []}, "no part is 'the whole command'"),
         ({"command_ms": [5.0]}, "the whole command, one token of pocket: 5 ms"),
-        ({"command_ms": "fast"}, "command_ms is 'fast'; expected a list of numbers"),
         ({"command_ms": [10**400, 1]}, "not consistent: OverflowError"),
-        ({"command_ms": [True]}, "command_ms is [True]; expected a list of numbers"),
-        ({"models": [[]]}, "models is [[]]; expected a list of objects"),
         ({"models": [{"model": "pocket", "runs": [0] * 101}]}, "101 runs; expected at most 100"),
         ({"report": {"model": "pocket", "formats": [3]}}, "not consistent: TypeError"),
     ],

@@ -129,12 +129,6 @@ def test_an_infinite_scale_times_nothing(tmp_path: Path) -> None:
     _refused(changed.write(tmp_path / "file.gguf"), "blk.0.ffn_up.weight has a scale that is not a finite float16")
 
 
-@pytest.mark.parametrize("number", [10, 11, 16, 22, 34, 35, 99])
-def test_types_without_a_place_in_mlx(tmp_path: Path, number: int) -> None:
-    names = {10: "Q2_K", 11: "Q3_K", 16: "IQ2_XXS", 22: "IQ2_S", 34: "TQ1_0", 35: "TQ2_0", 99: "number 99"}
-    _refused(_file(tmp_path, tensors=[("token_embd.weight", (256, 1), number, 0)]), f"is of type {names[number]}; exp")
-
-
 def _text(text: str | bytes) -> bytes:
     data = text.encode() if isinstance(text, str) else text
     return struct.pack("<Q", len(data)) + data

@@ -57,11 +57,6 @@ def test_what_is_no_name(models: Path, text: str) -> None:
         find_ollama(text)
 
 
-def test_a_model_that_is_not_there(models: Path) -> None:
-    with one_line(WeightsError, r"tiny:2b: Ollama has no such model in .*; `ollama list` names"):
-        find_ollama("tiny:2b")
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
