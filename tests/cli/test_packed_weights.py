@@ -33,6 +33,7 @@ def test_the_plan_counts_what_is_held(packed: Path) -> None:
     assert floats["weights"] > 4 * as_stored["weights"]
     assert "4 bits, groups of 32, unpacked to float32, tied" in call("plan", model).stdout
     assert "unpacked" not in call("plan", model, "--weights", "packed").stdout
+    assert json.loads(call("plan", model, "--json").stdout)["unpacked"] is True
 
 
 def test_without_half_of_the_memory_they_stay_packed(packed: Path) -> None:

@@ -7,7 +7,15 @@ from typing import Any
 from kvant.cli.fitting import describe_layers, what_fits
 from kvant.machine import Machine
 from kvant.sizes import format_bytes
-from kvant.tools.plan import AnyCheckpoint, BridgedCheckpoint, LongestContext, MemoryPlan, Parallel, RankPlan
+from kvant.tools.plan import (
+    AnyCheckpoint,
+    BridgedCheckpoint,
+    Checkpoint,
+    LongestContext,
+    MemoryPlan,
+    Parallel,
+    RankPlan,
+)
 from kvant.tools.plan.memory import as_record, settings_record
 
 ACROSS = 5  # ranks that are side by side in a terminal of 80 columns; of more each has a line
@@ -20,6 +28,7 @@ def plan_record(
 ) -> dict[str, Any]:
     return {
         **_common(model, checkpoint, made),
+        "unpacked": isinstance(checkpoint, Checkpoint) and checkpoint.unpacked,
         "bytes": as_record(made),
         "machine": asdict(machine),
         "fits": made.total <= machine.limit_bytes,
