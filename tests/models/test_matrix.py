@@ -195,6 +195,22 @@ def test_a_product_by_gemv_reads_what_is_there() -> None:
 
 
 @on_a_cpu
+@needs_gemv
+def test_a_product_by_gemv_inside_of_mlx_s_transformations() -> None:
+    weight, x = normal(0, 640, 1000), normal(1, 3, 640)
+    assert gemv.serves(x, weight)
+    for transformed in (mx.compile, mx.vmap):
+        ours = transformed(lambda rows: gemv.gemv_rows(rows, weight))(x)
+        np.testing.assert_allclose(np.array(ours), np.array(x) @ np.array(weight), rtol=1e-4, atol=1e-3)
+    for argument in (0, 1):
+        gradients = [
+            mx.grad(lambda x, w, product=product: (product(x, w) ** 2).sum(), argument)(x, weight)
+            for product in (gemv.gemv_rows, mx.matmul)
+        ]
+        np.testing.assert_allclose(*map(np.array, gradients), rtol=1e-3, atol=1e-1)
+
+
+@on_a_cpu
 def test_what_gemv_does_not_serve() -> None:
     large = mx.zeros((640, 1000))
     assert not gemv.serves(large.astype(mx.bfloat16), large)

@@ -9,6 +9,7 @@ blocks of its inputs, the same for any number of rows. Eight rows take 2.3 to 3.
 """
 
 import ctypes
+from typing import cast
 
 import mlx.core as mx
 
@@ -23,19 +24,28 @@ ROW_MAJOR, TRANSPOSED = 101, 112  # of CBLAS
 
 def serves(x: mx.array, weight: mx.array) -> bool:
     """Whether :func:`gemv_rows` takes rows of x (..., in) and a weight (in, out), and is worth it."""
-    is_float = x.dtype == weight.dtype == mx.float32
-    return is_float and weight.ndim == 2 and weight.size > BREAK_EVEN_ELEMENTS and blas.sgemv() is not None
+    is_large = weight.size > BREAK_EVEN_ELEMENTS and weight.ndim == 2
+    return is_large and x.dtype == weight.dtype == mx.float32 and blas.sgemv() is not None
 
 
 def gemv_rows(x: mx.array, weight: mx.array) -> mx.array:
     """The product of rows (..., in) with a matrix (in, out), both float32: (..., out), evaluated.
 
-    A weight that does not lie in memory row by row is copied. :func:`serves` has said yes.
+    A weight that does not lie in memory row by row is copied. :func:`serves` has said yes. It has a gradient, and is
+    MLX's own product inside of ``mx.compile`` and ``mx.vmap``.
     """
+    return cast(mx.array, _product(x, weight))
+
+
+@mx.custom_function
+def _product(x: mx.array, weight: mx.array) -> mx.array:
     num_inputs, num_outputs = weight.shape
     rows = mx.contiguous(x.reshape(-1, num_inputs))
     output = mx.zeros((len(rows), num_outputs))
-    mx.eval(rows, weight, output)
+    try:
+        mx.eval(rows, weight, output)
+    except ValueError:  # nothing can be evaluated while MLX traces a function
+        return x @ weight
     if not memoryview(weight).c_contiguous:  # type: ignore[arg-type]
         weight = mx.contiguous(weight)
         mx.eval(weight)
@@ -62,6 +72,13 @@ def gemv_rows(x: mx.array, weight: mx.array) -> mx.array:
                 1,
             )
     return output.reshape(*x.shape[:-1], num_outputs)
+
+
+@_product.vjp
+def _gradient(primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+    x, weight = primals
+    rows, cotangents = x.reshape(-1, x.shape[-1]), cotangent.reshape(-1, cotangent.shape[-1])
+    return cotangent @ weight.T, rows.T @ cotangents
 
 
 def _address(array: mx.array) -> int:
