@@ -9,12 +9,17 @@ from functools import cache
 import mlx.core as mx
 
 # Of so many tokens, as in a step that verifies drafts, norms, rotations, products and attention give each the numbers
-# that it has alone, to the bit: text with drafts is text without. Products do with OpenBLAS and AVX-512 only.
+# that it has alone, to the bit: text with drafts is text without. Products of large float32 matrices do with OpenBLAS
+# on any processor, others with AVX-512 only.
 FEW_ROWS = 8
 
 
 @cache
 def cpu_streams() -> list[mx.ThreadLocalStream]:
     """A stream for each core that this process may use. Any thread may use them."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return [mx.new_thread_local_stream(mx.cpu) for _ in range(cores)]
+    return [mx.new_thread_local_stream(mx.cpu) for _ in range(cpu_cores())]
+
+
+def cpu_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
