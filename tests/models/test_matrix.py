@@ -196,6 +196,21 @@ def test_a_product_by_gemv_reads_what_is_there() -> None:
 
 @on_a_cpu
 @needs_gemv
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_gemv_from_every_core(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    """More cores than outputs are worth, too, and in several blocks of inputs."""
+    monkeypatch.setattr(gemv, "PARALLEL_ELEMENTS", 0)
+    monkeypatch.setattr(gemv, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(gemv, "cpu_cores", lambda: cores)
+    for shape in ((640, 1000), (130, 200), (16, 20), (1, 1)):
+        weight, x = normal(0, *shape), normal(1, FEW_ROWS, shape[0])
+        output = gemv.gemv_rows(x, weight)
+        np.testing.assert_allclose(np.array(output), np.array(x) @ np.array(weight), rtol=1e-4, atol=1e-3)
+        assert mx.array_equal(output, mx.stack([gemv.gemv_rows(row, weight) for row in x]))
+
+
+@on_a_cpu
+@needs_gemv
 def test_a_product_by_gemv_inside_of_mlx_s_transformations() -> None:
     weight, x = normal(0, 640, 1000), normal(1, 3, 640)
     assert gemv.serves(x, weight)
