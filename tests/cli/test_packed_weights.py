@@ -9,7 +9,11 @@ from support.bridged import write_mlx_lm
 from support.checkpoints import llama_config, write_reference
 from support.command import call, refusal
 
-pytestmark = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="only a CPU unpacks weights")
+from kvant import blas
+
+pytestmark = pytest.mark.skipif(
+    mx.default_device().type != mx.cpu or blas.sgemv() is None, reason="only a CPU with OpenBLAS unpacks weights"
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +46,12 @@ def test_without_half_of_the_memory_they_stay_packed(packed: Path) -> None:
     as_stored = planned(model, "--weights", "packed")["weights"]
     assert planned(model, "--memory", f"{enough // 2**20 - 1}MB")["weights"] == as_stored
     assert planned(model, "--memory", "64GB", "--device", "gpu")["weights"] < planned(model)["weights"]
+
+
+def test_without_openblas_they_stay_packed(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_stored = planned(str(packed), "--weights", "packed")["weights"]
+    monkeypatch.setattr(blas, "_library", None)
+    assert planned(str(packed))["weights"] == as_stored
 
 
 def test_what_is_refused(packed: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
+from kvant import blas
 from kvant.cache import CacheOptions
 from kvant.cli.options import AUTO, PARALLEL, BadValueError, KvSize, RunOptions, named
 from kvant.cli.ranks import guard
@@ -55,7 +56,7 @@ def with_weights(
 ) -> tuple[AnyCheckpoint, Settings]:
     """The model and the draft model of a plan, with their quantized matrices as floats if --weights asks for that.
 
-    Without the flag a CPU unpacks both if a plan of as many tokens takes at most half of its memory then.
+    Without the flag a CPU with OpenBLAS unpacks both if a plan of as many tokens takes at most half of its memory then.
     """
     if wanted == "float32" and not isinstance(checkpoint, Checkpoint):
         raise BadValueError(
@@ -71,6 +72,8 @@ def with_weights(
     if wanted == "packed" or machine.device != "cpu" or unpacked == (checkpoint, settings):
         return checkpoint, settings
     if wanted is None:
+        if blas.sgemv() is None:
+            return checkpoint, settings
         tokens = plan_for(checkpoint, settings, max_kv_size, machine).max_kv_size
         if plan_for(*unpacked, tokens, machine).total > machine.limit_bytes // 2:
             return checkpoint, settings

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, overload
 
 import mlx.core as mx
 
+from kvant import blas
 from kvant.bridge.config import is_bridged
 from kvant.errors import ArgumentError, ModelError, did_you_mean
 from kvant.files import POCKET as POCKET  # most modules take it from here
@@ -185,8 +186,8 @@ def load_model(
 
 
 def default_weights(folder: Path) -> Weights:
-    """How :func:`load_model` holds a decoder's quantized matrices."""
-    if mx.default_device().type != mx.cpu:
+    """How :func:`load_model` holds a decoder's quantized matrices: floats pay with OpenBLAS only."""
+    if mx.default_device().type != mx.cpu or blas.sgemv() is None:
         return "packed"
     config, tensors = check_folder(folder, whole=False)
     stored = [(path, size) for path, size in config.matrices().items() if f"{path}.weight" in tensors]
