@@ -13,7 +13,7 @@ from kvant import blas
 from kvant.models import gemv
 from kvant.models import matrix as matrix_module
 from kvant.models import unpacked as unpacked_module
-from kvant.models.matrix import QuantizedMatrix, dense_matrix, quantized_matrix, unpacked_matrix
+from kvant.models.matrix import QuantizedMatrix, dense_matrix, joined_matrix, quantized_matrix
 from kvant.models.quantization import Quantization
 from kvant.operators.streams import FEW_ROWS, cpu_streams
 
@@ -239,7 +239,7 @@ def test_what_gemv_does_not_serve() -> None:
 def test_an_unpacked_matrix_has_the_numbers_that_mlx_dequantizes(bits: Format) -> None:
     group_size = 64 if isinstance(bits, int) else bits.group_size
     matrix = _matrix(48, bits, group_size)
-    unpacked = unpacked_matrix(matrix, mx.float32)
+    unpacked = joined_matrix([matrix], mx.float32)
     assert np.array_equal(np.array(unpacked.weight).T, _dequantize(matrix))
 
 

@@ -21,8 +21,8 @@ from kvant.models.matrix import (
     QuantizedMatrix,
     check_device,
     dense_matrix,
+    joined_matrix,
     quantized_matrix,
-    unpacked_matrix,
 )
 from kvant.models.mlp import MLP, Experts
 from kvant.models.share import Share, Wanted, divides_inputs, everything, local_config
@@ -297,6 +297,8 @@ class _Builder:
         quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
         if len(quantized) == len(parts) and len({part.quantization for part in quantized}) == 1:
             return (self._adapted(quantized_matrix(quantized), outputs),)
+        if self.unpack and self.adapter is None and all(part.weight.ndim == 2 for part in parts):
+            return (joined_matrix(parts, self.dtype),)
         return tuple(self._adapted(part, {path: outputs[path]}) for part, path in zip(parts, outputs, strict=True))
 
     def _weights(self, prefix: str, rows: Sequence[Parameter]) -> list[mx.array]:
@@ -310,7 +312,7 @@ class _Builder:
     def _adapted(self, matrix: DenseMatrix | QuantizedMatrix, outputs: dict[str, int]) -> Matrix:
         """A quantized matrix, of the matrices at these paths side by side, with the part that an adapter adds."""
         if self.unpack and isinstance(matrix, QuantizedMatrix) and matrix.weight.ndim == 2:
-            matrix = unpacked_matrix(matrix, self.dtype)
+            matrix = joined_matrix([matrix], self.dtype)
         factors = None if self.adapter is None else self.adapter.take(outputs, self.dtype)
         return matrix if factors is None else AdaptedMatrix(matrix, *factors)
 

@@ -248,9 +248,13 @@ def dense_matrix(weights: Sequence[mx.array], dtype: mx.Dtype) -> DenseMatrix:
     return DenseMatrix(weight)
 
 
-def unpacked_matrix(matrix: QuantizedMatrix, dtype: mx.Dtype) -> DenseMatrix:
-    """A quantized matrix as the floats that its numbers stand for."""
-    return dense_matrix([matrix.dequantized(matrix.arrays, dtype)], dtype)
+def joined_matrix(parts: Sequence[DenseMatrix | QuantizedMatrix], dtype: mx.Dtype) -> DenseMatrix:
+    """Matrices side by side as one of floats; those that are quantized as the floats that their numbers stand for."""
+    weights = [
+        part.weight.swapaxes(-1, -2) if isinstance(part, DenseMatrix) else part.dequantized(part.arrays, dtype)
+        for part in parts
+    ]
+    return dense_matrix(weights, dtype)
 
 
 def quantized_matrix(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
