@@ -70,7 +70,7 @@ def test_logits_are_bitwise_those_of_a_float_folder(
     floats = load_model(_as_floats(folder, tmp_path / "floats"))
     assert isinstance(ours, Decoder)
     assert not any(isinstance(matrix, QuantizedMatrix) for matrix in _matrices(ours))
-    assert len(_matrices(ours)) == len(_matrices(floats))  # side by side alike: products of other widths round otherwise
+    assert len(_matrices(ours)) == len(_matrices(floats))  # products of another width would round otherwise
     assert ours.nbytes == read_folder(folder).unpack().loading(on_cpu=True).held  # type: ignore[union-attr]
     steps = [mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]), mx.array([[7]]), mx.array([[8, 9]])]
     logits = []
