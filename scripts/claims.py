@@ -42,7 +42,8 @@ from kvant.machine import environment
 from kvant.models import load_decoder
 from kvant.operators import multi_head_cache_attention
 from kvant.operators.bias_split import BiasSplit, rotation_table
-from kvant.operators.paged_attention import PagedRows, append_and_attend_paged, attend_rows
+from kvant.operators.paged_attention import append_and_attend_paged, attend_rows
+from kvant.operators.paged_rows import PagedRows
 from kvant.operators.quantization import quantized_dtype
 from kvant.operators.rotary import Rotary
 from kvant.operators.stored_tokens import stored_tokens

@@ -21,7 +21,7 @@ BUDGET = {
     "models": 3640,
     "text": 3520,
     "cache": 4000,
-    "operators": 3460,
+    "operators": 3800,
     "weights": 1260,
 }
 TOP = 1760  # modules beside the rooms, kvant_command.py and kvant_llm.py among them

@@ -36,6 +36,7 @@ EXTRAS = "On Linux kvant needs one of its extras cpu, cuda12 and cuda13, such as
 PREFIX = "scipy_"
 THREADS = "OPENBLAS_NUM_THREADS"
 FUNCTIONS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # the part of the CBLAS interface that MLX calls
+ROW_MAJOR, NOT_TRANSPOSED, TRANSPOSED = 101, 111, 112  # of CBLAS
 OURS = re.compile(r"openblas-.*\.(so|part)")  # copies, and the folders a killed process left
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 DAY_S = 24 * 60 * 60

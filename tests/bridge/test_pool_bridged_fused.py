@@ -15,8 +15,8 @@ from kvant.bridge.layers import Mask, StepRows
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.pool import BridgedPool
 from kvant.cache.pool import PoolSequence
-from kvant.operators.paged_attention import PagedRows
 from kvant.operators.paged_kernel import step_pages
+from kvant.operators.paged_rows import PagedRows
 
 pytestmark = host_pytest_skip
 PROMPTS = [[(7 + 31 * i + 5 * b) % 97 for i in range(length)] for b, length in enumerate((3, 126, 20))]

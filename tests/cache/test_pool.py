@@ -15,10 +15,11 @@ from kvant.cache import CacheOptions
 from kvant.errors import ContextError
 from kvant.models import Decoder
 from kvant.models.caches import pool_size
-from kvant.operators import paged_attention, stored_tokens
+from kvant.operators import cpu_decode, cpu_paged_attention, paged_attention, stored_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
+from kvant.operators.cpu_paged_attention import LONG_TOKENS
 from kvant.operators.dynamic_batching import multi_head_cache_attention
-from kvant.operators.paged_attention import PagedRows
+from kvant.operators.paged_rows import PagedRows
 from kvant.operators.quantization import quantize
 from kvant.operators.rotary import Rotary
 from kvant.sizes import format_bytes
@@ -84,13 +85,14 @@ def test_its_arrays_are_those_of_pmxs_paged_operator(
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("options", ["bias split", "sinks"])
 @pytest.mark.parametrize("bits", [8, 4, 0])
-@pytest.mark.parametrize("read_bytes", [paged_attention.READ_BYTES, 1])
+@pytest.mark.parametrize("long", [LONG_TOKENS, 1, 20])
 def test_a_few_tokens_of_each_are_as_each_alone(
-    monkeypatch: pytest.MonkeyPatch, read_bytes: int, bits: int, options: str, window: int | None
+    monkeypatch: pytest.MonkeyPatch, long: int, bits: int, options: str, window: int | None
 ) -> None:
     """In the same bits: steps that verify drafts give the numbers of plain ones. Read at once, and 32 at a time."""
-    whole, lengths = paged_attention.READ_BYTES, (40, 9, 61)
-    monkeypatch.setattr(paged_attention, "READ_BYTES", read_bytes)
+    lengths = (40, 9, 61)
+    monkeypatch.setattr(cpu_paged_attention, "LONG_TOKENS", long)
+    monkeypatch.setattr(cpu_decode, "BLOCK_TOKENS", 32)
     H, K, D, S = 4, 2, 64, 5
     split = BiasSplit(
         mx.random.normal((K, 2, 3)), (1, 7, 20), rotation_table(Rotary.plain(D, 1e4), (1, 7, 20), 80),
@@ -111,12 +113,12 @@ def test_a_few_tokens_of_each_are_as_each_alone(
     for i in range(S):
         alone = attend(query[:, :, i : i + 1], [length + i + 1 for length in lengths], 1)
         assert mx.array_equal(output[:, :, i : i + 1], alone)
-    ends = [64, 66, 61]  # some of their queries see a part less than the others
+    ends = [64, 66, 22]  # some of their queries see a part less than the others, or too few tokens for parts
     output = attend(query, ends, S)
     for i in range(S):
         alone = attend(query[:, :, i : i + 1], [end - S + i + 1 for end in ends], 1)
         assert mx.array_equal(output[:, :, i : i + 1], alone)
-    monkeypatch.setattr(paged_attention, "READ_BYTES", whole)
+    monkeypatch.setattr(cpu_paged_attention, "LONG_TOKENS", LONG_TOKENS)
     assert close(output, attend(query, ends, S), 1e-5)
 
 

@@ -20,7 +20,7 @@ from kvant.cache import ModelCache
 from kvant.cache.layer_format import LayerFormat, stored_dtype
 from kvant.cache.pool import Pool, PoolSequence, sizes_alone
 from kvant.errors import ContextError
-from kvant.operators import paged_attention
+from kvant.operators import cpu_decode, cpu_paged_attention, paged_rows
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.front import Front
 from kvant.operators.rotary import Rotary
@@ -77,7 +77,9 @@ class _Machine(RuleBasedStateMachine):
         pages=st.sampled_from([40, 60, 12, 6]),
         step=st.sampled_from([64, 400]),
         tokens=st.sampled_from([300, 700, 0, 20]),
-        read_bytes=st.sampled_from([paged_attention.READ_BYTES, 1, 32 << 10]),
+        read_bytes=st.sampled_from([paged_rows.READ_BYTES, 1, 32 << 10]),
+        long_tokens=st.sampled_from([cpu_paged_attention.LONG_TOKENS, 1, 50]),
+        block_tokens=st.sampled_from([cpu_decode.BLOCK_TOKENS, 64]),
     )
     def make(
         self,
@@ -91,8 +93,11 @@ class _Machine(RuleBasedStateMachine):
         step: int,
         tokens: int,
         read_bytes: int,
+        long_tokens: int,
+        block_tokens: int,
     ) -> None:
-        paged_attention.READ_BYTES = read_bytes
+        paged_rows.READ_BYTES = read_bytes
+        cpu_paged_attention.LONG_TOKENS, cpu_decode.BLOCK_TOKENS = long_tokens, block_tokens
         self.rng = np.random.default_rng(seed)
         self.step_size = step
         D = self.head_dim
@@ -390,9 +395,11 @@ def _run(case: type[_Machine], examples: int, steps: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _read_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it was, when a test has ended."""
-    monkeypatch.setattr(paged_attention, "READ_BYTES", paged_attention.READ_BYTES)
+def _sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they were, when a test has ended."""
+    monkeypatch.setattr(paged_rows, "READ_BYTES", paged_rows.READ_BYTES)
+    monkeypatch.setattr(cpu_paged_attention, "LONG_TOKENS", cpu_paged_attention.LONG_TOKENS)
+    monkeypatch.setattr(cpu_decode, "BLOCK_TOKENS", cpu_decode.BLOCK_TOKENS)
 
 
 @pytest.mark.parametrize("examples", [8, count(20, 2000)])

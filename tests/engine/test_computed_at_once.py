@@ -11,6 +11,7 @@ from kvant import blas
 from kvant.engine.load import load_model
 from kvant.engine.request import Request
 from kvant.models import Decoder, gemv
+from kvant.operators import cpu_paged_attention
 
 pytestmark = pytest.mark.skipif(blas.sgemv() is None, reason="MLX multiplies with its own BLAS")
 
@@ -26,9 +27,15 @@ def model(pocket_folder: Any) -> Iterator[Decoder]:
         yield made
 
 
+@pytest.mark.parametrize("what", ["products", "attention"])
 def test_as_many_steps_are_computed_as_tokens_are_handed_out(
-    model: Decoder, pocket: Any, monkeypatch: pytest.MonkeyPatch
+    model: Decoder, pocket: Any, pocket_folder: Any, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
+    if what == "attention":
+        monkeypatch.setattr(gemv, "BREAK_EVEN_ELEMENTS", 1 << 30)
+        model = load_model(pocket_folder)  # type: ignore[assignment]
+        assert not model.computes_at_once
+        monkeypatch.setattr(cpu_paged_attention, "LONG_TOKENS", 1)
     steps = 0
     next_logits = model.next_logits
 

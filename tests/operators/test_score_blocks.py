@@ -20,7 +20,8 @@ from kvant.bridge import hook
 from kvant.operators import attention as attention_module
 from kvant.operators.attention import attend_as_mlx, attend_tokens
 from kvant.operators.masks import window_mask
-from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
+from kvant.operators.paged_attention import append_and_attend_paged
+from kvant.operators.paged_rows import PagedRows
 from kvant.operators.score_blocks import Device, Mask, makes_scores
 
 READ_VERSION = "0.32.4"

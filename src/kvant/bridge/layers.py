@@ -17,8 +17,9 @@ from kvant.cache.pool_batch import PoolBatch, Waiting
 from kvant.operators.attention import attend_as_mlx, attend_tokens
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import window_mask
-from kvant.operators.paged_attention import PagedRows, attend_rows, cut_runs, read_rows, write_rows
+from kvant.operators.paged_attention import attend_rows
 from kvant.operators.paged_kernel import StepPages, attend_pages
+from kvant.operators.paged_rows import PagedRows, cut_runs, read_rows, write_rows
 from kvant.operators.stored_tokens import fitted_tokens, float_tokens
 
 UNKNOWN = -1  # in place of a window

@@ -22,7 +22,7 @@ from kvant.cache.model import NotSaved
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pool import sizes_alone
 from kvant.models.caches import check_memory
-from kvant.operators.paged_attention import PagedRows
+from kvant.operators.paged_rows import PagedRows
 
 Fetched = tuple[mx.array, mx.array]
 

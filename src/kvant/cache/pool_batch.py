@@ -11,10 +11,12 @@ from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
 from kvant.cache.pages import pages_for, runs
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.cache.pool_state import PoolState
+from kvant.operators.cpu_paged_attention import computes_at_once
 from kvant.operators.front import Front
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
-from kvant.operators.paged_attention import PagedRows, append_and_attend_paged, put_rows
+from kvant.operators.paged_attention import append_and_attend_paged
 from kvant.operators.paged_kernel import step_pages
+from kvant.operators.paged_rows import PagedRows, put_rows
 
 Waiting = defaultdict[PagedLayers, list[tuple[PoolLayer, list[mx.array]]]]  # new tokens, as a layer stores them
 
@@ -88,6 +90,11 @@ class PoolBatch:
     def offset(self) -> int:
         """Tokens of the longest sequence."""
         return max(self.lengths)
+
+    @property
+    def computes_at_once(self) -> bool:
+        """Whether attention is computed where it is called, as that of a long sequence is on a CPU."""
+        return computes_at_once(self.offset + 1)
 
     @property
     def ids(self) -> list[list[int]]:

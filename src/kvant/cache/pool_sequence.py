@@ -13,7 +13,7 @@ from kvant.cache.pages import PAGE_SIZE, runs
 from kvant.cache.pool_state import PoolState
 from kvant.cache.prefix import as_text, digests, root
 from kvant.errors import ContextError
-from kvant.operators.paged_attention import put_rows, stored_rows
+from kvant.operators.paged_rows import put_rows, stored_rows
 
 
 class PoolSequence:

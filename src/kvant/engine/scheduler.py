@@ -294,7 +294,8 @@ class Scheduler:
             step.batch.commit(ids=[answer.tokens[-1:] for answer in step.answers])
             # The answers of a prompt that is being fed are to be in the next step; a draft follows what is read.
             # A step that computes while it is built would keep this one's tokens back.
-            may_begin = self._prompt is None and not self._model.computes_at_once
+            at_once = self._model.computes_at_once or step.batch.computes_at_once
+            may_begin = self._prompt is None and not at_once
             if may_begin and not self._decoder.may_draft(drafting):
                 try:
                     following = self._decoder.begin_after(step, self._running)

@@ -9,14 +9,12 @@ blocks of its inputs and parts of its outputs, which are the same for any number
 """
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import cast
 
 import mlx.core as mx
 
 from kvant import blas
-from kvant.operators.streams import cpu_cores
+from kvant.operators.streams import cpu_cores, run_in_threads
 
 # MLX multiplies a matrix of this size as fast, because each evaluation takes 30 to 50 us (measured on 2 cores).
 BREAK_EVEN_ELEMENTS = 320 * 1024
@@ -25,7 +23,6 @@ BLOCK_INPUTS = 64  # a block has so many inputs, or a multiple; with 32 and 48 O
 # A larger matrix is worth a thread for each core: 1.2 to 1.35 times as fast on 2 cores.
 PARALLEL_ELEMENTS = 4 * 1024 * 1024
 PART_OUTPUTS = 64  # a thread has so many outputs, or a multiple
-ROW_MAJOR, TRANSPOSED = 101, 112  # of CBLAS
 
 
 def serves(x: mx.array, weight: mx.array) -> bool:
@@ -61,13 +58,13 @@ def _product(x: mx.array, weight: mx.array) -> mx.array:
     x_at, weight_at, output_at = _address(rows), _address(weight), _address(output)
     count, size = len(rows), mx.float32.size
 
-    def part(first: int, last: int, *_: mx.array) -> None:
-        """Some of the outputs. It holds the arrays, so that their memory stays until it has ended."""
+    def part(first: int, last: int) -> None:
+        """Some of the outputs."""
         for start in range(0, num_inputs, block):
             for row in range(count):
                 multiply(
-                    ROW_MAJOR,
-                    TRANSPOSED,
+                    blas.ROW_MAJOR,
+                    blas.TRANSPOSED,
                     min(block, num_inputs - start),
                     last - first,
                     1.0,
@@ -83,16 +80,14 @@ def _product(x: mx.array, weight: mx.array) -> mx.array:
     cores = 1 if weight.size < PARALLEL_ELEMENTS else cpu_cores()
     bounds = [num_outputs * i // cores // PART_OUTPUTS * PART_OUTPUTS for i in range(cores)]
     ends = [*bounds[1:], num_outputs]
-    others = [_threads().submit(part, *each, rows, weight, output) for each in zip(bounds[1:], ends[1:], strict=True)]
-    part(bounds[0], ends[0])
-    for other in others:
-        other.result()
+    todo = iter(zip(bounds, ends, strict=True))
+
+    def work() -> None:
+        for first, last in todo:
+            part(first, last)
+
+    run_in_threads(work, cores)
     return output.reshape(*x.shape[:-1], num_outputs)
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, cpu_cores() - 1), thread_name_prefix="gemv")
 
 
 @_product.vjp

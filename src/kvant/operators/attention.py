@@ -1,13 +1,14 @@
 """Scaled dot-product attention over floating-point keys and values: the unfused path of every cache."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import mlx.core as mx
 
 from kvant.operators.bias_split import MAX_SCORE_QUERIES, BiasSplit, rotated_bias, score_bias, value_bias_of
 from kvant.operators.cpu_attention import attend_block, attend_few, queries_at_once
-from kvant.operators.masks import score_terms
+from kvant.operators.masks import both_masks, score_terms, window_mask
 from kvant.operators.score_blocks import GPU_BLOCK_SCORES, Mask, device_kind, in_blocks, makes_scores
 from kvant.operators.streams import FEW_ROWS
 
@@ -97,6 +98,30 @@ def attend_tokens(
 
     output = in_blocks(attend_some, query, T, block=block, causal=causal)
     return output if is_part else output.astype(dtype)
+
+
+def attend_window(
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    *,
+    first: int,
+    window: int | None,
+    mask: mx.array | None,
+    bias_split: BiasSplit | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """:func:`attend_tokens`, causal, to tokens from the position ``first`` on, of which a query sees the last ones.
+
+    ``mask`` has a column for every position from 0 on.
+    """
+    S, T = query.shape[2], key.shape[2]
+    split = bias_split and replace(bias_split, rotation=bias_split.rotation[..., first:])
+    seen = None if mask is None else mask[..., first:]
+    if window is not None and window < T:
+        own = window_mask(S, T, window)
+        seen = own if seen is None else both_masks(own, seen)
+    return attend_tokens(query, key, value, mask=seen, bias_split=split, sinks=sinks)
 
 
 def attend_as_mlx(

@@ -116,7 +116,6 @@ def attend_singly(
     bias_split: BiasSplit | None = None,
     first: Sequence[int] | None = None,
     sinks: mx.array | None = None,
-    is_part: bool = False,
 ) -> mx.array:
     """Attention of N queries, each to tokens of its own, in float32, on a CPU. Unchecked.
 
@@ -130,14 +129,13 @@ def attend_singly(
         masks: of each query, broadcastable to (B, H, 1, T).
         bias_split, sinks: as in :func:`kvant.operators.attention.attend_tokens`.
         first: the column of the rotation for each query's first token; None: 0.
-        is_part: these are some of the tokens. Values are whole, and there are no masks and sinks.
 
     Returns:
-        (N, B, H, Dv); of a part (N, B, H, Dv + 2) for :func:`join_parts`.
+        (N, B, H, Dv).
     """
     N, B, H, D = query.shape
     K = tokens[0][0].shape[1]
-    bias = None if bias_split is None or is_part else bias_split.value_bias[:, None]  # (K, 1, Dv)
+    bias = None if bias_split is None else bias_split.value_bias[:, None]  # (K, 1, Dv)
     if bias is not None and sinks is not None:  # as in attend_tokens
         tokens, bias = [(key, value + bias) for key, value in tokens], None
     queries = mx.split((query * (1 / math.sqrt(D))).reshape(N * B, K, H // K, D), N)
@@ -158,10 +156,7 @@ def attend_singly(
         scores = [mx.where(own, score, 0.0) for score, own in zip(scores, living, strict=True)]
         alive = mx.concatenate(living)  # (N * B, K, H/K, 1)
     column = None if sinks is None else sinks.astype(mx.float32).reshape(1, K, H // K, 1)
-    weighted = [
-        _part(score, value) if is_part else _weighted(score, value, column)
-        for score, (_, value) in zip(scores, tokens, strict=True)
-    ]
+    weighted = [_weighted(score, value, column) for score, (_, value) in zip(scores, tokens, strict=True)]
     output = mx.concatenate(weighted)
     if bias is not None:
         output = output + bias

@@ -4,6 +4,8 @@ MLX computes with one thread for each stream, so work for several cores has to b
 """
 
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import mlx.core as mx
@@ -23,3 +25,21 @@ def cpu_streams() -> list[mx.ThreadLocalStream]:
 def cpu_cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_in_threads(work: Callable[[], None], count: int) -> None:
+    """Run ``work``, which takes its tasks from what all share, in this thread and ``count`` - 1 others; wait for all.
+
+    So whatever the function refers to stays until all have ended, also after an interruption.
+    """
+    others = [_threads().submit(work) for _ in range(count - 1)]
+    try:
+        work()
+    finally:
+        for other in others:
+            other.result()
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, cpu_cores() - 1), thread_name_prefix="kvant-cpu")

@@ -19,8 +19,9 @@ from kvant.cache.kv_format import KVFormat, LayerChoice
 from kvant.models import load_decoder
 from kvant.operators import exponential, front
 from kvant.operators.kernels import launch as launch_module
-from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
+from kvant.operators.paged_attention import append_and_attend_paged
 from kvant.operators.paged_kernel import step_pages
+from kvant.operators.paged_rows import PagedRows
 from kvant.tools.bench.shapes import Shape, write_random
 
 # Launches of an operation whose arrays are row contiguous, by MLX 0.32's sources under mlx/backend/. In a write the old

@@ -7,8 +7,9 @@ import mlx.core as mx
 
 from kvant.cache.pages import pages_for
 from kvant.operators.kernels.launch import Backend
-from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
+from kvant.operators.paged_attention import append_and_attend_paged
 from kvant.operators.paged_kernel import step_pages
+from kvant.operators.paged_rows import PagedRows
 from kvant.operators.quantization import quantized_dtype
 
 GROUP = 32

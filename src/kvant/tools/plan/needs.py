@@ -13,7 +13,7 @@ from kvant.models.caches import pool_size
 from kvant.models.config import ModelConfig
 from kvant.models.matrix import DEQUANTIZED_ELEMENTS
 from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
-from kvant.operators.paged_attention import tokens_at_once
+from kvant.operators.paged_rows import tokens_at_once
 from kvant.operators.score_blocks import GPU_BLOCK_SCORES, device_kind, makes_scores
 from kvant.operators.streams import cpu_streams
 from kvant.tools.plan.bridged import BridgedCheckpoint
