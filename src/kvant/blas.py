@@ -51,6 +51,11 @@ def sgemv() -> Callable[..., None] | None:
     return None if _library is None else _library.scipy_cblas_sgemv
 
 
+def sgemm() -> Callable[..., None] | None:
+    """``cblas_sgemm`` of the library that was loaded, taking addresses as integers; None: MLX has its own BLAS."""
+    return None if _library is None else _library.cblas_sgemm
+
+
 def loaded() -> str:
     """The library that multiplies matrices on the CPU, for people: name and version, or why it is MLX's own."""
     from importlib.metadata import version
@@ -123,6 +128,10 @@ def _load(source: Path) -> ctypes.CDLL:
     function = library.scipy_cblas_sgemv  # only what MLX calls has lost the prefix
     function.restype = None
     function.argtypes = [size, size, size, size, number, address, size, address, size, number, address, size]
+    function = library.cblas_sgemm
+    function.restype = None
+    scalar = [number, address, size, address, size, number, address, size]
+    function.argtypes = [size, size, size, size, size, size, *scalar]
     return library
 
 

@@ -1,17 +1,20 @@
 """Attention of a few queries of a sequence to many stored tokens, on a CPU.
 
-MLX reads a key for each query head, makes arrays of float32 as large as what is read, and takes 6 ns for each exp.
-Here a block of tokens is made float32 by NumPy while it stays in the processor's cache, once for all query heads of a
-kv head. OpenBLAS multiplies it by a vector at a time. The scales of quantized tokens multiply scores and weights in
-place of keys and values, which are 32 times as many. Measured on 2 cores: see scripts/results/attention-cpu.json.
+MLX would make float32 arrays of all that is read, and takes 6 ns for each exp. Here NumPy makes a block of tokens
+float32, once for all query heads of a kv head, and OpenBLAS multiplies it while it stays in the processor's cache.
+The scales of quantized tokens multiply scores and weights in place of keys and values, which are many more numbers.
 
-NumPy is imported with this module, which takes 0.1 s: import it when it is needed.
+One thread computes it: a second one made it slower, because each call into NumPy or BLAS hands over Python's lock. With
+8,192 tokens it takes 0.42 to 0.49 of the time of MLX's operations, which are on two cores, at 0 bits, and 0.75 to 0.94
+at 8.
 
-A step is computed when it is called, and not when MLX evaluates it. A query has the numbers that it has alone, to the
-bit: blocks lie at multiples of their size, and a query sees no number of another.
+It is computed when it is called, and not when MLX evaluates it. A query has the numbers that it has alone, to the bit:
+blocks lie at multiples of their size, and every product is of the heads of one query. NumPy is imported with this
+module, which takes 0.1 s: import it when it is needed.
 """
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,15 +26,29 @@ import numpy.typing as npt
 from kvant import blas
 from kvant.operators.bias_split import BiasSplit, bias_weights
 from kvant.operators.paged_rows import Run, cut_runs
-from kvant.operators.streams import cpu_cores, run_in_threads
 
-BLOCK_TOKENS = 2048  # at once: of 64 numbers 512 KiB as float32 (measured; half as many took 1.2 times as long)
-
+BLOCK_TOKENS = 4096  # are float32 at once: of 64 numbers 1 MiB (1,024 at once took 1.3 to 1.4 times as long)
+GEMM_ROWS = 4  # OpenBLAS multiplies so many rows, or a multiple, faster than rows one by one
 FLOAT_BYTES = 4
-PARALLEL_TOKENS = 8192  # times kv heads: from so many on a thread for each core is worth it
 
 Floats = npt.NDArray[np.float32]
 Seen = tuple[int, int]  # the positions of the first token that a query sees, and the one behind the last
+
+_local = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Which tokens the queries see, and where they are."""
+
+    runs: Sequence[Run]  # the rows, in the order of positions
+    first: int  # the position of the first row
+    seen: Sequence[Seen]  # by each query
+
+    @property
+    def end(self) -> int:
+        """The position behind the last row."""
+        return self.seen[-1][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +59,19 @@ class _Stored:
     scales: npt.NDArray[Any] | None
     bits: int
 
-    def block(self, head: int, runs: Sequence[Run]) -> tuple[Floats, Floats | None]:
-        """Some rows of a kv head as float32 (tokens, D), and the scales (G, tokens) that they are not multiplied by."""
+    @property
+    def width(self) -> int:
+        """Numbers of a token."""
+        return self.numbers.shape[-1] * (2 if self.bits == 4 else 1)
+
+    @property
+    def groups(self) -> int:
+        """Groups of these that have a scale each."""
+        return 1 if self.scales is None else self.scales.shape[-1]
+
+    def floats(self, head: int, runs: Sequence[Run]) -> Floats:
+        """Some rows of a kv head (tokens, width), without scales. The next ones of the thread take their place."""
         numbers = _side_by_side(self.numbers[head], runs)
-        if self.scales is None:
-            if numbers.dtype == np.uint16:  # bfloat16 is the upper half of a float32
-                return (numbers.astype(np.uint32) << 16).view(np.float32), None
-            return numbers.astype(np.float32, copy=False), None
         if self.bits == 4:
             words = numbers.astype(np.uint16)  # as operators.quantization unpacks nibbles
             words |= words << 4
@@ -56,8 +79,21 @@ class _Stored:
             words ^= 0x0808
             numbers = words.view(np.int8)
             numbers -= 8
-        scales = _side_by_side(self.scales[head], runs)
-        return numbers.view(np.int8).astype(np.float32), scales.T.astype(np.float32, order="C")
+        elif self.bits == 8:
+            numbers = numbers.view(np.int8)
+        elif numbers.dtype == np.float32:
+            return numbers
+        elif numbers.dtype == np.uint16:  # bfloat16 is the upper half of a float32
+            return (numbers.astype(np.uint32) << 16).view(np.float32)
+        floats = _buffer(numbers.shape)
+        np.copyto(floats, numbers)
+        return floats
+
+    def scales_of(self, head: int, runs: Sequence[Run]) -> Floats | None:
+        """The scales of some rows of a kv head: (G, tokens)."""
+        if self.scales is None:
+            return None
+        return _side_by_side(self.scales[head], runs).T.astype(np.float32, order="C")
 
 
 def attend_long(
@@ -85,15 +121,16 @@ def attend_long(
     K, end = arrays[0].shape[1], first + sum(last - start for start, last in runs)
     stops = range(end - S + 1, end + 1)
     seen = [(first if window is None else max(first, stop - window), stop) for stop in stops]
-    scaled = (query.astype(mx.float32) * (1 / math.sqrt(D))).reshape(K, H // K, S, D)
-    queries = mx.contiguous(scaled.transpose(2, 0, 1, 3))  # (S, K, H/K, D)
+    scaled = (query.astype(mx.float32) * (1 / math.sqrt(D))).reshape(K, H // K, S, D).transpose(2, 0, 1, 3)
+    queries = mx.contiguous(scaled)  # (S, K, H/K, D)
     terms = [] if bias_split is None or not bias_split.pairs else _bias_terms(query, bias_split, seen)
     readable = [mx.view(array, mx.uint16) if array.dtype == mx.bfloat16 else array for array in arrays]
     bias = mx.zeros((1, 1, 1)) if bias_split is None else bias_split.value_bias[:, None]  # (K, 1, Dv)
     sink = mx.array([]) if sinks is None else sinks.astype(mx.float32).reshape(K, H // K, 1)
     mx.eval(queries, terms, readable, bias, sink)
     keys, values = _sides([np.asarray(array) for array in readable], D, quant_bit, value_bit)
-    parts = _parts_of_each(np.asarray(queries), keys, values, runs, seen, [np.asarray(term) for term in terms])
+    tokens = _Tokens(runs, first, seen)
+    parts = _parts_of_each(np.asarray(queries), keys, values, tokens, [np.asarray(term) for term in terms])
     outputs = [_one(own, np.asarray(bias), None if sinks is None else np.asarray(sink)) for own in parts]
     return mx.array(np.stack(outputs, axis=2).reshape(1, H, S, -1)).astype(query.dtype)
 
@@ -122,105 +159,78 @@ def _bias_terms(query: mx.array, split: BiasSplit, seen: Sequence[Seen]) -> list
 
 
 def _parts_of_each(
-    queries: Floats,
-    keys: _Stored,
-    values: _Stored,
-    runs: Sequence[Run],
-    seen: Sequence[Seen],
-    terms: Sequence[Floats],
+    queries: Floats, keys: _Stored, values: _Stored, tokens: _Tokens, terms: Sequence[Floats]
 ) -> list[Floats]:
     """For each query its attention to each block (blocks, K, H/K, Dv + 2): values, their weights' sum, the largest."""
     S, K, N, _ = queries.shape
-    first, end = seen[0][0], seen[-1][1]
-    blocks = range(first // BLOCK_TOKENS, -(-end // BLOCK_TOKENS))
-    value_dim = values.numbers.shape[-1] * (2 if values.bits == 4 else 1)
-    parts = np.empty((len(blocks), S, K, N, value_dim + 2), np.float32)
-
-    def attend(block: int, head: int) -> None:
-        start, stop = max(first, block * BLOCK_TOKENS), min(end, (block + 1) * BLOCK_TOKENS)
-        rows = cut_runs(runs, start - first, stop - first)
-        own = [(i, max(start, begin), min(stop, last)) for i, (begin, last) in enumerate(seen)]
-        own = [(i, begin, last) for i, begin, last in own if begin < last]
-        key, scales = keys.block(head, rows)
-        weights = []
-        for i, begin, last in own:
-            some = slice(begin - start, last - start)
-            term = terms[i][head, :, begin - seen[i][0] : last - seen[i][0]] if terms else None
-            weights.append(_weights(queries[i, head], key[some], _cut(scales, some), term))
-        value, scales = values.block(head, rows)
-        for (i, begin, last), (own_weights, sums, largest) in zip(own, weights, strict=True):
-            some, part = slice(begin - start, last - start), parts[block - blocks[0], i, head]
-            part[:, :value_dim] = _weighted(own_weights, value[some], _cut(scales, some))
-            part[:, -2:-1], part[:, -1:] = sums, largest
-
-    todo = iter([(block, head) for block in blocks for head in range(K)])
-
-    def work() -> None:
-        for task in todo:
-            attend(*task)
-
-    run_in_threads(work, cpu_cores() if (end - first) * K >= PARALLEL_TOKENS else 1)
+    blocks = range(tokens.first // BLOCK_TOKENS, -(-tokens.end // BLOCK_TOKENS))
+    parts = np.empty((len(blocks), S, K, N, values.width + 2), np.float32)
+    for number, block in enumerate(blocks):
+        start, stop = max(tokens.first, block * BLOCK_TOKENS), min(tokens.end, (block + 1) * BLOCK_TOKENS)
+        rows = cut_runs(tokens.runs, start - tokens.first, stop - tokens.first)
+        seen = [(query, max(start, begin), min(stop, end)) for query, (begin, end) in enumerate(tokens.seen)]
+        seen = [(query, begin, end) for query, begin, end in seen if begin < end]
+        for head in range(K):
+            floats, scales = keys.floats(head, rows), keys.scales_of(head, rows)
+            weights = []
+            for query, begin, end in seen:
+                own, part = slice(begin - start, end - start), parts[number, query, head]
+                scores = _products(floats[own], queries[query, head].reshape(N, keys.groups, -1), transposed=False)
+                if scales is not None:
+                    scores *= scales[:, own]
+                scores = scores.sum(axis=1)
+                if terms:
+                    before = tokens.seen[query][0]
+                    scores += terms[query][head, :, begin - before : end - before]
+                scores.max(axis=-1, keepdims=True, out=part[:, -1:])
+                scores -= part[:, -1:]
+                np.exp(scores, out=scores)
+                scores.sum(axis=-1, keepdims=True, out=part[:, -2:-1])
+                weights.append(scores)
+            floats, scales = values.floats(head, rows), values.scales_of(head, rows)
+            for (query, begin, end), scores in zip(seen, weights, strict=True):
+                own = slice(begin - start, end - start)
+                scaled = scores[:, None] if scales is None else scores[:, None] * scales[:, own]
+                parts[number, query, head, :, :-2] = _products(floats[own], scaled, transposed=True).reshape(N, -1)
     return [
-        parts[begin // BLOCK_TOKENS - blocks[0] : -(-last // BLOCK_TOKENS) - blocks[0], i]
-        for i, (begin, last) in enumerate(seen)
+        parts[begin // BLOCK_TOKENS - blocks[0] : -(-end // BLOCK_TOKENS) - blocks[0], query]
+        for query, (begin, end) in enumerate(tokens.seen)
     ]
-
-
-def _weights(query: Floats, key: Floats, scales: Floats | None, term: Floats | None) -> tuple[Floats, Floats, Floats]:
-    """e^(score - largest) (N, tokens) of queries (N, D) and keys (tokens, D), their sums and the largest (N, 1)."""
-    groups = 1 if scales is None else len(scales)
-    products = _products(key, query.reshape(len(query), groups, -1), transposed=False)
-    if scales is not None:
-        products *= scales
-    scores: Floats = products[:, 0] if groups == 1 else products.sum(axis=1)
-    if term is not None:
-        scores += term
-    largest = scores.max(axis=-1, keepdims=True)
-    scores -= largest
-    np.exp(scores, out=scores)
-    return scores, scores.sum(axis=-1, keepdims=True), largest
-
-
-def _weighted(weights: Floats, value: Floats, scales: Floats | None) -> Floats:
-    """Values (tokens, Dv) times weights (N, tokens), summed: (N, Dv)."""
-    scaled = weights[:, None] if scales is None else weights[:, None] * scales  # (N, G, tokens)
-    return _products(value, scaled, transposed=True).reshape(len(weights), -1)
 
 
 def _products(matrix: Floats, vectors: Floats, *, transposed: bool) -> Floats:
     """Vectors (N, G, any) times a matrix (tokens, G * width), group by group: (N, G, tokens), or (N, G, width)."""
     (N, groups, length), (tokens, columns) = vectors.shape, matrix.shape
     width = columns // groups
-    outputs = np.empty((N, groups, width if transposed else tokens), np.float32)
-    multiply = blas.sgemv()
-    if multiply is None:
-        for group in range(groups):
-            own = matrix[:, group * width : (group + 1) * width]
-            for vector, output in zip(vectors[:, group], outputs[:, group], strict=True):
-                np.dot(own.T if transposed else own, vector, out=output)
-        return outputs
-    form = blas.TRANSPOSED if transposed else blas.NOT_TRANSPOSED
-    matrix_at, vector_at, output_at = matrix.ctypes.data, vectors.ctypes.data, outputs.ctypes.data
-    for number in range(N * groups):
-        multiply(
-            blas.ROW_MAJOR,
-            form,
-            tokens,
-            width,
-            1.0,
-            matrix_at + FLOAT_BYTES * width * (number % groups),
-            matrix.strides[0] // FLOAT_BYTES,
-            vector_at + FLOAT_BYTES * length * number,
-            1,
-            0.0,
-            output_at + FLOAT_BYTES * outputs.shape[2] * number,
-            1,
-        )
-    return outputs
+    size = width if transposed else tokens
+    sgemm, sgemv = blas.sgemm(), blas.sgemv()
+    if sgemm is None or sgemv is None:
+        of_groups = matrix.reshape(tokens, groups, width).swapaxes(0, 1)  # (G, tokens, width)
+        return np.swapaxes(vectors.swapaxes(0, 1) @ (of_groups if transposed else of_groups.swapaxes(1, 2)), 0, 1)
+    rows = N if N < GEMM_ROWS else -(-N // GEMM_ROWS) * GEMM_ROWS
+    if rows > N:
+        vectors = np.concatenate([vectors, np.zeros((rows - N, groups, length), np.float32)])
+    outputs = np.empty((rows, groups, size), np.float32)
+    matrix_at, vector_at, output_at = (x.__array_interface__["data"][0] for x in (matrix, vectors, outputs))
+    row = matrix.strides[0] // FLOAT_BYTES
+    form, other = (blas.TRANSPOSED, blas.NOT_TRANSPOSED) if transposed else (blas.NOT_TRANSPOSED, blas.TRANSPOSED)
+    for group in range(groups):
+        left, right, output = vector_at, matrix_at + FLOAT_BYTES * width * group, output_at
+        left += FLOAT_BYTES * length * group
+        output += FLOAT_BYTES * size * group
+        if rows >= GEMM_ROWS:
+            left_form = (1.0, left, groups * length, right, row, 0.0, output, groups * size)
+            sgemm(blas.ROW_MAJOR, blas.NOT_TRANSPOSED, other, rows, size, length, *left_form)
+            continue
+        for _ in range(rows):
+            sgemv(blas.ROW_MAJOR, form, tokens, width, 1.0, right, row, left, 1, 0.0, output, 1)
+            left += FLOAT_BYTES * groups * length
+            output += FLOAT_BYTES * groups * size
+    return outputs[:N]
 
 
 def _one(parts: Floats, bias: Floats, sinks: Floats | None) -> Floats:
-    """The parts (blocks, K, H/K, Dv + 2) of a query as one: (K, H/K, Dv). ``bias`` is that of values, (K, 1, Dv)."""
+    """The parts (spans, K, H/K, Dv + 2) of a query as one: (K, H/K, Dv). ``bias`` is that of values, (K, 1, Dv)."""
     largest = parts[..., -1:].max(axis=0)
     if sinks is not None:
         largest = np.maximum(largest, sinks)
@@ -238,5 +248,10 @@ def _side_by_side(rows: npt.NDArray[Any], runs: Sequence[Run]) -> npt.NDArray[An
     return np.concatenate([rows[first:end] for first, end in runs])
 
 
-def _cut(scales: Floats | None, some: slice) -> Floats | None:
-    return None if scales is None else np.ascontiguousarray(scales[:, some])
+def _buffer(shape: tuple[int, ...]) -> Floats:
+    """Memory of this thread's, which may be written: to get new memory, and give it back, takes longer."""
+    size = math.prod(shape)
+    held: Floats | None = getattr(_local, "held", None)
+    if held is None or held.size < size:
+        held = _local.held = np.empty(size, np.float32)
+    return held[:size].reshape(shape)
