@@ -124,14 +124,15 @@ def _load(source: Path) -> ctypes.CDLL:
     finally:
         if is_ours:
             del os.environ[THREADS]
-    size, number, address = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
-    function = library.scipy_cblas_sgemv  # only what MLX calls has lost the prefix
-    function.restype = None
-    function.argtypes = [size, size, size, size, number, address, size, address, size, number, address, size]
-    function = library.cblas_sgemm
-    function.restype = None
-    scalar = [number, address, size, address, size, number, address, size]
-    function.argtypes = [size, size, size, size, size, size, *scalar]
+    size = ctypes.c_int
+    number = ctypes.c_float
+    address = ctypes.c_void_p
+    gemv = library.scipy_cblas_sgemv  # only the functions that MLX calls have lost the prefix
+    gemv.restype = None
+    gemv.argtypes = [size, size, size, size, number, address, size, address, size, number, address, size]
+    gemm = library.cblas_sgemm
+    gemm.restype = None
+    gemm.argtypes = [size, size, size, size, size, size, number, address, size, address, size, number, address, size]
     return library
 
 

@@ -1,16 +1,16 @@
-"""Attention of a few queries of a sequence to many stored tokens, on a CPU.
+"""Decode attention over a long context on a CPU: a few queries of one sequence, many stored tokens.
 
-MLX would make float32 arrays of all that is read, and takes 6 ns for each exp. Here NumPy makes a block of tokens
-float32, once for all query heads of a kv head, and OpenBLAS multiplies it while it stays in the processor's cache.
-The scales of quantized tokens multiply scores and weights in place of keys and values, which are many more numbers.
+MLX's operations would expand all stored tokens to float32 arrays, and its exp takes 6 ns a number. This module works
+block by block: NumPy converts a block of keys or values to float32 once for all query heads of a kv head, and OpenBLAS
+multiplies it while it is still in the processor's cache. Scales are applied to scores and weights, which are far fewer
+numbers than keys and values.
 
-One thread computes it: a second one made it slower, because each call into NumPy or BLAS hands over Python's lock. With
-8,192 tokens it takes 0.42 to 0.49 of the time of MLX's operations, which are on two cores, at 0 bits, and 0.75 to 0.94
-at 8.
+Every call into NumPy or BLAS passes Python's lock on, at 6 us or more if another thread waits for it. Blocks are
+therefore large: with blocks of 2,048 tokens a second thread gained nothing.
 
-It is computed when it is called, and not when MLX evaluates it. A query has the numbers that it has alone, to the bit:
-blocks lie at multiples of their size, and every product is of the heads of one query. NumPy is imported with this
-module, which takes 0.1 s: import it when it is needed.
+The result is computed at the call, not when MLX evaluates it. Every query gets the bits it would get alone: blocks
+start at multiples of their size, and a product never mixes the heads of two queries. Importing NumPy takes 0.1 s,
+so import this module only when it is needed.
 """
 
 import math
@@ -26,34 +26,37 @@ import numpy.typing as npt
 from kvant import blas
 from kvant.operators.bias_split import BiasSplit, bias_weights
 from kvant.operators.paged_rows import Run, cut_runs
+from kvant.operators.streams import cpu_cores, run_in_threads
 
-BLOCK_TOKENS = 4096  # are float32 at once: of 64 numbers 1 MiB (1,024 at once took 1.3 to 1.4 times as long)
-GEMM_ROWS = 4  # OpenBLAS multiplies so many rows, or a multiple, faster than rows one by one
+BLOCK_TOKENS = 4096  # 1 MiB of float32 for a width of 64; blocks of 1,024 took 1.3 to 1.4 times as long
+GEMM_ROWS = 4  # sgemm beats one sgemv per row from this many rows on, and prefers multiples of it
+PARALLEL_TOKENS = 8192  # times kv heads: from this many on, every core takes blocks (measured)
 FLOAT_BYTES = 4
 
 Floats = npt.NDArray[np.float32]
-Seen = tuple[int, int]  # the positions of the first token that a query sees, and the one behind the last
+Seen = tuple[int, int]  # positions: the first token a query sees, and one past the last
 
 _local = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """Which tokens the queries see, and where they are."""
+    """Where the tokens are stored, and which of them each query sees."""
 
-    runs: Sequence[Run]  # the rows, in the order of positions
-    first: int  # the position of the first row
-    seen: Sequence[Seen]  # by each query
+    runs: Sequence[Run]  # rows in the order of positions
+    first: int  # position of the first row
+    seen: Sequence[Seen]  # one entry per query
 
     @property
     def end(self) -> int:
-        """The position behind the last row."""
-        return self.seen[-1][1]
+        """Return the position past the last row."""
+        _, end = self.seen[-1]
+        return end
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Keys or values of all tokens: (K, rows, bytes or floats), and scales (K, rows, G) if they are quantized."""
+    """Keys or values as the cache stores them: (K, rows, bytes or floats), scales (K, rows, G) or None."""
 
     numbers: npt.NDArray[Any]
     scales: npt.NDArray[Any] | None
@@ -61,19 +64,20 @@ class _Stored:
 
     @property
     def width(self) -> int:
-        """Numbers of a token."""
-        return self.numbers.shape[-1] * (2 if self.bits == 4 else 1)
+        """Return the numbers per token."""
+        stored = int(self.numbers.shape[-1])
+        return stored * 2 if self.bits == 4 else stored
 
     @property
     def groups(self) -> int:
-        """Groups of these that have a scale each."""
-        return 1 if self.scales is None else self.scales.shape[-1]
+        """Return G, the scales per token; 1 without quantization."""
+        return 1 if self.scales is None else int(self.scales.shape[-1])
 
     def floats(self, head: int, runs: Sequence[Run]) -> Floats:
-        """Some rows of a kv head (tokens, width), without scales. The next ones of the thread take their place."""
-        numbers = _side_by_side(self.numbers[head], runs)
+        """Return rows of a kv head as unscaled float32 (tokens, width). The thread's next call overwrites them."""
+        numbers = _join_rows(self.numbers[head], runs)
         if self.bits == 4:
-            words = numbers.astype(np.uint16)  # as operators.quantization unpacks nibbles
+            words = numbers.astype(np.uint16)  # the same unpacking as operators.quantization
             words |= words << 4
             words &= 0x0F0F
             words ^= 0x0808
@@ -90,10 +94,10 @@ class _Stored:
         return floats
 
     def scales_of(self, head: int, runs: Sequence[Run]) -> Floats | None:
-        """The scales of some rows of a kv head: (G, tokens)."""
+        """Return the scales of rows of a kv head: (G, tokens)."""
         if self.scales is None:
             return None
-        return _side_by_side(self.scales[head], runs).T.astype(np.float32, order="C")
+        return _join_rows(self.scales[head], runs).T.astype(np.float32, order="C")
 
 
 def attend_long(
@@ -108,41 +112,51 @@ def attend_long(
     bias_split: BiasSplit | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Causal attention (1, H, S, Dv) of queries (1, H, S, D), the last of which is the last row's. It is evaluated.
+    """Return the causal attention (1, H, S, Dv) of queries (1, H, S, D), evaluated.
 
     Args:
+        query: the last query belongs to the last row.
+        arrays, quant_bit, value_bit, bias_split, sinks: as in
+            :func:`kvant.operators.paged_attention.append_and_attend_paged`.
         runs: the rows of the tokens, in the order of positions.
         first: the position of the first row.
-        window: the last tokens that a query sees, its own included; None: it sees all.
-        arrays, quant_bit, value_bit, bias_split, sinks: as
-            :func:`kvant.operators.paged_attention.append_and_attend_paged` takes them.
+        window: how many tokens a query sees, its own included; None: all.
     """
     _, H, S, D = query.shape
-    K, end = arrays[0].shape[1], first + sum(last - start for start, last in runs)
+    K = arrays[0].shape[1]
+    end = first + sum(stop - start for start, stop in runs)
     stops = range(end - S + 1, end + 1)
     seen = [(first if window is None else max(first, stop - window), stop) for stop in stops]
-    scaled = (query.astype(mx.float32) * (1 / math.sqrt(D))).reshape(K, H // K, S, D).transpose(2, 0, 1, 3)
-    queries = mx.contiguous(scaled)  # (S, K, H/K, D)
-    terms = [] if bias_split is None or not bias_split.pairs else _bias_terms(query, bias_split, seen)
+    scaled = (query.astype(mx.float32) * (1 / math.sqrt(D))).reshape(K, H // K, S, D)
+    queries = mx.contiguous(scaled.transpose(2, 0, 1, 3))  # (K, H/K, S, D) -> (S, K, H/K, D)
+    terms = []
+    if bias_split is not None and bias_split.pairs:
+        terms = _bias_terms(query, bias_split, seen)
     readable = [mx.view(array, mx.uint16) if array.dtype == mx.bfloat16 else array for array in arrays]
     bias = mx.zeros((1, 1, 1)) if bias_split is None else bias_split.value_bias[:, None]  # (K, 1, Dv)
     sink = mx.array([]) if sinks is None else sinks.astype(mx.float32).reshape(K, H // K, 1)
-    mx.eval(queries, terms, readable, bias, sink)
-    keys, values = _sides([np.asarray(array) for array in readable], D, quant_bit, value_bit)
+    mx.eval(queries, terms, readable, bias, sink)  # NumPy reads their memory below
+    keys, values = _keys_and_values([np.asarray(array) for array in readable], D, quant_bit, value_bit)
     tokens = _Tokens(runs, first, seen)
-    parts = _parts_of_each(np.asarray(queries), keys, values, tokens, [np.asarray(term) for term in terms])
-    outputs = [_one(own, np.asarray(bias), None if sinks is None else np.asarray(sink)) for own in parts]
+    parts = _attend_blocks(np.asarray(queries), keys, values, tokens, [np.asarray(term) for term in terms])
+    of_sinks = None if sinks is None else np.asarray(sink)
+    outputs = [_join_blocks(own, np.asarray(bias), of_sinks) for own in parts]
+    # S arrays (K, H/K, Dv) -> (K, H/K, S, Dv) -> (1, H, S, Dv)
     return mx.array(np.stack(outputs, axis=2).reshape(1, H, S, -1)).astype(query.dtype)
 
 
-def _sides(held: Sequence[npt.NDArray[Any]], key_dim: int, quant_bit: int, value_bit: int) -> tuple[_Stored, _Stored]:
-    """Keys and values of a layer's arrays, which have them one behind the other or side by side."""
-    scales = held[1] if quant_bit else None
-    if held[0].shape[0] == 2:
+def _keys_and_values(
+    arrays: Sequence[npt.NDArray[Any]], key_dim: int, quant_bit: int, value_bit: int
+) -> tuple[_Stored, _Stored]:
+    """Split a layer's arrays, (2, K, ...) or with a key and a value in each row."""
+    numbers = arrays[0]
+    scales = arrays[1] if quant_bit else None
+    if numbers.shape[0] == 2:
         key_scales, value_scales = (None, None) if scales is None else scales
-        return _Stored(held[0][0], key_scales, quant_bit), _Stored(held[0][1], value_scales, quant_bit)
-    end = key_dim * quant_bit // 8 if quant_bit else key_dim
-    keys, values = held[0][0, ..., :end], held[0][0, ..., end:]
+        return _Stored(numbers[0], key_scales, quant_bit), _Stored(numbers[1], value_scales, quant_bit)
+    split = key_dim * quant_bit // 8 if quant_bit else key_dim
+    keys = numbers[0, ..., :split]
+    values = numbers[0, ..., split:]
     if scales is None:
         return _Stored(keys, None, 0), _Stored(values, None, 0)
     value_bits = value_bit or quant_bit
@@ -152,85 +166,142 @@ def _sides(held: Sequence[npt.NDArray[Any]], key_dim: int, quant_bit: int, value
 
 
 def _bias_terms(query: mx.array, split: BiasSplit, seen: Sequence[Seen]) -> list[mx.array]:
-    """What the biases of keys add to the scores of each query: (K, H/K, tokens that it sees)."""
+    """Return what the keys' bias adds to each query's scores: (K, H/K, tokens it sees)."""
     factors = bias_weights(query, split)  # (1, K, H/K, S, 2P)
-    table = split.rotation.flatten(0, 1)  # (2P, positions)
+    table = split.rotation.flatten(0, 1)  # (2, P, positions) -> (2P, positions)
     return [factors[0, :, :, i] @ table[:, start:stop] for i, (start, stop) in enumerate(seen)]
 
 
-def _parts_of_each(
+def _attend_blocks(
     queries: Floats, keys: _Stored, values: _Stored, tokens: _Tokens, terms: Sequence[Floats]
 ) -> list[Floats]:
-    """For each query its attention to each block (blocks, K, H/K, Dv + 2): values, their weights' sum, the largest."""
+    """Attend block by block. Returns (blocks, K, H/K, Dv + 2) for each query, as :func:`_join_blocks` takes them.
+
+    The last axis holds the weighted sum of values, the sum of the weights, and the largest score.
+    """
     S, K, N, _ = queries.shape
     blocks = range(tokens.first // BLOCK_TOKENS, -(-tokens.end // BLOCK_TOKENS))
     parts = np.empty((len(blocks), S, K, N, values.width + 2), np.float32)
-    for number, block in enumerate(blocks):
-        start, stop = max(tokens.first, block * BLOCK_TOKENS), min(tokens.end, (block + 1) * BLOCK_TOKENS)
+    first_block = blocks[0]
+
+    def attend(block: int, head: int) -> None:
+        start = max(tokens.first, block * BLOCK_TOKENS)
+        stop = min(tokens.end, (block + 1) * BLOCK_TOKENS)
         rows = cut_runs(tokens.runs, start - tokens.first, stop - tokens.first)
         seen = [(query, max(start, begin), min(stop, end)) for query, (begin, end) in enumerate(tokens.seen)]
         seen = [(query, begin, end) for query, begin, end in seen if begin < end]
-        for head in range(K):
-            floats, scales = keys.floats(head, rows), keys.scales_of(head, rows)
-            weights = []
-            for query, begin, end in seen:
-                own, part = slice(begin - start, end - start), parts[number, query, head]
-                scores = _products(floats[own], queries[query, head].reshape(N, keys.groups, -1), transposed=False)
-                if scales is not None:
-                    scores *= scales[:, own]
-                scores = scores.sum(axis=1)
-                if terms:
-                    before = tokens.seen[query][0]
-                    scores += terms[query][head, :, begin - before : end - before]
-                scores.max(axis=-1, keepdims=True, out=part[:, -1:])
-                scores -= part[:, -1:]
-                np.exp(scores, out=scores)
-                scores.sum(axis=-1, keepdims=True, out=part[:, -2:-1])
-                weights.append(scores)
-            floats, scales = values.floats(head, rows), values.scales_of(head, rows)
-            for (query, begin, end), scores in zip(seen, weights, strict=True):
-                own = slice(begin - start, end - start)
-                scaled = scores[:, None] if scales is None else scores[:, None] * scales[:, own]
-                parts[number, query, head, :, :-2] = _products(floats[own], scaled, transposed=True).reshape(N, -1)
+        floats = keys.floats(head, rows)
+        scales = keys.scales_of(head, rows)
+        weights = []
+        for query, begin, end in seen:
+            visible = slice(begin - start, end - start)
+            part = parts[block - first_block, query, head]
+            groups = queries[query, head].reshape(N, keys.groups, -1)  # (N, D) -> (N, G, D/G)
+            products = _group_products(floats[visible], groups, transposed=False)
+            if scales is not None:
+                products *= scales[:, visible]
+            scores = products.sum(axis=1)  # (N, G, tokens) -> (N, tokens)
+            if terms:
+                before = tokens.seen[query][0]
+                scores += terms[query][head, :, begin - before : end - before]
+            scores.max(axis=-1, keepdims=True, out=part[:, -1:])
+            scores -= part[:, -1:]
+            np.exp(scores, out=scores)
+            scores.sum(axis=-1, keepdims=True, out=part[:, -2:-1])
+            weights.append(scores)
+        floats = values.floats(head, rows)
+        scales = values.scales_of(head, rows)
+        for (query, begin, end), own in zip(seen, weights, strict=True):
+            visible = slice(begin - start, end - start)
+            scaled = own[:, None] if scales is None else own[:, None] * scales[:, visible]  # (N, G, tokens)
+            sums = _group_products(floats[visible], scaled, transposed=True)
+            parts[block - first_block, query, head, :, :-2] = sums.reshape(N, -1)  # (N, G, Dv/G) -> (N, Dv)
+
+    todo = iter([(block, head) for block in blocks for head in range(K)])
+
+    def work() -> None:
+        for block, head in todo:
+            attend(block, head)
+
+    is_large = (tokens.end - tokens.first) * K >= PARALLEL_TOKENS
+    run_in_threads(work, cpu_cores() if is_large else 1)
     return [
-        parts[begin // BLOCK_TOKENS - blocks[0] : -(-end // BLOCK_TOKENS) - blocks[0], query]
+        parts[begin // BLOCK_TOKENS - first_block : -(-end // BLOCK_TOKENS) - first_block, query]
         for query, (begin, end) in enumerate(tokens.seen)
     ]
 
 
-def _products(matrix: Floats, vectors: Floats, *, transposed: bool) -> Floats:
-    """Vectors (N, G, any) times a matrix (tokens, G * width), group by group: (N, G, tokens), or (N, G, width)."""
-    (N, groups, length), (tokens, columns) = vectors.shape, matrix.shape
+def _group_products(matrix: Floats, vectors: Floats, *, transposed: bool) -> Floats:
+    """Multiply vectors with a matrix (tokens, G * width), each group of columns by itself.
+
+    Args:
+        vectors: (N, G, width), or (N, G, tokens) if ``transposed``.
+
+    Returns:
+        (N, G, tokens), or (N, G, width) if ``transposed``.
+    """
+    N, groups, length = vectors.shape
+    tokens, columns = matrix.shape
     width = columns // groups
     size = width if transposed else tokens
-    sgemm, sgemv = blas.sgemm(), blas.sgemv()
+    sgemm = blas.sgemm()
+    sgemv = blas.sgemv()
     if sgemm is None or sgemv is None:
-        of_groups = matrix.reshape(tokens, groups, width).swapaxes(0, 1)  # (G, tokens, width)
-        return np.swapaxes(vectors.swapaxes(0, 1) @ (of_groups if transposed else of_groups.swapaxes(1, 2)), 0, 1)
+        grouped = matrix.reshape(tokens, groups, width)
+        grouped = grouped.transpose(1, 0, 2) if transposed else grouped.transpose(1, 2, 0)
+        return (vectors.swapaxes(0, 1) @ grouped).swapaxes(0, 1)
     rows = N if N < GEMM_ROWS else -(-N // GEMM_ROWS) * GEMM_ROWS
     if rows > N:
         vectors = np.concatenate([vectors, np.zeros((rows - N, groups, length), np.float32)])
     outputs = np.empty((rows, groups, size), np.float32)
-    matrix_at, vector_at, output_at = (x.__array_interface__["data"][0] for x in (matrix, vectors, outputs))
-    row = matrix.strides[0] // FLOAT_BYTES
-    form, other = (blas.TRANSPOSED, blas.NOT_TRANSPOSED) if transposed else (blas.NOT_TRANSPOSED, blas.TRANSPOSED)
+    # ``array.ctypes`` and slices of arrays would take longer than the arithmetic on addresses
+    matrix_at, vectors_at, outputs_at = (x.__array_interface__["data"][0] for x in (matrix, vectors, outputs))
+    matrix_row = matrix.strides[0] // FLOAT_BYTES
     for group in range(groups):
-        left, right, output = vector_at, matrix_at + FLOAT_BYTES * width * group, output_at
-        left += FLOAT_BYTES * length * group
-        output += FLOAT_BYTES * size * group
+        own_matrix = matrix_at + FLOAT_BYTES * width * group
+        own_vectors = vectors_at + FLOAT_BYTES * length * group
+        own_outputs = outputs_at + FLOAT_BYTES * size * group
         if rows >= GEMM_ROWS:
-            left_form = (1.0, left, groups * length, right, row, 0.0, output, groups * size)
-            sgemm(blas.ROW_MAJOR, blas.NOT_TRANSPOSED, other, rows, size, length, *left_form)
+            sgemm(
+                blas.ROW_MAJOR,
+                blas.NOT_TRANSPOSED,
+                blas.NOT_TRANSPOSED if transposed else blas.TRANSPOSED,
+                rows,
+                size,
+                length,
+                1.0,
+                own_vectors,
+                groups * length,
+                own_matrix,
+                matrix_row,
+                0.0,
+                own_outputs,
+                groups * size,
+            )
             continue
-        for _ in range(rows):
-            sgemv(blas.ROW_MAJOR, form, tokens, width, 1.0, right, row, left, 1, 0.0, output, 1)
-            left += FLOAT_BYTES * groups * length
-            output += FLOAT_BYTES * groups * size
+        for row in range(rows):
+            sgemv(
+                blas.ROW_MAJOR,
+                blas.TRANSPOSED if transposed else blas.NOT_TRANSPOSED,
+                tokens,
+                width,
+                1.0,
+                own_matrix,
+                matrix_row,
+                own_vectors + FLOAT_BYTES * groups * length * row,
+                1,
+                0.0,
+                own_outputs + FLOAT_BYTES * groups * size * row,
+                1,
+            )
     return outputs[:N]
 
 
-def _one(parts: Floats, bias: Floats, sinks: Floats | None) -> Floats:
-    """The parts (spans, K, H/K, Dv + 2) of a query as one: (K, H/K, Dv). ``bias`` is that of values, (K, 1, Dv)."""
+def _join_blocks(parts: Floats, bias: Floats, sinks: Floats | None) -> Floats:
+    """Combine the blocks (blocks, K, H/K, Dv + 2) of a query into (K, H/K, Dv).
+
+    ``bias`` is the values' (K, 1, Dv). Source: FlashAttention (arXiv 2205.14135).
+    """
     largest = parts[..., -1:].max(axis=0)
     if sinks is not None:
         largest = np.maximum(largest, sinks)
@@ -242,16 +313,18 @@ def _one(parts: Floats, bias: Floats, sinks: Floats | None) -> Floats:
     return values / total
 
 
-def _side_by_side(rows: npt.NDArray[Any], runs: Sequence[Run]) -> npt.NDArray[Any]:
+def _join_rows(rows: npt.NDArray[Any], runs: Sequence[Run]) -> npt.NDArray[Any]:
     if len(runs) == 1:
-        return rows[slice(*runs[0])]
-    return np.concatenate([rows[first:end] for first, end in runs])
+        start, stop = runs[0]
+        return rows[start:stop]
+    return np.concatenate([rows[start:stop] for start, stop in runs])
 
 
 def _buffer(shape: tuple[int, ...]) -> Floats:
-    """Memory of this thread's, which may be written: to get new memory, and give it back, takes longer."""
+    """Return this thread's scratch memory. Allocating it anew would cost more than filling it."""
     size = math.prod(shape)
-    held: Floats | None = getattr(_local, "held", None)
-    if held is None or held.size < size:
-        held = _local.held = np.empty(size, np.float32)
-    return held[:size].reshape(shape)
+    scratch: Floats | None = getattr(_local, "scratch", None)
+    if scratch is None or scratch.size < size:
+        scratch = np.empty(size, np.float32)
+        _local.scratch = scratch
+    return scratch[:size].reshape(shape)

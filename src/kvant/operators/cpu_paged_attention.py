@@ -1,4 +1,7 @@
-"""Attention to paged rows on a CPU: of many new tokens from every core, of a few each as alone. Unchecked."""
+"""Attention to paged rows on a CPU, unchecked.
+
+Many new tokens use every core; a few new tokens get the bits each would get alone.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +16,7 @@ from kvant.operators.cpu_attention import attend_singly, join_parts, one_part, q
 from kvant.operators.paged_rows import PagedRows, Run, cut_runs, float_bytes, read_rows, shares, tokens_at_once
 from kvant.operators.streams import FEW_ROWS, cpu_streams
 
-# A query that sees so many tokens is worth attend_long (measured).
-LONG_TOKENS = 1024
+LONG_TOKENS = 1024  # attend_long is faster for queries that see at least this many tokens (measured)
 
 
 def attend_rows_on_cpu(
@@ -29,54 +31,88 @@ def attend_rows_on_cpu(
     bias_split: BiasSplit | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """:func:`kvant.operators.paged_attention.attend_rows`, of the sequences that have rows."""
-    _, H, S, D = query.shape
+    """Compute :func:`kvant.operators.paged_attention.attend_rows` for the sequences, without padding."""
+    S, D = query.shape[2:]
     few = S <= FEW_ROWS
     bits: dict[str, Any] = {"quant_bit": quant_bit, "value_bit": value_bit}
-    options: dict[str, Any] = {"bias_split": bias_split, "sinks": sinks}
-    counts, window = rows.counts, rows.window
+    options: dict[str, Any] = bits | {"bias_split": bias_split, "sinks": sinks}
+    counts = rows.counts
     size = tokens_at_once(float_bytes(arrays[0], D, quant_bit, value_bit), S, quant_bit)
     outputs: list[mx.array] = []
     for share in shares(counts, size, alone=LONG_TOKENS if few else None):
-        count, runs, first = counts[share.start], rows.runs[share.start], rows.first[share.start]
-        if few and mask is None and not waiting and min(count, window or count) >= LONG_TOKENS:
-            from kvant.operators.cpu_decode import attend_long
-
-            fewer = sum(min(count - S + 1 + i, window or count) < LONG_TOKENS for i in range(S))
-            if fewer:  # the first queries do not see so many tokens yet
-                before = replace(rows, runs=[cut_runs(runs, 0, count - S + fewer)], first=[first])
-                short: dict[str, Any] = bits | options | {"mask": None, "waiting": ()}
-                outputs.append(attend_rows_on_cpu(query[share, :, :fewer], arrays, before, **short))
-            long = attend_long(query[share, :, fewer:], arrays, runs, first, window, **bits, **options)
-            outputs.append(mx.concatenate([outputs.pop(), long], axis=2) if fewer else long)
+        count = counts[share.start]
+        own = rows.only(share)
+        if few and mask is None and not waiting and min(count, rows.window or count) >= LONG_TOKENS:
+            outputs.append(_attend_few_to_many(query[share], arrays, own, **options))
             continue
         # Without this dependency MLX reads the tokens of every share before it uses the first.
         readable = mx.depends(arrays, outputs[-1:]) if outputs else arrays
-        if not few and mask is None and window is None and count > size:
-            outputs.append(_attend_in_parts(query[share], readable, runs, bits | {"key_dim": D}, size, **options))
-            continue
-        # The bytes of several sequences are put side by side and made floats in one multiplication: twice as fast as to
-        # take them by row numbers, and ten times as fast as to read padded pages (measured).
-        joined = [run for own in rows.runs[share] for run in own]
-        form: dict[str, Any] = bits | {
-            "key_dim": D,
-            "dtype": mx.float32 if few or bias_split is not None else query.dtype,
-        }
-        keys, values = read_rows(readable, joined, waiting, **form, copy=few and quant_bit > 0)
-        ends = list(accumulate(counts[share]))[:-1]
-        tokens = list(zip(mx.split(keys, ends, axis=2), mx.split(values, ends, axis=2), rows.first[share], strict=True))
-        if few and mask is None and queries_at_once(1, H, S, keys.shape[2]) == S:
-            outputs.append(_attend_few_of_each(query[share], tokens, window, **options))
-            continue
-        for b, (key, value, first) in enumerate(tokens, share.start):
-            outputs.append(
-                attend_window(query[b : b + 1], key, value, first=first, window=window, mask=mask, **options)
-            )
+        if not few and mask is None and rows.window is None and count > size:
+            outputs.append(_attend_in_parts(query[share], readable, own.runs[0], size, **options))
+        else:
+            outputs.append(_attend_together(query[share], readable, own, **options, mask=mask, waiting=waiting))
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def _attend_few_to_many(query: mx.array, arrays: Sequence[mx.array], rows: PagedRows, **options: Any) -> mx.array:
+    """Attend a few queries of one sequence, the last of which sees at least ``LONG_TOKENS``."""
+    from kvant.operators.cpu_decode import attend_long  # it imports NumPy, which short texts do without
+
+    S = query.shape[2]
+    (count,) = rows.counts
+    (runs,) = rows.runs
+    visible = [min(count - S + 1 + i, rows.window or count) for i in range(S)]
+    fewer = sum(number < LONG_TOKENS for number in visible)
+    output = attend_long(query[:, :, fewer:], arrays, runs, rows.first[0], rows.window, **options)
+    if not fewer:
+        return output
+    before = replace(rows, runs=[cut_runs(runs, 0, count - S + fewer)])
+    short = attend_rows_on_cpu(query[:, :, :fewer], arrays, before, **options, mask=None, waiting=())
+    return mx.concatenate([short, output], axis=2)
+
+
+def _attend_together(
+    query: mx.array,
+    arrays: Sequence[mx.array],
+    rows: PagedRows,
+    *,
+    quant_bit: int,
+    value_bit: int,
+    bias_split: BiasSplit | None,
+    sinks: mx.array | None,
+    mask: mx.array | None,
+    waiting: Sequence[mx.array],
+) -> mx.array:
+    """Read the tokens of all sequences at once, then attend to each sequence's own."""
+    _, H, S, D = query.shape
+    few = S <= FEW_ROWS
+    # Reading the bytes of several sequences side by side and converting them in one multiplication is twice as fast as
+    # gathering row numbers, and ten times as fast as reading padded pages (measured).
+    keys, values = read_rows(
+        arrays,
+        [run for own in rows.runs for run in own],
+        waiting,
+        quant_bit=quant_bit,
+        value_bit=value_bit,
+        key_dim=D,
+        dtype=mx.float32 if few or bias_split is not None else query.dtype,
+        copy=few and quant_bit > 0,
+    )
+    ends = list(accumulate(rows.counts))[:-1]
+    of_each = zip(mx.split(keys, ends, axis=2), mx.split(values, ends, axis=2), rows.first, strict=True)
+    tokens = list(of_each)
+    options: dict[str, Any] = {"bias_split": bias_split, "sinks": sinks}
+    if few and mask is None and queries_at_once(1, H, S, keys.shape[2]) == S:
+        return _attend_few_of_each(query, tokens, rows.window, **options)
+    outputs = [
+        attend_window(query[b : b + 1], key, value, first=first, window=rows.window, mask=mask, **options)
+        for b, (key, value, first) in enumerate(tokens)
+    ]
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
 def computes_at_once(tokens: int) -> bool:
-    """Whether a few queries that see so many tokens have their attention when it is called, before it is evaluated."""
+    """Return whether decode attention to this many tokens is computed at the call instead of by MLX's evaluation."""
     return tokens >= LONG_TOKENS and mx.default_device().type == mx.cpu
 
 
@@ -87,12 +123,10 @@ def _attend_few_of_each(
     bias_split: BiasSplit | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Attention of sequences with a few new tokens each, on a CPU: all of them together.
-
-    Of each there are keys, values and the position of the first.
-    """
+    """Attend sequences with a few new tokens each, given keys, values and the position of the first of each."""
     B, H, S, D = query.shape
-    tokens, places = [], []
+    tokens = []
+    places = []
     for key, value, first in sequences:
         T = key.shape[2]
         for end in range(T - S + 1, T + 1):
@@ -109,17 +143,20 @@ def _attend_in_parts(
     query: mx.array,
     arrays: Sequence[mx.array],
     runs: Sequence[Run],
-    form: dict[str, Any],
     size: int,
+    *,
+    quant_bit: int,
+    value_bit: int,
     bias_split: BiasSplit | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Attention (1, H, S, Dv) of many queries to ``size`` tokens at a time, from every core in turn.
+    """Attend many queries of one sequence to ``size`` tokens at a time, on all cores in turn.
 
-    The last part has all of the queries' own tokens too.
+    The last part includes all of the queries' own tokens. Returns (1, H, S, Dv).
     """
-    _, H, S, _ = query.shape
-    T, streams = sum(end - first for first, end in runs), cpu_streams()
+    _, H, S, D = query.shape
+    T = sum(end - first for first, end in runs)
+    streams = cpu_streams()
     parts: list[mx.array] = []
     for number, start in enumerate(range(0, T - S + 1, size)):
         end = T if start + size > T - S else start + size
@@ -127,8 +164,15 @@ def _attend_in_parts(
         split = bias_split and replace(bias_split, rotation=bias_split.rotation[..., start:])
         with mx.stream(streams[number % len(streams)]):
             readable = mx.depends(arrays, [before])
-            own, copy = cut_runs(runs, start, end), form["quant_bit"] > 0
-            key, value = read_rows(readable, own, **form, dtype=mx.float32, copy=copy)
+            key, value = read_rows(
+                readable,
+                cut_runs(runs, start, end),
+                quant_bit=quant_bit,
+                value_bit=value_bit,
+                key_dim=D,
+                dtype=mx.float32,
+                copy=quant_bit > 0,
+            )
             if bias_split is not None and sinks is not None:
                 value = value + bias_split.value_bias[:, None]
             parts.append(attend_tokens(query, key, value, is_causal=end == T, bias_split=split, is_part=True))

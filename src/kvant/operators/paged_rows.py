@@ -6,7 +6,7 @@ in (1, K, T, a key and a value).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -48,6 +48,10 @@ class PagedRows:
     def counts(self) -> list[int]:
         """Rows that are read of each sequence."""
         return [sum(end - first for first, end in own) for own in self.runs]
+
+    def only(self, share: slice) -> "PagedRows":
+        """Return what is read of some of the sequences."""
+        return replace(self, runs=self.runs[share], first=self.first[share])
 
 
 def read_rows(
