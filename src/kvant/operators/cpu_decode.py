@@ -29,7 +29,7 @@ from kvant.operators.paged_rows import Run, cut_runs
 from kvant.operators.streams import cpu_cores, run_in_threads
 
 BLOCK_TOKENS = 4096  # 1 MiB of float32 for a width of 64; blocks of 1,024 took 1.3 to 1.4 times as long
-GEMM_ROWS = 4  # sgemm beats one sgemv per row from this many rows on, and prefers multiples of it
+GEMM_ROWS = 4  # sgemm beats one sgemv per row from one row less on, and is fastest with multiples of it
 PARALLEL_TOKENS = 8192  # times kv heads: from this many on, every core takes blocks (measured)
 FLOAT_BYTES = 4
 
@@ -250,7 +250,7 @@ def _group_products(matrix: Floats, vectors: Floats, *, transposed: bool) -> Flo
         grouped = matrix.reshape(tokens, groups, width)
         grouped = grouped.transpose(1, 0, 2) if transposed else grouped.transpose(1, 2, 0)
         return (vectors.swapaxes(0, 1) @ grouped).swapaxes(0, 1)
-    rows = N if N < GEMM_ROWS else -(-N // GEMM_ROWS) * GEMM_ROWS
+    rows = N if N < GEMM_ROWS - 1 else -(-N // GEMM_ROWS) * GEMM_ROWS
     if rows > N:
         vectors = np.concatenate([vectors, np.zeros((rows - N, groups, length), np.float32)])
     outputs = np.empty((rows, groups, size), np.float32)
@@ -261,7 +261,7 @@ def _group_products(matrix: Floats, vectors: Floats, *, transposed: bool) -> Flo
         own_matrix = matrix_at + FLOAT_BYTES * width * group
         own_vectors = vectors_at + FLOAT_BYTES * length * group
         own_outputs = outputs_at + FLOAT_BYTES * size * group
-        if rows >= GEMM_ROWS:
+        if rows % GEMM_ROWS == 0:
             sgemm(
                 blas.ROW_MAJOR,
                 blas.NOT_TRANSPOSED,
