@@ -16,7 +16,7 @@ from kvant.operators.cpu_attention import attend_singly, join_parts, one_part, q
 from kvant.operators.paged_rows import PagedRows, Run, cut_runs, float_bytes, read_rows, shares, tokens_at_once
 from kvant.operators.streams import FEW_ROWS, cpu_streams
 
-LONG_TOKENS = 1024  # attend_long is faster for queries that see at least this many tokens (measured)
+LONG_TOKENS = 2048  # attend_long is faster for queries that see at least this many tokens (measured on 2 cores)
 
 
 def attend_rows_on_cpu(
